@@ -28,7 +28,7 @@ from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import ShardReader
-from energon_packed.storage import as_path
+from energon_packed.storage import as_path, is_remote
 
 Subflavor = str | int | float | bool
 WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]
@@ -374,13 +374,14 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     Raises:
         ConfigError: `out` is an input, an input references it, or it does not end in .yaml.
     """
-    refuse_remote(out)
+    refuse_remote(out, is_read=True)
     if out.suffix != ".yaml":
         raise ConfigError(f"{out} must end in .yaml; Energon reads only such files as a Metadataset")
     for path in (dataset.path for dataset in (*blend.train, *blend.val)):
         if path.is_file() and out.resolve() in (file.resolve() for file in read_metadataset(path).files()):
             raise ConfigError(f"{out} would include itself through {path}; write the blend to another file")
-    atomic_write(out, render(blend, out, absolute=absolute).encode())
+    # A path relative to an object would be an object.
+    atomic_write(out, render(blend, out, absolute=absolute or is_remote(out)).encode())
 
 
 def _entry(

@@ -5,7 +5,8 @@ read_range, status                  bytes and status of an open file, local or i
 read_yaml                           YAML of plain types, within limits, optionally as Energon's parser reads it
 inner_names, check_inner            file names that cannot leave their folder
 visible                             strings that cannot control the terminal
-atomic_path, atomic_write           a file has its old content or all of its new content, at every moment
+atomic_path, atomic_write, move     a file has its old content or all of its new content, at every moment
+remove_tree                         deletes a folder
 Streams                             open files of a reader, limited in number
 """
 
@@ -14,8 +15,10 @@ import errno
 import itertools
 import os
 import re
+import shutil
 import socket
 import stat
+import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -314,32 +317,70 @@ def visible(text: str, keep: str = _LAYOUT) -> str:
 
 
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, staging: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; rename it to `path` if the block succeeds.
 
     Creates the folder. The file is synced before the rename, and the folder after it: after a crash or a power failure
     `path` has its old content or all of the new content. If the block raises, `path` stays as it is.
 
+    Args:
+        path: a file, or an object: its temporary file is in a local folder, and is uploaded.
+        staging: local folder for the temporary file of an object; by default a temporary folder.
+
     Raises:
         OSError: the disk is full, or fails; the error names `path`, not the temporary file.
+        StorageError: the object cannot be stored.
     """
-    temporary = _temporary_name(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        _rename_and_sync(temporary, path)
-    except OSError as error:
-        raise error_of_path(error, path) from error
-    finally:
-        remove_if_possible(temporary)
+    with contextlib.ExitStack() as stack:
+        target = path
+        if isinstance(path, RemotePath):
+            folder = staging or stack.enter_context(tempfile.TemporaryDirectory(prefix="energon-packed-"))
+            target = Path(folder) / path.name
+        temporary = _temporary_name(target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            if isinstance(path, RemotePath):
+                path.upload(temporary)
+            else:
+                with temporary.open("rb") as stream:
+                    os.fsync(stream.fileno())
+                _rename_and_sync(temporary, path)
+        except OSError as error:
+            raise error_of_path(error, target) from error
+        finally:
+            remove_if_possible(temporary)
 
 
 def atomic_write(path: Path, content: bytes) -> None:
     """Write `content` to `path` by `atomic_path`: a reader sees the old or the new content, never a part."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+        return
     with atomic_path(path) as temporary:
         temporary.write_bytes(content)
+
+
+def move(file: Path, target: Path) -> None:
+    """Move a local file, also to an object store; `target` has its old content or all of the new content."""
+    if isinstance(target, RemotePath):
+        target.upload(file)
+        file.unlink()
+    else:
+        file.replace(target)
+
+
+def remove_tree(folder: Path) -> None:
+    """Delete a folder; errors of a local disk are ignored.
+
+    Raises:
+        StorageError: an object cannot be deleted.
+    """
+    if isinstance(folder, RemotePath):
+        for path in folder.objects():
+            path.unlink()
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def error_of_path(error: OSError, path: Path) -> OSError:
@@ -396,8 +437,8 @@ class Streams:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def get(self, path: Path) -> BinaryIO:
-        """Return the open file.
+    def get(self, path: Path, *, current: bool = False) -> BinaryIO:
+        """Return the open file; with `current`, the file that has this name now, at the cost of a look-up of the name.
 
         Raises:
             OSError, IrregularFile: as `open_regular`.
@@ -408,7 +449,11 @@ class Streams:
             _process = os.getpid()
         key = (self._reader, path)
         # Popped and put back: another thread may evict it at the same time; the local name keeps it open.
-        stream = _open.pop(key, None) or open_regular(path)
+        stream = _open.pop(key, None)
+        # The stream of an object is opened by its name at each request.
+        if current and stream is not None and not isinstance(stream, RemoteReader):
+            stream = stream if os.path.samestat(os.stat(path), os.fstat(stream.fileno())) else None
+        stream = stream or open_regular(path)
         _open[key] = stream
         while len(_open) > most_open(_MOST_OPEN):
             _open.popitem(last=False)  # closed when the last thread that reads it drops it
@@ -418,3 +463,17 @@ class Streams:
 def _forget(reader: int) -> None:
     for key in [key for key in _open if key[0] == reader]:
         _open.pop(key, None)
+
+
+_shared = Streams()
+
+
+def open_shared(path: RemotePath) -> BinaryIO:
+    """Return an open stream of an object that all readers of this process share, for `read_range` only.
+
+    Opening an object takes a request. The caller knows the version that it reads, and does not close the stream.
+
+    Raises:
+        OSError, IrregularFile: as `open_regular`.
+    """
+    return _shared.get(path)

@@ -1,8 +1,9 @@
-"""Object stores in place of local folders, for reading. Input: `s3://BUCKET/KEY`, `gs://BUCKET/KEY` or
+"""Object stores in place of local folders. Input: `s3://BUCKET/KEY`, `gs://BUCKET/KEY` or
 `msc://PROFILE/KEY`. Output: `RemotePath`, with the interface of `pathlib.Path`.
 
     as_path       string or path to Path; RemotePath for these schemes
-    RemotePath    names are computed without requests; `stat`, `open`, `iterdir` and `glob` send requests
+    RemotePath    names are computed without requests; `stat`, `open`, `iterdir` and `glob` send requests, and so do
+                  the writing methods: an object has its old content or all of the new content
     RemoteReader  the stream of `RemotePath.open`: reads byte ranges, and never the whole object
     energon_url   RemotePath to the URL by which Energon opens the same object
 
@@ -14,7 +15,9 @@ cache of clients is emptied after a fork, so that no connection is shared.
 A key is a path: keys with `//`, `/./` or a trailing slash cannot be named.
 """
 
+import contextlib
 import errno
+import hashlib
 import io
 import logging
 import os
@@ -23,7 +26,7 @@ import stat
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
@@ -34,6 +37,7 @@ from energon_packed.errors import ConfigError, EnergonPackedError, ResourceError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+_DIGEST = "sha256"  # key of the metadata
 READ_AHEAD = 1 << 20
 """Bytes that a sequential reader requests at once."""
 _SCHEMES = ("s3:/", "gs:/", "msc:/")  # with one slash, as Path collapses `//`
@@ -46,6 +50,8 @@ _PACKAGES = {
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
 }  # fmt: skip
 _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
+# The last range that this process requested, as (URL and time, offset, bytes): contents follow the headers of a tar.
+_block: tuple[tuple[str, int], int, bytes] = (("", 0), 0, b"")
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
 logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
@@ -181,17 +187,82 @@ class RemotePath(PosixPath):
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: object stores have no folders without objects."""
 
-    def upload(self, local: Path, metadata: Mapping[str, str] | None = None) -> None:
-        """Store the content of a local file as this object, with user metadata."""
-        client, key = self._client()
-        with _converted_errors(self):
-            client.upload_file(key, str(local), attributes=dict(metadata or {}))
+    def upload(self, local: Path) -> None:
+        """Store the content of a local file as this object, with its SHA-256 as metadata.
 
-    def delete(self) -> None:
-        """Delete the object."""
+        The object has its old content until the last byte is stored: one request stores a small file, and several
+        requests (a multipart upload) a large one.
+        """
+        with local.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        client, key = self._client()
+        with _converted_errors(self, verb="written"):
+            client.upload_file(key, str(local), attributes={_DIGEST: digest})
+
+    def write_bytes(self, data: "Buffer") -> int:
+        """Store bytes as this object, with their SHA-256 as metadata; return their number."""
+        client, key = self._client()
+        content = bytes(data)
+        with _converted_errors(self, verb="written"):
+            client.write(key, content, attributes={_DIGEST: hashlib.sha256(content).hexdigest()})
+        return len(content)
+
+    def create(self, content: bytes) -> bool:
+        """Store the object if there is none of this name; return whether this call stored it.
+
+        S3 decides it (`If-None-Match: *`). For stores without such requests, the object is read before and after
+        writing: of several writers at the same time, the last one stores it.
+        """
+        client, key = self._client()
+        provider = getattr(client, "_storage_provider", None)  # only providers have conditional requests
+        with _converted_errors(self, verb="written"):
+            from multistorageclient.types import PreconditionFailedError
+
+            try:
+                if provider is None:
+                    raise NotImplementedError
+                provider.put_object(key, content, if_none_match="*")
+                return True
+            except PreconditionFailedError:
+                return False
+            except NotImplementedError:
+                if not client.is_file(key):
+                    client.write(key, content)
+                return bool(client.read(key) == content)
+
+    def stored(self) -> tuple[int, str | None]:
+        """Request the size of the object in bytes, and the SHA-256 that `upload` stored with it."""
         client, key = self._client()
         with _converted_errors(self):
+            info = client.info(key, strict=False)
+            return info.content_length, (info.metadata or {}).get(_DIGEST)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the object; unlike files, a missing object is no error."""
+        client, key = self._client()
+        with _converted_errors(self, verb="written"), contextlib.suppress(FileNotFoundError):
             client.delete(key)
+
+    def rename(self, target: Path) -> Path:  # type: ignore[override]
+        """Copy the object, which must fit in memory, and delete it here."""
+        target.write_bytes(self.read_bytes())
+        self.unlink()
+        return target
+
+    def abort_uploads(self) -> None:
+        """Abort multipart uploads below this prefix that killed processes left: they cost money, and are not listed.
+
+        Other stores than S3 delete them by themselves.
+        """
+        client, key = self._client()
+        provider: Any = getattr(client, "_storage_provider", None)
+        if (s3 := getattr(provider, "_s3_client", None)) is None:
+            return
+        bucket, _, prefix = provider._prepend_base_path(f"{key.rstrip('/')}/").lstrip("/").partition("/")
+        with _converted_errors(self, verb="written"):
+            for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
+                for upload in page.get("Uploads", ()):
+                    s3.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def _client(self) -> tuple[Any, str]:
         """Return the client, one for each process and profile, and the key."""
@@ -279,19 +350,31 @@ class _Object(io.RawIOBase):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
     def status(self) -> os.stat_result:
+        since, status = _recent.get(str(self._path), (self._since, self._status))
+        if since > self._since:  # another reader has requested it in the meantime
+            self._since, self._status = since, status
         if time.monotonic() - self._since > _FRESH:
             self._status, self._since = self._path.stat(), time.monotonic()
         return self._status
 
     def read_range(self, at: int, size: int) -> bytes:
-        size = min(size, self.status().st_size - at)  # stores refuse ranges after the end
+        global _block
+        status = self.status()
+        size = min(size, status.st_size - at)  # stores refuse ranges after the end
         if size <= 0:
             return b""
+        version = str(self._path), status.st_mtime_ns
+        of, start, data = _block
+        if of == version and start <= at and at + size <= start + len(data):
+            return data[at - start : at - start + size]
         from multistorageclient.types import Range
 
         client, key = self._path._client()
         with _converted_errors(self._path):
-            return bytes(client.read(key, byte_range=Range(at, size)))
+            data = bytes(client.read(key, byte_range=Range(at, size)))
+        if len(data) <= READ_AHEAD:
+            _block = version, at, data
+        return data
 
     def readable(self) -> bool:
         return True
@@ -378,7 +461,7 @@ def _status(info: Any) -> os.stat_result:
 
 
 @contextmanager
-def _converted_errors(path: RemotePath, failure: str = "") -> Iterator[None]:
+def _converted_errors(path: RemotePath, failure: str = "", *, verb: str = "read") -> Iterator[None]:
     """Convert the exceptions of the client and its libraries.
 
     Their messages are not quoted, as they may contain parts of the configuration.
@@ -386,6 +469,7 @@ def _converted_errors(path: RemotePath, failure: str = "") -> Iterator[None]:
     Args:
         path: for the message.
         failure: message for other exceptions.
+        verb: what cannot be done, for the message.
 
     Raises:
         FileNotFoundError, StorageError: instead of any exception.
@@ -395,10 +479,10 @@ def _converted_errors(path: RemotePath, failure: str = "") -> Iterator[None]:
     except EnergonPackedError:
         raise
     except Exception as error:
-        raise _converted(error, str(path), failure) from error
+        raise _converted(error, str(path), failure, verb) from error
 
 
-def _converted(error: Exception, url: str, failure: str) -> OSError:
+def _converted(error: Exception, url: str, failure: str, verb: str) -> OSError:
     causes: list[Any] = [cause for cause in (error, error.__cause__, error.__context__) if cause is not None]
     response: Any = next(
         (cause.response for cause in causes if isinstance(getattr(cause, "response", None), dict)), {}
@@ -423,4 +507,4 @@ def _converted(error: Exception, url: str, failure: str) -> OSError:
             failure = f"the profile {profile!r} is not configured"
         remedy = "check the file of MSC_CONFIG, or ~/.msc_config.yaml"
         return StorageError(errno.EIO, f"{failure} ({type(error).__name__}); {remedy}", url)
-    return StorageError(errno.EIO, f"the object store cannot be read ({detail}); {_CHECK}", url)
+    return StorageError(errno.EIO, f"the object store cannot be {verb} ({detail}); {_CHECK}", url)

@@ -85,6 +85,8 @@ def raise_resource_error(error: BaseException, place: object) -> None:
 
 def described(error: OSError) -> str:
     """Describe an error in one line for the user: `file: failure; remedy`."""
+    if isinstance(error, ResourceError):  # of an object store, with its own remedy
+        return str(error)
     failure = f"{error.filename or 'input or output'}: {error.strerror or error}"
     remedy = remedy_of(error)
     return f"{failure}; {remedy}" if remedy else failure

@@ -156,6 +156,7 @@ PLACES = {
     "load_kernels": "packing:load_kernels",
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.workspace:FolderLock",
+    "run_status": "pipeline.run:run_status",
     "keys": "pipeline.run_state",
     "split_ranges": "pipeline.plan:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",

@@ -4,11 +4,13 @@
 `store` of the configuration file leads to the bucket `bucket`.
 """
 
+import hashlib
 import json
 import logging
 import os
+import socket
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +40,9 @@ class Store:
     traffic: list[Traffic] = field(default_factory=list)
     failures: dict[str, int] = field(default_factory=dict)
     """HTTP status that requests for a path, as `/bucket/key`, get instead of the object."""
+    intercept: Callable[[dict[str, Any]], int | None] = lambda environ: None
+    """Called with the WSGI environment of each request; returns a status that is the answer, 0 to cut the connection,
+    or None."""
 
     def url(self, key: str = "") -> str:
         return f"s3://{BUCKET}/{key}"
@@ -61,6 +66,18 @@ class Store:
             yield traffic
         finally:
             self.traffic.remove(traffic)
+
+    def objects(self, prefix: str) -> dict[str, bytes]:
+        """Content of all objects below a prefix, after checking size and hash in the metadata of each."""
+        found = {}
+        for page in self.client.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=f"{prefix}/"):
+            for entry in page.get("Contents", []):
+                answer = self.client.get_object(Bucket=BUCKET, Key=entry["Key"])
+                name, content = entry["Key"].removeprefix(f"{prefix}/"), answer["Body"].read()
+                if name != ".work/owner.json":  # stored by a conditional request, without metadata
+                    assert answer["Metadata"] == {"sha256": hashlib.sha256(content).hexdigest()}, name
+                found[name] = content
+        return found
 
     @contextmanager
     def failing(self, status: int, *keys: str) -> Iterator[None]:
@@ -96,7 +113,10 @@ def start_store(folder: Path) -> Store:
         is_list = "list-type=" in environ.get("QUERY_STRING", "")
         for traffic in store.traffic:
             traffic.requests.append(f"{'LIST' if is_list else environ['REQUEST_METHOD']} {path}")
-        if status := store.failures.get(path):
+        status = store.failures.get(path) or store.intercept(environ)
+        if status == 0:
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+        if status is not None:
             start_response(f"{status} Refused", [("Content-Length", "0")])
             return []
         answer = list(application(environ, start_response))
@@ -110,7 +130,7 @@ def start_store(folder: Path) -> Store:
     config = folder / "msc_config.json"
     options = {"base_path": BUCKET, "endpoint_url": store.endpoint, "region_name": "us-east-1"}
     profile = {"storage_provider": {"type": "s3", "options": options}, "retry": {"attempts": 1}}
-    config.write_text(json.dumps({"profiles": {"store": profile}}))
+    config.write_text(json.dumps({"profiles": {"store": profile}, "path_mapping": {"gs://mapped/": "msc://store/"}}))
     os.environ.update({"AWS_ENDPOINT_URL": store.endpoint, "MSC_CONFIG": str(config)})
     store.client = boto3.client("s3")
     store.client.create_bucket(Bucket=BUCKET)

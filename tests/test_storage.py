@@ -1,5 +1,6 @@
 """Paths of object stores, against moto's S3 server, pathlib and Energon's EPath."""
 
+import hashlib
 import io
 import multiprocessing
 import os
@@ -121,8 +122,11 @@ def test_an_open_stream_notices_a_replaced_object(store: Store, monkeypatch: Any
     before = status(stream)
     store.put("a", b"22")
     assert status(stream) == before  # one request for each minute of reads
-    monkeypatch.setattr(storage, "_FRESH", 0)
+    assert as_path(store.url("a")).stat().st_size == 2
     assert status(stream).st_size == 2
+    store.put("a", b"333")
+    monkeypatch.setattr(storage, "_FRESH", 0)
+    assert status(stream).st_size == 3
 
 
 def test_empty_objects_are_read(store: Store) -> None:
@@ -159,11 +163,12 @@ def test_listing_shows_each_entry_once(store: Store) -> None:
     assert sorted(str(path.relative_to(folder)) for path in folder.rglob("*.tar")) == ["in/deep/x.tar"]
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/d/k.bin", "msc://store/d/k.bin"])
+@pytest.mark.parametrize("url", ["s3://bucket/d/k.bin", "msc://store/d/k.bin", "gs://mapped/d/k.bin"])
 def test_energon_opens_the_same_object(store: Store, url: str) -> None:
     store.put("d/k.bin", b"content")
     path = as_path(url)
     assert path.read_bytes() == b"content"
+    assert [str(found) for found in path.parent.iterdir()] == [url]
     assert EPath(energon_url(path)).read_bytes() == b"content"
     assert energon_url(Path("/a/b")) == "/a/b"
 
@@ -218,8 +223,8 @@ def test_headers_of_a_remote_tar_need_few_requests_and_bytes(
     assert traffic.count("GET") <= requests
     assert traffic.bytes < share * len(content)
     with store.counted() as traffic:
-        assert read_content(path, members[-1]) == read_content(tmp_path / "a.tar", members[-1])
-    assert traffic.bytes == members[-1].size
+        assert read_content(path, members[0]) == read_content(tmp_path / "a.tar", members[0])
+    assert traffic.bytes == members[0].size
 
 
 def test_refused_and_failed_requests_are_one_line_with_the_remedy(store: Store) -> None:
@@ -262,9 +267,38 @@ def test_a_server_that_cannot_be_reached_is_named(store: Store, monkeypatch: Any
         as_path("s3://unreached/a").exists()
 
 
+def test_missing_credentials_and_an_invalid_configuration_are_reported_without_its_content(
+    store: Store, tmp_path: Path, monkeypatch: Any
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
+        monkeypatch.setenv(name, str(tmp_path / "none"))
+    with pytest.raises(
+        ResourceError, match=r"s3://anonymous/a: access is denied \(NoCredentialsError\); check the cred"
+    ):
+        as_path("s3://anonymous/a").exists()
+    (tmp_path / "msc.json").write_text(f'{{"profiles": {{"p": {{"access_key": "{SECRET}"}}}}}}')
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    with pytest.raises(
+        ResourceError, match=r"msc://p/a: cannot be used with this configuration .*MSC_CONFIG"
+    ) as caught:
+        as_path("msc://p/a").exists()
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["a b/ü#x?.bin", "p%20q.bin", "x;y=1.bin", "+&=.bin"])
+def test_keys_are_not_urls(store: Store, key: str) -> None:
+    path = as_path(store.put(key, b"123"))
+    assert path.read_bytes() == b"123"
+    assert path.stat().st_size == 3
+    assert path in list(path.parent.iterdir())
+    assert EPath(energon_url(path)).read_bytes() == b"123"
+
+
 def test_writing_is_refused(store: Store) -> None:
     path = as_path(store.url("new"))
-    for write in (lambda: path.write_bytes(b"1"), lambda: path.write_text("1"), lambda: path.open("wb")):
+    for write in (lambda: path.write_text("1"), lambda: path.open("wb")):
         with pytest.raises(ValueError, match=r"s3://bucket/new must be a local path to be written"):
             write()
 
@@ -272,9 +306,12 @@ def test_writing_is_refused(store: Store) -> None:
 def test_objects_are_uploaded_and_deleted(store: Store, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"content")
     path = as_path(store.url("f"))
-    path.upload(tmp_path / "f", {"sha256": "1"})
+    path.upload(tmp_path / "f")
     assert path.read_bytes() == b"content"
-    assert store.client.head_object(Bucket=BUCKET, Key="f")["Metadata"] == {"sha256": "1"}
-    path.delete()
+    digest = hashlib.sha256(b"content").hexdigest()
+    assert store.client.head_object(Bucket=BUCKET, Key="f")["Metadata"] == {"sha256": digest}
+    assert path.stored() == (7, digest)
+    path.unlink()
+    path.unlink()
     assert not path.exists()
     assert PurePosixPath(path).name == "f"

@@ -14,6 +14,7 @@ from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
 from energon_packed.pipeline.run import run_status
 from energon_packed.shards.steps import steps_of_ranks
+from energon_packed.storage import as_path
 
 _RANKS = {"world_size": 1, "micro_batch_size": 1, "num_workers": 2}  # for the steps in the table
 
@@ -66,7 +67,7 @@ def command(
     if is_status:
         if values.get("output_dir") is None:
             raise click.UsageError("--status needs '--output-dir'.")
-        show_status(Path(values["output_dir"]), output)
+        show_status(as_path(str(values["output_dir"])), output, values.get("work_dir"))
         return
     set_inputs(values, (*inputs, *jsonl))
     require(values, "output_dir", "seq_len", "tokenizer")
@@ -78,9 +79,9 @@ def command(
     show_run(options, ranks=ranks, output=output)
 
 
-def show_status(output_dir: Path, output: Output) -> None:
+def show_status(output_dir: Path, output: Output, work_dir: str | None = None) -> None:
     """Print the progress of the runs in an output folder: one line for each input part."""
-    statuses = run_status(output_dir)
+    statuses = run_status(output_dir, None if work_dir is None else Path(work_dir))
     for status in statuses:
         details = [f"{status.measured:,} records measured"] if status.measured else []
         details += [f"{status.shards:,} shards written"] if status.shards else []

@@ -25,6 +25,7 @@ from energon_packed.formats import StoredImage
 from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
 from energon_packed.shards.tar import ShardSummary
+from energon_packed.storage import as_path, is_remote
 
 Media = Literal["copy", "reference"]
 MEDIA: tuple[Media, ...] = get_args(Media)
@@ -88,14 +89,15 @@ class MediaLocator:
         """
         if reference.data is not None:
             return self._stored(reference.data)
-        file = os.path.abspath(reference.file or "")
+        file = reference.file or ""
+        file = file if is_remote(file) else os.path.abspath(file)
         if self.check == "digest":
             start = time.perf_counter()
             data = reference.read()
             extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None
             self.seconds += time.perf_counter() - start
         else:
-            header, status = read_header(reference), os.stat(file)
+            header, status = read_header(reference), as_path(file).stat()
             extension, size, digest = header.extension, header.num_bytes, None
             changed = (status.st_size, status.st_mtime_ns)
         path, offset = file.lstrip("/"), reference.offset or 0

@@ -30,6 +30,7 @@ from energon_packed.encoding.vision.families import PatchOrder
 from energon_packed.encoding.vision.media import ImageCheck
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
+from energon_packed.formats.references import parse_media_root
 from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
@@ -39,6 +40,7 @@ from energon_packed.records import Adapter, FieldMap
 from energon_packed.records.normalize import RECORD_WEIGHT, RecordWeight
 from energon_packed.shards.nv_meta import SPLITS
 from energon_packed.sources import SourceConfig
+from energon_packed.storage import as_path
 from energon_packed.system import available_cores
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -310,6 +312,10 @@ class InputOptions(EncoderSettings):
         "refuse", help="How to use a weight, sample_weight, loss_weight or loss_scale of a record: refuse rejects the "
         "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
     )  # fmt: skip
+    media_root: Mapping[str, str] = option(
+        dict, help="Folder of images that packs refer to, and its new place.", group=INPUT,
+        parse=parse_media_root, metavar="OLD=NEW", shown_default="the recorded paths", repeatable=True,
+    )  # fmt: skip
     trust_sample_loader: bool = option(
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
     )
@@ -380,7 +386,7 @@ class InputOptions(EncoderSettings):
             refuse_remote(path, is_read=True)
         for declaration in declared(type(self)):
             if declaration.kind is Path and getattr(self, declaration.name) is not None:
-                is_read = declaration.name == "image_root"
+                is_read = declaration.name in ("image_root", "output_dir", "output")
                 refuse_remote(getattr(self, declaration.name), declaration.name, is_read=is_read)
 
     @property
@@ -492,7 +498,10 @@ class PackOptions(RejectOptions):
     """
 
     output_dir: Path = option(
-        help="Folder for the dataset and its reports.", group=OUTPUT, flags=("--output-dir", "-o"), metavar="DIR"
+        help="Folder for the dataset and its reports, also in an object store.",
+        group=OUTPUT,
+        flags=("--output-dir", "-o"),
+        metavar="DIR",
     )
     seq_len: int = option(
         help="Tokens in one row; 8k is 8192.", group=PACKING, minimum=1, decides="tars", parse=parse_seq_len,
@@ -505,6 +514,10 @@ class PackOptions(RejectOptions):
     split: dict[str, float] = option(
         lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02 or train=98,val=2.",
         group=PACKING, parse=parse_split, decides="tars", shown_default="train=1", metavar="SHARES",
+    )  # fmt: skip
+    work_dir: Path | None = option(
+        None, help="With an output in an object store: local folder of restart state and unfinished shards.",
+        group=OUTPUT, metavar="DIR", shown_default="energon-packed in the cache folder of the user",
     )  # fmt: skip
     shard_prefix: str | None = option(
         None, help="Start of shard names and keys, different for each output of a blend.", group=OUTPUT,
@@ -588,7 +601,12 @@ class PackOptions(RejectOptions):
         index, count = checked_part(self.part)
         object.__setattr__(self, "part", (index, count))
         folder = str(self.output_dir).replace("{part}", part_suffix(index)[1:])
-        object.__setattr__(self, "output_dir", Path(folder))
+        object.__setattr__(self, "output_dir", as_path(folder))
+
+    @property
+    def unfinished_bytes(self) -> int:
+        """Maximum bytes of the shards that are written at the same time."""
+        return self.processes * self.max_shard_bytes
 
     @property
     def prefix(self) -> str:
@@ -635,6 +653,7 @@ class PackKeywords(TypedDict, total=False):
     map: Mapping[str, str] | str | None
     adapter: str | None
     record_weight: RecordWeight
+    media_root: Mapping[str, str] | str
     trust_sample_loader: bool
     check_images: CheckImages
     sample_class: str
@@ -651,6 +670,7 @@ class PackKeywords(TypedDict, total=False):
     max_failures: int | None
     strict: bool
     output_dir: Path | str
+    work_dir: Path | str | None
     seq_len: int | str
     group_by: GroupBy
     split: dict[str, float] | str

@@ -109,7 +109,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
     written = sizes
     if options.media == "reference" and plan.num_packs:  # the cuts stay those of a copy
         absent = table.media_bytes + (_MEMBER_OVERHEAD - _LOCATOR) * table.num_images
-        written = sizes - np.add.reduceat(absent[plan.indices], plan.offsets[:-1])
+        written = sizes - np.add.reduceat(absent[plan.indices], plan.offsets[:-1]) + _MEMBER_OVERHEAD
     shards: list[ShardPlan] = []
     for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
         for first, last in cut_evenly(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):

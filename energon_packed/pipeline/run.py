@@ -30,10 +30,11 @@ from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
 from energon_packed.pipeline.stored_media import index_media, remove_unused, store_media
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.workspace import FolderLock, Workspace, lock_holder
+from energon_packed.pipeline.workspace import FolderLock, Workspace, lock_holder, work_folder
 from energon_packed.pipeline.write import write_index, write_shards
 from energon_packed.shards import PackingManifest
 from energon_packed.sources import Source
+from energon_packed.storage import as_path
 
 Stage = Literal["nothing", "measured", "written", "done"]
 
@@ -61,8 +62,12 @@ class RunStatus:
     utilization: float | None = None
 
 
-def run_status(output_dir: Path) -> list[RunStatus]:
+def run_status(output_dir: Path, work_dir: Path | None = None) -> list[RunStatus]:
     """Return the status of a folder, or of the folders of all input parts if its name contains `{part}`.
+
+    Args:
+        output_dir: the output folder.
+        work_dir: as in `PackOptions`.
 
     Raises:
         ConfigError: the folder does not exist.
@@ -71,21 +76,21 @@ def run_status(output_dir: Path) -> list[RunStatus]:
         pattern = glob.escape(output_dir.name).replace("{part}", "p[0-9]*")
         folders = sorted(folder for folder in output_dir.parent.glob(pattern) if folder.is_dir())
     else:
-        folders = [output_dir] if output_dir.is_dir() else []
+        folders = [output_dir] if output_dir.is_dir() or work_folder(output_dir, work_dir).is_dir() else []
     if not folders:
         raise ConfigError(f"`output_dir` {output_dir} does not exist; no run has written there")
-    return [_status(folder) for folder in folders]
+    return [_status(folder, work_folder(folder, work_dir)) for folder in folders]
 
 
-def _status(folder: Path) -> RunStatus:
-    workspace = Workspace(folder)
+def _status(folder: Path, work: Path) -> RunStatus:
+    workspace = Workspace(folder, work)
     measured = sum(_records(file) for file in _latest(workspace.work, "measure-*", "*.arrow"))
     shards = len(_latest(workspace.work, "write-*", "*.json"))
     manifest = PackingManifest.load_if_there(workspace.shards) if workspace.shards.is_dir() else None
     status = RunStatus(
         output_dir=folder,
         stage="written" if shards else "measured" if measured else "nothing",
-        running=lock_holder(folder),
+        running=lock_holder(folder, work),
         measured=measured,
         shards=shards,
     )
@@ -172,13 +177,15 @@ def pack(
     """
     if not isinstance(inputs, PackOptions):
         inputs = make(PackOptions, {"inputs": inputs, "encoder": encoder, **options})
-    with FolderLock(inputs.output_dir) as lock:
-        workspace = Workspace(inputs.output_dir)
+    work = work_folder(inputs.output_dir, inputs.work_dir)
+    with FolderLock(inputs.output_dir, work, overwrite=inputs.overwrite) as lock:
+        workspace = Workspace(inputs.output_dir, work)
         try:
             return _run(inputs, workspace, lock, progress or Progress())
         except FileNotFoundError as error:
             lock.check()  # if the whole folder was replaced, that is the better explanation
-            if error.filename is None or workspace.root.absolute() not in Path(str(error.filename)).absolute().parents:
+            removed = None if error.filename is None else as_path(str(error.filename)).absolute()
+            if removed is None or workspace.root.absolute() not in removed.parents:
                 raise
             raise ConfigError(
                 f"{error.filename} was removed during the run: another process is using `output_dir`. Stop it and run "

@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import itertools
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding.vision.images import sniff_extension
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError
-from energon_packed.files import atomic_path
+from energon_packed.files import atomic_path, remove_tree
 from energon_packed.formats.references import media_digest
 from energon_packed.metadatasets import NV_META
 from energon_packed.pipeline.chunks import MEDIA_ENTRY, MediaEntries, media_file, read_media
@@ -40,11 +39,12 @@ from energon_packed.pipeline.workspace import Workspace
 from energon_packed.pipeline.write import changed_record, finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.shards.nv_meta import index_uuid, write_nv_meta
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
+from energon_packed.storage import is_remote
 from energon_packed.tarfiles import BLOCK
 
 Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
-_BUCKET = 1 << 24  # images that are sorted at a time
+_BUCKET = 1 << 23  # images that are sorted at a time
 _MOST_IMAGES = 100_000  # in a tar
 _OWN_NAME = re.compile(r"(media-\d{6}-[0-9a-f]{16}\.tar)(\.idx)?")
 
@@ -95,7 +95,7 @@ class MediaWriter:
         """
         read: tuple[int, int, int] | None = None
         images: list[bytes] = []
-        with TarShardWriter(task.tar) as shard:
+        with TarShardWriter(task.tar, task.state.parent) as shard:
             for entry in task.entries:
                 record = int(entry["source"]), int(entry["address"]), int(entry["bytes"])
                 if record != read:
@@ -191,7 +191,7 @@ class MediaPlan:
         )
         self.bytes = int(sizes.sum())
         members = BLOCK - (-sizes // BLOCK) * BLOCK  # a header, and the content padded to whole blocks
-        self._ranges = cut_evenly(members, _MOST_IMAGES, max_bytes)
+        self._ranges = cut_evenly(members, _MOST_IMAGES, min(max_bytes, 1 << PLACE_BITS))
         self.sizes = np.add.reduceat(members, [start for start, _ in self._ranges])
         places: Int64 = np.cumsum(members) - members + BLOCK
         for number, (start, stop) in enumerate(self._ranges):
@@ -233,8 +233,8 @@ def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> St
         if (finished := finished_shard(task)) is not None:
             done[finished.name] = finished
     todo = [number for number, name in enumerate(names) if name not in done]
-    workspace.check_space(int(media.sizes[todo].sum()), None)
-    workspace.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, key)
+    workspace.check_space(int(media.sizes[todo].sum()), None, state.options.unfinished_bytes)
+    workspace.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, key, state.options.unfinished_bytes)
     state.progress.start("media", media.images, "images")
     state.progress.advance(sum(shard.packs for shard in done.values()))
     state.counters["media_shards_reused"] = len(done)
@@ -269,7 +269,7 @@ def index_media(workspace: Workspace, stored: StoredMedia) -> None:
     meta = workspace.media / NV_META
     if (meta / "index.sqlite").is_file() and (meta / "index.uuid").read_bytes() == index_uuid(stored.shards):
         return
-    shutil.rmtree(meta, ignore_errors=True)  # index.sqlite is the last file that is written
+    remove_tree(meta)  # index.sqlite is the last file that is written
     names = [shard.name for shard in stored.shards]
     write_nv_meta(
         workspace.media,
@@ -277,6 +277,7 @@ def index_media(workspace: Workspace, stored: StoredMedia) -> None:
         shards=stored.shards,
         rows=(shard_rows(state_file(workspace.media_work, name)) for name in names),
         splits={"train": names},
+        staging=workspace.media_work,
     )
 
 
@@ -289,6 +290,7 @@ def remove_unused(workspace: Workspace, stored: StoredMedia | None) -> None:
         (workspace.media / name).unlink(missing_ok=True)
         (workspace.media / name).with_suffix(".tar.idx").unlink(missing_ok=True)
     if found and not names:
-        shutil.rmtree(workspace.media / NV_META, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it has files of others
-            workspace.media.rmdir()
+        remove_tree(workspace.media / NV_META)
+        if not is_remote(workspace.media):  # a prefix without objects does not exist
+            with contextlib.suppress(OSError):  # it has files of others
+                workspace.media.rmdir()

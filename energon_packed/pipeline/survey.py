@@ -29,7 +29,7 @@ from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import TableRejects, advice, none_packed, record_names
 from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
-from energon_packed.pipeline.workspace import FolderLock, Workspace
+from energon_packed.pipeline.workspace import FolderLock, Workspace, work_folder
 from energon_packed.sources import Source
 
 _MAX_SEQ_LEN = int(np.iinfo(np.int32).max)
@@ -130,6 +130,10 @@ class LengthsOptions(InputOptions):
     output_dir: Path | None = option(
         None, help="Keep the measurements in this folder, for reuse by pack.", group=OUTPUT,
         flags=("--output-dir", "-o"), metavar="DIR",
+    )  # fmt: skip
+    work_dir: Path | None = option(
+        None, help="With an output in an object store: local folder of the measurements.", group=OUTPUT,
+        metavar="DIR", shown_default="energon-packed in the cache folder of the user",
     )  # fmt: skip
     output: Path | None = option(
         None, help="Write one line NAME:LENGTH for every record that can be packed.", group=OUTPUT, metavar="FILE"
@@ -252,8 +256,8 @@ def _work_folder(options: LengthsOptions) -> Iterator[Workspace]:
         with tempfile.TemporaryDirectory(prefix="energon-packed-") as folder:
             yield Workspace(Path(folder))
         return
-    with FolderLock(options.output_dir):
-        workspace = Workspace(options.output_dir)
+    workspace = Workspace(options.output_dir, work_folder(options.output_dir, options.work_dir))
+    with FolderLock(options.output_dir, workspace.work):
         try:
             yield workspace
         finally:
@@ -306,7 +310,7 @@ def dry_run(options: PackOptions) -> DryRun:
         SourceError: an input cannot be read.
         RejectLimitError: no record can be packed.
     """
-    workspace = Workspace(options.output_dir)
+    workspace = Workspace(options.output_dir, work_folder(options.output_dir, options.work_dir))
     with _scratch(workspace) as work:
         reader = open_reader(options, work, options.part)
         keys = compute_fingerprints(options, reader.sources, options.part)
@@ -337,7 +341,7 @@ def dry_run(options: PackOptions) -> DryRun:
     if not np.any(status == 0):
         raise none_packed(round(len(table) * scale), summary, advice(rejects))
     planned = _planned(entries, options, scale)
-    workspace.check_space(planned["num_bytes"], keys.write)
+    workspace.check_space(planned["num_bytes"], keys.write, options.unfinished_bytes)
     files = tuple(source.path for source in reader.sources)
     return DryRun(
         files=files,
@@ -388,7 +392,9 @@ def _planned(table: RecordTable, options: PackOptions, scale: float) -> dict[str
     if scale == 1:
         shards = len(planned)
     else:
-        shards = max(-(-count // options.max_packs_per_shard), -(-num_bytes // options.max_shard_bytes), 1)
+        copied = plan_shards(packs, table, replace(options, media="copy"))  # its size decides the cuts
+        copied_bytes = round(scale * sum(shard.num_bytes for shard in copied))
+        shards = max(-(-count // options.max_packs_per_shard), -(-copied_bytes // options.max_shard_bytes), 1)
     return {"packs": count, "shards": shards, "tokens": round(scale * packs.tokens), "num_bytes": num_bytes}
 
 

@@ -5,7 +5,9 @@ ConfigError if the folder belongs to another run, is locked, or its disk is too 
 """
 
 import contextlib
+import hashlib
 import os
+import secrets
 import shutil
 import socket
 from collections.abc import Iterable
@@ -17,26 +19,65 @@ import orjson
 from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
-from energon_packed.files import atomic_write, error_of_path, open_regular, remove_if_possible
+from energon_packed.files import (
+    atomic_write,
+    error_of_path,
+    move,
+    open_regular,
+    remove_if_possible,
+    remove_tree,
+)
 from energon_packed.shards.media_yaml import remove_media_yaml
+from energon_packed.storage import RemotePath, StorageError, is_remote
 
 _LOCK = "lock"
 _OWNER = "owner.json"
+_TOKEN = "token"
 _LOCK_TIMEOUT = 1.0  # seconds; after a run was killed, its forked workers keep the lock until they have ended
 
 
+def work_folder(output_dir: Path, work_dir: Path | None = None) -> Path:
+    """Return the local folder of the restart state: `.work` of a local output folder.
+
+    Args:
+        output_dir: the output folder.
+        work_dir: folder of the state of all outputs in object stores; by default in the user's cache folder.
+
+    Raises:
+        ConfigError: `work_dir` is given for a local output folder.
+    """
+    if not is_remote(output_dir):
+        if work_dir is not None:
+            raise ConfigError(
+                f"`work_dir` must be omitted for a local `output_dir`, got {work_dir}. Its restart state is in "
+                f"{output_dir / '.work'}"
+            )
+        return output_dir / ".work"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    digest = hashlib.sha256(str(output_dir).encode()).hexdigest()
+    return (work_dir or cache / "energon-packed").absolute() / digest[:16]
+
+
 class FolderLock:
-    """Context manager that locks `folder/.work/lock`.
+    """Context manager that locks an output folder, by the file `lock` in the folder of its restart state.
 
     The operating system releases the lock when the process ends, however it ends. `owner.json` beside the lock names
-    the process, for the error message of another run.
+    the process, for the error message of another run. In an object store, the object `.work/owner.json` also keeps
+    other machines away: it has the token of the restart state, so that a run that was killed continues.
+
+    Args:
+        folder: the output folder.
+        work: local folder of the restart state.
+        overwrite: take an object store over from the run that owns it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, work: Path, *, overwrite: bool = False) -> None:
         self.folder = folder
-        self._work = folder / ".work"
+        self._work = work
         self._lock = _file_lock(self._work / _LOCK)
         self._owner = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
+        self._overwrite = overwrite
+        self._claimed: bytes | None = None  # content of the object
         self._created: list[Path] = []
 
     def __enter__(self) -> "FolderLock":
@@ -44,20 +85,50 @@ class FolderLock:
 
         Raises:
             ConfigError: the folder is a file, or another run has the lock; the message names its host and process.
+            StorageError: the object store cannot be read or written.
         """
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"`output_dir` {self.folder} is a file; pass a folder")
-        self._created = [folder for folder in (self._work, self.folder) if not folder.exists()]
+        folders = (self._work,) if is_remote(self.folder) else (self._work, self.folder)
+        self._created = [folder for folder in folders if not folder.exists()]
         try:
             self._work.mkdir(parents=True, exist_ok=True)
             self._acquire()
             atomic_write(self._work / _OWNER, self._owner)  # replaces a link or FIFO
+            if isinstance(self.folder, RemotePath):
+                self._claim(self.folder)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             if isinstance(error, OSError):
                 raise error_of_path(error, self._work / _OWNER) from error
             raise
         return self
+
+    def _claim(self, folder: RemotePath) -> None:
+        """Make this run the owner of a folder in an object store."""
+        file = self._work / _TOKEN
+        if not file.is_file():
+            atomic_write(file, secrets.token_hex(16).encode())
+        owner = {**orjson.loads(self._owner), "token": file.read_text()}
+        content, target = orjson.dumps(owner), folder / ".work" / _OWNER
+        self._claimed = content  # before the request: its answer may be lost
+        if not target.create(content):
+            other = _read_owner(target)
+            if not self._overwrite and other and other.get("token") != owner["token"]:
+                self._claimed = None
+                raise ConfigError(
+                    f"{folder} belongs to {_named(other)}, which writes there or was killed; wait for it to end, run "
+                    "its command again on that host, or set `overwrite` if it was killed"
+                )
+            target.write_bytes(content)
+        folder.abort_uploads()
+
+    def _is_claimed(self) -> bool:
+        """Whether the object still names this process."""
+        try:
+            return (self.folder / ".work" / _OWNER).read_bytes() == self._claimed
+        except FileNotFoundError:
+            return False
 
     def _acquire(self) -> None:
         try:
@@ -78,13 +149,19 @@ class FolderLock:
         """Check that the folder is still the locked folder: it may have been removed, and created by another run.
 
         Raises:
-            ConfigError: the folder was removed or replaced.
+            ConfigError: the folder was removed or replaced, or another run has taken it over.
         """
         try:
-            if (self._work / _OWNER).read_bytes() == self._owner:
-                return
+            is_same = (self._work / _OWNER).read_bytes() == self._owner
         except FileNotFoundError:
-            pass
+            is_same = False
+        if is_same and self._claimed is not None and not self._is_claimed():
+            raise ConfigError(
+                f"{self.folder} was taken over by another run, with `overwrite`. Stop one of them, and run the other "
+                "again with `overwrite`"
+            )
+        if is_same:
+            return
         raise ConfigError(
             f"`output_dir` {self.folder} was removed or replaced during the run. Delete the rest of it and run again"
         )
@@ -100,6 +177,10 @@ class FolderLock:
 
     def _free(self) -> None:
         own = {_LOCK} if self._lock.is_locked else set()
+        with contextlib.suppress(OSError):  # the object stays if the store fails, and the token, by which it is reused
+            if self._claimed is not None and self._is_claimed():
+                (self.folder / ".work" / _OWNER).unlink()
+            own |= {_TOKEN} if own else set()
         if own:
             with contextlib.suppress(OSError):
                 (self._work / _OWNER).unlink()  # before the release: the next run writes its own file
@@ -108,14 +189,25 @@ class FolderLock:
         # A run that wrote no files removes the folders that it created; rmdir fails if they contain other files.
         with contextlib.suppress(OSError):
             if self._work in self._created and {path.name for path in self._work.iterdir()} <= own:
-                (self._work / _LOCK).unlink(missing_ok=True)
+                for name in own:
+                    (self._work / name).unlink(missing_ok=True)
             for folder in self._created:
                 folder.rmdir()
 
 
-def lock_holder(folder: Path) -> str | None:
-    """Name the process that writes in a folder, as `process 12 on host`; None if the folder is not locked."""
-    work = folder / ".work"
+def lock_holder(folder: Path, work: Path | None = None) -> str | None:
+    """Name the process that writes in a folder, as `process 12 on host`; None if the folder is not locked.
+
+    Args:
+        folder: the output folder.
+        work: local folder of its restart state; by default that of `work_folder`.
+    """
+    work = work or work_folder(folder)
+    if is_remote(folder):
+        with contextlib.suppress(StorageError):
+            owner = _read_owner(folder / ".work" / _OWNER)
+            if owner.get("host", socket.gethostname()) != socket.gethostname():  # whether it was killed is not known
+                return _named(owner)
     if not (work / _LOCK).is_file():
         return None
     lock = _file_lock(work / _LOCK)
@@ -134,31 +226,45 @@ def _file_lock(path: Path) -> BaseFileLock:
 
 
 def _holder(work: Path) -> str:
+    return _named(_read_owner(work / _OWNER))
+
+
+def _read_owner(file: Path) -> dict[str, Any]:
+    """Content of owner.json; {} if it is missing or damaged."""
     try:
-        with open_regular(work / _OWNER) as stream:
+        with open_regular(file) as stream:
             value = orjson.loads(stream.read())
-        return f"process {value['pid']} on {value['host']}"
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+    except StorageError:
+        raise
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _named(owner: dict[str, Any]) -> str:
+    known = {"pid", "host"} <= owner.keys()
+    return f"process {owner['pid']} on {owner['host']}" if known else "another process"
 
 
 class Workspace:
     """Paths in the output folder of a run.
 
-    out/webdataset/                the dataset
-    out/media/                     images that are in no file, of datasets with references
-    out/lengths.parquet            one row per record
-    out/rejects.jsonl              every rejected record
-    out/media.yaml, media-index/   the dataset for Energon's own loaders, if it references media
-    out/.work/measure-{digest}/    lengths of chunks of the input
-    out/.work/write-{digest}/      index rows of finished shards
-    out/.work/media/               index rows of finished tars of out/media, and the index of its images
-    out/.work/run.json             which run the shards belong to
+    out/webdataset/              the dataset
+    out/media/                   images that are in no file, of datasets with references
+    out/lengths.parquet          one row per record
+    out/rejects.jsonl            every rejected record
+    out/media.yaml, media-index/ the dataset for Energon's own loaders, if it references media
+    out/.work/run.json           which run the shards belong to
+    WORK/measure-{digest}/       lengths of chunks of the input
+    WORK/write-{digest}/         index rows of finished shards, and unfinished shards of an object store
+    WORK/media/                  index rows of finished tars of out/media, and the index of its images
+
+    WORK is `out/.work`, or a local folder if `out` is in an object store: `work_folder`.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, work: Path | None = None) -> None:
         self.root = root
-        self.work = root / ".work"
+        self.work = work or work_folder(root)
         self.shards = root / "webdataset"
         self.media = root / "media"
         self.media_work = self.work / "media"
@@ -189,7 +295,10 @@ class Workspace:
         Raises:
             ConfigError: an input is in the output folder.
         """
-        own = [Path(os.path.realpath(path)) for path in (self.shards, self.work, self.lengths, self.rejects)]
+        own = [
+            Path(os.path.realpath(path))
+            for path in (self.root / ".work", self.shards, self.work, self.lengths, self.rejects)
+        ]
         for file in files:
             real = Path(os.path.realpath(file))
             if any(path == real or path in real.parents for path in own):
@@ -207,18 +316,25 @@ class Workspace:
                 "them, or use another `output_dir`"
             )
 
-    def check_space(self, needed: int, key: str | None) -> None:
+    def check_space(self, needed: int, key: str | None, unfinished: int) -> None:
         """Refuse a disk that is too small for the tars.
 
         Args:
             needed: bytes that are still to be written.
             key: fingerprint of the run; None if it deletes no shard of another run before.
+            unfinished: maximum bytes of shards that are written at the same time; object stores have the others.
 
         Raises:
             ConfigError: the disk is too small; the message has both sizes.
         """
         free = self.free_bytes(key)
-        if needed > free:
+        if is_remote(self.root) and min(needed, unfinished) > free:
+            raise ConfigError(
+                f"unfinished shards need about {_gib(min(needed, unfinished))}, but the file system of {self.work} "
+                f"has {_gib(free)} free; use another `work_dir`, fewer `workers` or a smaller "
+                "`max_shard_bytes`"
+            )
+        if not is_remote(self.root) and needed > free:
             raise ConfigError(
                 f"the tars need about {_gib(needed)}, but the file system of {self.root} has {_gib(free)} free; free "
                 "some space, or use another `output_dir`"
@@ -226,9 +342,10 @@ class Workspace:
 
     def free_bytes(self, key: str | None) -> int:
         """Free bytes for the run with this key, including the shards of another run that it would replace."""
-        folder = next(folder for folder in (self.root, *self.root.absolute().parents) if folder.exists())
+        root = self.work if is_remote(self.root) else self.root
+        folder = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
         free = shutil.disk_usage(folder).free
-        if key is None or self._is_owner(key):
+        if key is None or is_remote(self.root) or self._is_owner(key):
             return free
         return free + sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
 
@@ -254,14 +371,15 @@ class Workspace:
             self.remove_index()
             self.remove_strays(set())
         for file in (self.lengths, self.rejects):
-            file.replace(self.root / file.name)
+            if file != self.root / file.name:
+                move(file, self.root / file.name)
         self._reports = self.root
         self.shards.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.work / "run.json", orjson.dumps({"key": key, "settings": self.settings}))
+        atomic_write(self.root / ".work" / "run.json", orjson.dumps({"key": key, "settings": self.settings}))
 
     def remove_index(self) -> None:
         """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
-        shutil.rmtree(self.shards / ".nv-meta", ignore_errors=True)
+        remove_tree(self.shards / ".nv-meta")
         remove_media_yaml(self.root)
 
     def remove_strays(self, names: set[str]) -> None:
@@ -274,6 +392,10 @@ class Workspace:
 
     def remove_leftovers(self) -> None:
         """Remove temporary files of a killed run or killed workers; files with other names are not touched."""
+        if is_remote(self.root):  # its temporary files are local
+            for leftover in self.work.rglob(".*.tmp"):
+                remove_if_possible(leftover)
+            return
         own = [
             *self.work.rglob(".*.tmp"),
             *(self.shards / ".nv-meta").glob(".*.tmp"),
@@ -300,8 +422,10 @@ class Workspace:
     def _run_of_shards(self) -> dict[str, Any]:
         """Content of run.json; {} if it is missing or damaged."""
         try:
-            with open_regular(self.work / "run.json") as stream:
+            with open_regular(self.root / ".work" / "run.json") as stream:
                 value = orjson.loads(stream.read())
+        except StorageError:
+            raise
         except (OSError, ValueError):
             return {}
         return value if isinstance(value, dict) else {}

@@ -9,6 +9,7 @@ Input: the Plan and the RecordTable of a run. Output of `write_shards`: the tars
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,11 +40,13 @@ from energon_packed.shards.media_yaml import write_media_yaml
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
+from energon_packed.storage import RemotePath, StorageError, is_remote
 from energon_packed.system import raise_resource_error
 from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, WEIGHTED_FORMAT_VERSION
 
 Int64 = npt.NDArray[np.int64]
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
+_REQUESTS = 16  # at a time, to check the shards in an object store
 _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
 
 
@@ -114,7 +117,7 @@ class ShardWriter:
         bounds = task.offsets.tolist()
         seconds_before = self.locator.seconds if self.locator else 0.0
         with ExitStack() as open_files:
-            shard = open_files.enter_context(TarShardWriter(task.tar))
+            shard = open_files.enter_context(TarShardWriter(task.tar, task.state.parent))
             tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
             records = _records(task.records)
             split: dict[tuple[int, int], Conversation] = {}
@@ -250,7 +253,7 @@ def finish_shard(task: TarTask, rows: ShardRows) -> ShardSummary:
     """Write the index of a tar, and its state file."""
     # The state file is written last: it marks the shard as finished.
     write_tar_index(task.tar, rows)
-    state = {"task": task.digest(), "mtime_ns": changed_at(task.tar), "rows": rows.as_dict()}
+    state = {"task": task.digest(), "mtime_ns": _changed_at(task.tar), "rows": rows.as_dict()}
     atomic_write(task.state, orjson.dumps(state))
     return rows.summary
 
@@ -263,10 +266,28 @@ def finished_shard(task: TarTask) -> ShardSummary | None:
         if value["task"] != task.digest():
             return None
         rows = ShardRows.from_dict(value["rows"])
-        unchanged = (rows.size, value["mtime_ns"]) == (tar.stat().st_size, changed_at(tar))
+        unchanged = _is_stored(tar, rows.summary) and _changed_at(tar) == value["mtime_ns"]
+        return rows.summary if unchanged and tar.with_suffix(".tar.idx").is_file() else None
+    except StorageError:
+        raise
     except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
         return None
-    return rows.summary if unchanged and tar.with_suffix(".tar.idx").is_file() else None
+
+
+def _changed_at(tar: Path) -> int | None:
+    """Time of the last change, by which a replaced file is recognized; None for objects, which have a hash."""
+    return None if is_remote(tar) else changed_at(tar)
+
+
+def _is_stored(tar: Path, shard: ShardSummary) -> bool:
+    """Whether a tar has the size of the shard, and an object also its hash.
+
+    Raises:
+        FileNotFoundError: there is no such tar.
+    """
+    if isinstance(tar, RemotePath):
+        return tar.stored() == (shard.size, shard.sha256)
+    return tar.stat().st_size == shard.size
 
 
 def shard_rows(state: Path) -> ShardRows:
@@ -291,10 +312,10 @@ def write_shards(
     options, workspace = state.options, state.workspace
     folder = workspace.write_folder(key)
     shards = {f"{options.prefix}-{shard.number:06d}.tar": shard for shard in plan.shards}
-    missing = [
-        name for name in shards if not (state_file(folder, name).exists() and (workspace.shards / name).exists())
-    ]
-    workspace.check_space(sum(shards[name].num_bytes for name in missing), key)  # before anything is replaced
+    present = {tar.name for tar in workspace.shards.glob("*.tar")}
+    missing = [name for name in shards if name not in present or not state_file(folder, name).exists()]
+    needed = sum(shards[name].num_bytes for name in missing)
+    workspace.check_space(needed, key, options.unfinished_bytes)  # before anything is replaced
     workspace.delete_other_run(key)
     folder.mkdir(parents=True, exist_ok=True)
     kept = kept_tokens(state, table)
@@ -321,9 +342,11 @@ def write_shards(
         state.progress.advance(samples, samples)
 
     state.progress.start("write", sum(len(shard.rows) for shard in plan.shards), "samples")
-    for name in shards:
-        if state_file(folder, name).exists() and (finished := finished_shard(task_of(name))) is not None:
-            finish(finished, "shards_reused")
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        names = [name for name in shards if state_file(folder, name).exists()]
+        for finished in threads.map(lambda name: finished_shard(task_of(name)), names):
+            if finished is not None:
+                finish(finished, "shards_reused")
     todo = [name for name in shards if name not in done]
     if todo:
         workspace.remove_index()
@@ -357,7 +380,9 @@ def write_index(
 ) -> PackingManifest:
     """Write the indexes and the manifest; return it as saved in packing.json."""
     state.progress.start("index", len(shards), "shards")
-    _check_shards(state.workspace.shards, shards)
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        for _ in threads.map(lambda shard: _check_shard(state.workspace.shards / shard.name, shard), shards):
+            pass
     entries = _entries(plan, shards, state.options)
     folder = state.workspace.write_folder(keys.write)
     write_nv_meta(
@@ -367,6 +392,7 @@ def write_index(
         rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
         splits={name: [e.name for e in entries if e.split == name] for name in state.options.split},
         dataset_module=state.options.dataset_module,
+        staging=folder,
     )
     if state.options.media == "reference":
         write_media_yaml(state.workspace.shards)
@@ -378,23 +404,24 @@ def write_index(
     return manifest
 
 
-def _check_shards(folder: Path, shards: Sequence[ShardSummary]) -> None:
-    """Check that no shard was removed or truncated since it was written.
+def _check_shard(tar: Path, shard: ShardSummary) -> None:
+    """Check that a shard was not removed, replaced or truncated since it was written.
 
     Raises:
-        ConfigError: a shard was.
+        ConfigError: it was.
     """
-    for shard in shards:
-        tar = folder / shard.name
-        try:
-            size = tar.stat().st_size if tar.with_suffix(".tar.idx").is_file() else None
-        except FileNotFoundError:
-            size = None
-        if size != shard.size:
-            change = "is gone" if size is None else f"has {size} bytes in place of {shard.size}"
-            raise ConfigError(
-                f"{tar} {change} since it was written: another process is using `output_dir`. Stop it and run again"
-            )
+    try:
+        if tar.with_suffix(".tar.idx").is_file() and _is_stored(tar, shard):
+            return
+        size = tar.stat().st_size if tar.with_suffix(".tar.idx").is_file() else None
+    except FileNotFoundError:
+        size = None
+    change = "is gone" if size is None else f"has {size} bytes in place of {shard.size}"
+    if size == shard.size:
+        change = "has other content"
+    raise ConfigError(
+        f"{tar} {change} since it was written: another process is using `output_dir`. Stop it and run again"
+    )
 
 
 def _entries(plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:

@@ -80,13 +80,13 @@ def write_tar_index(tar: Path, rows: ShardRows) -> None:
     atomic_write(tar.with_suffix(".tar.idx"), np.array(rows.offsets, dtype="<u8").tobytes())
 
 
-def write_sqlite_index(path: Path, shards: Iterable[ShardRows]) -> None:
-    """Write `index.sqlite` for the shards; `tar_file_id` is their position.
+def write_sqlite_index(path: Path, shards: Iterable[ShardRows], staging: Path | None = None) -> None:
+    """Write `index.sqlite` for the shards; `tar_file_id` is their position. `staging` is that of `atomic_path`.
 
     Raises:
         OSError: the disk is full, or fails.
     """
-    with _new_index(path) as database:
+    with _new_index(path, staging) as database:
         for shard, rows in enumerate(shards):
             sizes = np.diff(rows.offsets).tolist()
             database.executemany(
@@ -122,9 +122,9 @@ def write_member_index(path: Path, members: Iterable[tuple[int, str, str, int, i
 
 
 @contextmanager
-def _new_index(path: Path) -> Iterator[sqlite3.Connection]:
+def _new_index(path: Path, staging: Path | None = None) -> Iterator[sqlite3.Connection]:
     """Yield a database with empty tables, which becomes `path` with its indexes if the block succeeds."""
-    with atomic_path(path) as temporary, _os_errors(path):
+    with atomic_path(path, staging) as temporary, _os_errors(path):
         temporary.unlink(missing_ok=True)  # of an earlier process with the same PID: its tables would remain
         database = sqlite3.connect(temporary, isolation_level=None)
         try:

@@ -8,17 +8,17 @@ written to the source folders.
 """
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from energon_packed.files import atomic_write
+from energon_packed.files import atomic_write, remove_tree
 from energon_packed.formats.references import FILES, MEDIA_PART, STORED, TARS, Locator, read_locators
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.index import write_member_index
 from energon_packed.shards.nv_meta import CRUDE, HEADER, INFO, info_file, yaml_file
 from energon_packed.shards.reader import ShardReader
+from energon_packed.storage import as_path, energon_url, is_remote
 
 MEDIA_YAML, MEDIA_INDEX = "media.yaml", "media-index"
 
@@ -48,7 +48,7 @@ def write_media_yaml(folder: Path) -> None:
     write_member_index(index / NV_META / "index.sqlite", members())
     atomic_write(index / NV_META / INFO, info_file({_shard_name(tar, folder, index): 0 for tar in tars}))
     if not tars:
-        shutil.rmtree(index)
+        remove_tree(index)
     # By name: a source of an untrusted dataset must not become a path.
     paths = {FILES: "filesystem:///", STORED: STORED, TARS: MEDIA_INDEX}
     content: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "MetadatasetV2", "splits": {}}
@@ -62,7 +62,7 @@ def remove_media_yaml(out: Path) -> None:
     """Remove media.yaml and media-index of an earlier run; a file that a user wrote under this name stays."""
     file = out / MEDIA_YAML
     if file.is_file() and file.read_bytes().startswith(HEADER.encode()):
-        shutil.rmtree(out / MEDIA_INDEX, ignore_errors=True)
+        remove_tree(out / MEDIA_INDEX)
         file.unlink()
 
 
@@ -76,6 +76,8 @@ def _locators(tars: list[Path]) -> Iterator[Locator]:
 
 def _shard_name(tar: str, folder: Path, index: Path) -> str:
     """Return the path of a tar, relative to the index if the output folder contains the tar."""
+    if is_remote(tar):
+        return energon_url(as_path(tar))
     path = os.path.normpath(folder.absolute() / tar)
     inside = Path(path).is_relative_to(folder.absolute().parent)
     return os.path.relpath(path, index.absolute()) if inside else path

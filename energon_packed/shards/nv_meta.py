@@ -78,6 +78,7 @@ def write_nv_meta(
     splits: Mapping[str, list[str]],
     exclude: Sequence[str] = (),
     dataset_module: str | None = None,
+    staging: Path | None = None,
 ) -> None:
     """Write all files of `.nv-meta` but packing.json.
 
@@ -90,6 +91,7 @@ def write_nv_meta(
             them.
         exclude: names of shards, and `SHARD/KEY` of packs, that Energon skips.
         dataset_module: package whose sample class dataset.yaml names; None for energon-packed.
+        staging: local folder for temporary files, if `folder` is in an object store.
     """
     meta = folder / NV_META
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
@@ -102,7 +104,7 @@ def write_nv_meta(
     if (codec is not None and codec.layout) or dataset_module or (meta / OLD_INFO).is_file():
         atomic_write(meta / OLD_INFO, yaml.safe_dump(json.loads(info), sort_keys=False).encode())
     atomic_write(meta / "index.uuid", index_uuid(shards))
-    write_sqlite_index(meta / "index.sqlite", rows)
+    write_sqlite_index(meta / "index.sqlite", rows, staging)
 
 
 def index_uuid(shards: Sequence[ShardSummary]) -> bytes:

@@ -9,7 +9,7 @@ again in the meantime, it has other packs at the same offsets, and a run would r
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
-from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT
+from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import is_remote
+from energon_packed.storage import RemotePath
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
@@ -51,10 +51,11 @@ class ShardReader:
 
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
+            ConfigError: `media_root` is invalid.
         """
         offsets = [_read_offsets(tar) for tar in tars]
         self.tars = list(tars)
-        self._media_root = tuple((media_root or {}).items())
+        self._media_root = moved_folders(media_root)
         self._opened = OpenedFiles(tars, digests)
         # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
@@ -93,13 +94,13 @@ class ShardReader:
     def part(self, pack: int, part: str) -> dict[str, Any]:
         """Return `__key__` and one part of a pack, without reading the contents of other parts."""
         raw: dict[str, Any] = {}
-        for member, content in self.members(pack, only=part):
+        for member, content in self.members(pack, only=(part,)):
             raw.setdefault("__key__", member.key)
             if member.part == part:
                 raw[part] = content
         return raw
 
-    def members(self, pack: int, only: str | None = None) -> Iterator[tuple[Member, bytes]]:
+    def members(self, pack: int, only: Collection[str] | None = None) -> Iterator[tuple[Member, bytes]]:
         """Yield each member of a pack with its content; with `only`, the contents of other parts are empty.
 
         Raises:
@@ -111,7 +112,7 @@ class ShardReader:
         for _, fault in key_faults(members):
             raise FormatError(f"{self.tars[shard]}: {fault}")
         for member in members:
-            yield member, read(member.offset, member.size) if only is None or member.part == only else b""
+            yield member, read(member.offset, member.size) if only is None or member.part in only else b""
 
     def locate(self, pack: int) -> tuple[int, int, int]:
         """Return (shard index, start byte, end byte) of a pack."""
@@ -124,7 +125,7 @@ class ShardReader:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:
             read = partial(self._read, shard)
-            return in_blocks(read, end) if is_remote(self.tars[shard]) else read
+            return in_blocks(read, end) if isinstance(self.tars[shard], RemotePath) else read
         # The parts of a pack are adjacent, so one read is faster than a read per header and content.
         data = self._read(shard, start, end - start)
         return lambda at, size: data[at - start : at - start + size]

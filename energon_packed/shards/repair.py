@@ -8,7 +8,7 @@ from typing import Any
 
 from energon_packed.errors import FormatError
 from energon_packed.formats import codec_for, codec_of
-from energon_packed.formats.references import MEDIA_PART
+from energon_packed.formats.references import MEDIA_PART, complete_parts
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, read_split
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
@@ -67,7 +67,7 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     # One pack of each tar: tars of several flavors in a folder are the likely mistake, and packs of a tar are alike.
     for tar, pack in zip(tars, first_packs, strict=True):
         try:
-            codec.read(pack)
+            codec.read(complete_parts(pack, set()))  # the tars are indexed, not the images they refer to
         except FormatError as error:
             raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {error}") from error
     existing = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None

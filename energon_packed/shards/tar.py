@@ -74,7 +74,7 @@ class ShardSummary:
 
 
 class TarShardWriter:
-    """Writes one shard; after the block, `rows` has its index rows.
+    """Writes one shard; after the block, `rows` has its index rows. `staging` is that of `atomic_path`.
 
     with TarShardWriter(folder / "demo-000000.tar") as shard:
         shard.add("demo_00000000", [("json", b"{}")])
@@ -83,8 +83,8 @@ class TarShardWriter:
 
     rows: ShardRows
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, staging: Path | None = None) -> None:
+        self.path, self._staging = path, staging
         self._digest = hashlib.sha256()
         self._offset = 0
         self._keys: list[str] = []
@@ -101,7 +101,10 @@ class TarShardWriter:
 
     @contextmanager
     def _opened(self) -> Iterator[None]:
-        with atomic_path(self.path) as temporary, temporary.open("wb", buffering=1 << 20) as self._stream:
+        with (
+            atomic_path(self.path, self._staging) as temporary,
+            temporary.open("wb", buffering=1 << 20) as self._stream,
+        ):
             yield
             self._finish()
 

@@ -285,6 +285,8 @@ class CommandLine:
 
 
 def _serve() -> None:
+    import boto3  # noqa: F401
+    import multistorageclient  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
     from energon_packed import ChatEncoder

@@ -149,7 +149,7 @@ def test_energon_finds_every_stored_image_by_its_member(packs: Packs, tmp_path: 
         assert store[locator["member"]][0] == tar[locator["offset"] : locator["offset"] + locator["size"]]
 
 
-@pytest.mark.parametrize("bucket", [1 << 24, 1])
+@pytest.mark.parametrize("bucket", [1 << 23, 1])
 def test_workers_and_buckets_do_not_change_a_byte(
     packs: Packs, tmp_path: Path, bucket: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,7 +413,7 @@ def test_a_changed_tar_of_media_is_an_error(packs: Packs, tmp_path: Path, encode
     content = bytearray(tar.read_bytes())
     content[512 + 100] ^= 1
     tar.write_bytes(content)
-    with pytest.raises(DataChangedError, match=f"{tar.name} changed since"):
+    with pytest.raises(DataChangedError, match=f"{tar.name} has other bytes"):
         for pack_index in range(len(dataset := PackedDataset(result.shards, encoder))):
             dataset[pack_index]
 
@@ -447,5 +447,5 @@ def test_the_table_and_the_progress_show_the_stored_images(
         "plan",
         "media",
         "write",
-        "index",
+        "digest",
     ]
