@@ -28,7 +28,7 @@ from energon_packed.options import refuse_remote
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import ShardReader
-from energon_packed.storage import as_path, is_remote
+from energon_packed.storage import as_path, energon_url, is_remote
 
 Subflavor = str | int | float | bool
 WeightBy = Literal["samples", "packs", "tokens", "records", "equal"]
@@ -82,9 +82,10 @@ def read_input(path: str | Path, split: str) -> BlendInput:
         ConfigError: the split is empty.
         FormatError: `path` is not a dataset, or not a Metadataset that Energon can read.
     """
-    refuse_remote(path)
-    if Path(path).is_file():
-        return _read_metadataset(Path(path), split)
+    path = as_path(path)
+    refuse_remote(path, or_object=True)
+    if path.is_file():
+        return _read_metadataset(path, split)
     folder = dataset_folder(path)
     manifest = PackingManifest.load_if_there(folder)
     if manifest is None:
@@ -264,7 +265,7 @@ def make_blend(
     _check_settings(train)
     _check_together(train)
     train = _weighed(train, [weight for _, weight in inputs], weight_by, epochized)
-    val_paths = [Path(path) for path in val]
+    val_paths = [as_path(path) for path in val]
     if val_paths:
         # A dataset packed for validation alone has all its packs in `train`.
         splits = ["val" if path.is_file() or has_split(path, "val") else "train" for path in val_paths]
@@ -293,7 +294,7 @@ def _own_subflavors(
     known = {dataset.path.resolve() for dataset in inputs}
     resolved = {}
     for path, values in subflavors.items():
-        folders = Path(path).resolve(), (Path(path) / "webdataset").resolve()
+        folders = as_path(path).resolve(), (as_path(path) / "webdataset").resolve()
         matches = [folder for folder in folders if folder in known]
         if not matches:
             raise ConfigError(
@@ -336,7 +337,8 @@ def render(blend: Blend, out: Path, *, absolute: bool = False) -> str:
 
     Args:
         blend: from `make_blend`.
-        out: output file; relative paths start from its folder.
+        out: output file; relative paths start from its folder. Datasets in another place than its disk or bucket have
+            absolute paths or msc:// URLs.
         absolute: write absolute paths.
     """
     name = "MetadatasetV2" if blend.schema == "v2" else "Metadataset"
@@ -374,7 +376,8 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     Raises:
         ConfigError: `out` is an input, an input references it, or it does not end in .yaml.
     """
-    refuse_remote(out, is_read=True)
+    out = as_path(out)
+    refuse_remote(out, or_object=True)
     if out.suffix != ".yaml":
         raise ConfigError(f"{out} must end in .yaml; Energon reads only such files as a Metadataset")
     for path in (dataset.path for dataset in (*blend.train, *blend.val)):
@@ -394,7 +397,16 @@ def _entry(
 ) -> list[str]:
     """Return the YAML lines of a reference."""
     target = dataset.path.resolve()
-    path = str(target) if absolute else os.path.relpath(target, out.resolve().parent)
+    folder = out.resolve().parent
+    is_url = is_remote(target) or is_remote(folder)
+    if absolute or (is_url and target.parts[:2] != folder.parts[:2]):  # another bucket, or one of them is a disk
+        path = energon_url(target)
+    else:
+        path = (
+            os.path.relpath("/".join(target.parts), "/".join(folder.parts))
+            if is_url
+            else os.path.relpath(target, folder)
+        )
     value: dict[str, object] = {"path": path}
     if dataset.split != split:
         value["split_part"] = dataset.split

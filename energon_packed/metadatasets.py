@@ -52,6 +52,7 @@ _LISTS: Mapping[bool, Mapping[str, Mode]] = {  # keys of a weighted list by sche
 # Keys that Energon accepts (its dataclasses in megatron/energon/metadataset); other keys are errors there, too.
 _COMMON = ("split_part", "subflavors", "shuffle_over_epochs_multiplier", "dataset_config", "split_config")
 _REFERENCE = {True: ("path", "aux", "subset", *_COMMON), False: ("path", "subflavor", *_COMMON)}
+_READ_BY_ENERGON = "msc://"  # the only URLs that Energon opens
 _JOIN = ("join", "joiner", "subset", *_COMMON)
 _KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "path": ((str,), "a string"),
@@ -360,6 +361,8 @@ def read_metadataset(path: str | Path, *, trusted: bool = False) -> Metadataset:
 
 def energon_join(folder: Path, name: str) -> Path:
     """Join a path as Energon does: `..` is removed from the string, before links are followed."""
+    if is_remote(name):
+        return as_path(name).resolve()
     joined = as_path(folder.absolute() / name)
     return joined.resolve() if is_remote(joined) else Path(os.path.normpath(joined))
 
@@ -498,7 +501,7 @@ class _FileReader:
             split_config=value.get("split_config"),
         )
         # Faults of a reference do not stop the parser, so that one error can count all of them.
-        if "://" in value["path"]:
+        if "://" in value["path"] and not value["path"].startswith(_READ_BY_ENERGON):
             return replace(entry, fault=self.remote(value["path"]))
         if number_name is not None:
             number = value.get(number_name, 1)
@@ -564,7 +567,7 @@ class _FileReader:
                 raise _invalid_file(self.file, f"aux {name!r} is not a path")
             if isinstance(item, str) and target.startswith("filesystem://"):
                 is_folder, target = True, target.removeprefix("filesystem://")
-            if "://" in target:
+            if "://" in target and not target.startswith(_READ_BY_ENERGON):
                 fault = fault or self.remote(target)
                 continue
             paths[name] = energon_join(self.file.parent, target)
@@ -585,6 +588,8 @@ class _FileReader:
         return True
 
     def remote(self, path: str) -> str:
+        if is_remote(path):
+            return f"{self.file} refers to {path}, a URL that Energon cannot read; write it as msc://PROFILE/KEY"
         return (
             f"{self.file} refers to {path}, which is remote and cannot be checked before it is loaded; use a path "
             "of a mounted file system"

@@ -243,18 +243,18 @@ def short(value: Any) -> str:
     return _shortened.repr(value)
 
 
-def refuse_remote(value: str | Path, name: str = "", *, is_read: bool = False) -> None:
+def refuse_remote(value: str | Path, name: str = "", *, or_object: bool = False) -> None:
     """Refuse the address of an object store for an argument that must be a local path.
 
     Args:
         value: a path, whose `//` `Path` has already collapsed to `/`.
         name: name of the argument, for the message.
-        is_read: the argument may be in an object store, so that a RemotePath is valid.
+        or_object: the argument may be in an object store, so that a RemotePath is valid.
 
     Raises:
         ConfigError: the path starts with `s3://`, `gs://`, `hf://` or the like.
     """
-    if is_read and isinstance(value, str | Path) and storage.is_remote(value):
+    if or_object and isinstance(value, str | Path) and storage.is_remote(value):
         return
     if isinstance(value, str | Path) and (scheme := _REMOTE.match(str(value))):
         path = f"`{name}` {value}" if name else str(value)

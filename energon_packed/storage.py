@@ -6,6 +6,9 @@
                   the writing methods: an object has its old content or all of the new content
     RemoteReader  the stream of `RemotePath.open`: reads byte ranges, and never the whole object
     energon_url   RemotePath to the URL by which Energon opens the same object
+    map_paths     a function of paths to its results; of objects, several at a time
+    read_ranges   byte ranges of objects to their bytes, with few requests
+    ReadAhead     reads values in threads before they are needed
 
 Requests are sent by multi-storage-client, as in Megatron-Energon: both use the same configuration (`MSC_CONFIG`, or
 ~/.msc_config.yaml) and the same credentials. Without a configuration, `s3://` uses the credentials, region and
@@ -26,11 +29,12 @@ import stat
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError, ResourceError
 
@@ -45,6 +49,10 @@ _MAGIC = re.compile(r"[*?\[]")
 _FRESH = 60.0  # seconds for which an open stream trusts the status of its object: a request for each read costs more
 _MOST_RECENT = 4096
 _CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
+_THREADS = 16  # requests of a process at a time; the pool of connections of boto3 has 10 or more
+_MOST_BETWEEN, _BETWEEN_MEMBERS = 256 << 10, 4 << 10  # bytes between two ranges of a request
+T = TypeVar("T")
+K = TypeVar("K")
 _PACKAGES = {
     "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
@@ -167,6 +175,21 @@ class RemotePath(PosixPath):
         client, key = self._client()
         with _converted_errors(self):
             return bytes(client.read(key))
+
+    def read_range(self, at: int, size: int) -> bytes:
+        """Request bytes [at, at + size); fewer at the end of the object."""
+        if size <= 0:
+            return b""
+        from multistorageclient.types import Range
+
+        client, key = self._client()
+        try:
+            with _converted_errors(self):
+                return bytes(client.read(key, byte_range=Range(at, size)))
+        except StorageError as error:
+            if error.errno == errno.ERANGE:
+                return b""
+            raise
 
     def iterdir(self) -> Generator["RemotePath", None, None]:
         """List objects and folders."""
@@ -361,17 +384,11 @@ class _Object(io.RawIOBase):
         global _block
         status = self.status()
         size = min(size, status.st_size - at)  # stores refuse ranges after the end
-        if size <= 0:
-            return b""
         version = str(self._path), status.st_mtime_ns
         of, start, data = _block
-        if of == version and start <= at and at + size <= start + len(data):
+        if size > 0 and of == version and start <= at and at + size <= start + len(data):
             return data[at - start : at - start + size]
-        from multistorageclient.types import Range
-
-        client, key = self._path._client()
-        with _converted_errors(self._path):
-            data = bytes(client.read(key, byte_range=Range(at, size)))
+        data = self._path.read_range(at, size)
         if len(data) <= READ_AHEAD:
             _block = version, at, data
         return data
@@ -410,6 +427,11 @@ def as_path(value: str | Path) -> Path:
     return RemotePath(value) if str(value).startswith(_SCHEMES) else Path(value)
 
 
+def absolute_name(path: str | Path) -> str:
+    """Return the absolute path or URL without `..`, as `os.path.abspath`: links are not followed."""
+    return str(as_path(path).resolve()) if is_remote(path) else os.path.abspath(path)
+
+
 def is_remote(path: str | Path) -> bool:
     """Return whether a path is in an object store."""
     return isinstance(path, RemotePath) or str(path).startswith(_SCHEMES)
@@ -434,6 +456,95 @@ def energon_url(path: Path) -> str:
         return str(path)
     client, key = path._client()
     return f"msc://{client.profile}/{key}"
+
+
+def map_paths(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
+    """Return the result of each path, in order. Objects are requested by threads: a request takes milliseconds."""
+    if len(paths) < 2 or not any(map(is_remote, paths)):
+        return [function(path) for path in paths]
+    return list(_pool("requests").map(function, paths))
+
+
+def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
+    """Read bytes [at, at + size) of objects, given as (path, at, size); fewer at the end of an object.
+
+    Ranges of an object are read by one request if the bytes between them are at most 256 KiB and 5% of their bytes (or
+    4 KiB, the headers between two members of a tar). Requests are sent by threads.
+
+    Raises:
+        FileNotFoundError, StorageError: an object does not exist, or cannot be read.
+    """
+    blocks: list[tuple[RemotePath, int, int, list[int]]] = []  # path, start, stop, indices of its ranges
+    for index in sorted(range(len(ranges)), key=lambda index: (str(ranges[index][0]), *ranges[index][1:])):
+        path, start, size = ranges[index]
+        stop = start + size
+        if blocks and blocks[-1][0] == path:
+            _, first, last, members = blocks[-1]
+            if start - last <= min(_MOST_BETWEEN, max(_BETWEEN_MEMBERS, (last - first) // 20)):
+                blocks[-1] = (path, first, max(last, stop), [*members, index])
+                continue
+        blocks.append((path, start, stop, [index]))
+
+    def read(block: tuple[RemotePath, int, int, list[int]]) -> bytes:
+        path, start, stop, _ = block
+        return path.read_range(start, stop - start)
+
+    results = [b""] * len(ranges)
+    contents = map(read, blocks) if len(blocks) < 2 else _pool("requests").map(read, blocks)
+    for (_, first, _, members), content in zip(blocks, contents, strict=True):
+        for index in members:
+            _, start, size = ranges[index]
+            results[index] = content[start - first : start - first + size]
+    return results
+
+
+_pools: dict[tuple[int, str], ThreadPoolExecutor] = {}
+
+
+def _pool(purpose: str) -> ThreadPoolExecutor:
+    """Return the threads of this process for a purpose: a fork has no threads, and tasks wait for other purposes."""
+    key = os.getpid(), purpose
+    if key not in _pools:
+        _pools[key] = ThreadPoolExecutor(_THREADS, f"energon-packed-{purpose}")
+    return _pools[key]
+
+
+class ReadAhead(Generic[K, T]):
+    """Reads values in threads before they are needed, for readers that know their next keys.
+
+    A value is kept until `get` returns it, or until `limit` newer values are requested. Copies of this object, in
+    other processes too, start empty.
+
+    Args:
+        read: returns the value of a key; several threads call it.
+        limit: values that are kept, or are being read.
+    """
+
+    def __init__(self, read: Callable[[K], T], limit: int = 32) -> None:
+        self._read, self._limit = read, limit
+        self._futures: OrderedDict[K, Future[T]] = OrderedDict()
+        self._process = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"read": self._read, "limit": self._limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)  # type: ignore[misc]
+
+    def request(self, keys: Iterable[K]) -> None:
+        """Start to read these values, unless they are being read already."""
+        if self._process != os.getpid():  # a fork has no threads
+            self._process, self._futures = os.getpid(), OrderedDict()
+        for key in keys:
+            if key not in self._futures:
+                self._futures[key] = _pool("read-ahead").submit(self._read, key)
+        while len(self._futures) > self._limit:
+            self._futures.popitem(last=False)[1].cancel()
+
+    def get(self, key: K) -> T:
+        """Return a value, which is read now if it was not requested. Raises the errors of `read`."""
+        future = self._futures.pop(key, None) if self._process == os.getpid() else None
+        return self._read(key) if future is None else future.result()
 
 
 def has_magic(pattern: str) -> bool:
@@ -494,6 +605,8 @@ def _converted(error: Exception, url: str, failure: str, verb: str) -> OSError:
         return StorageError(errno.EIO, "the bucket does not exist; check its name and the endpoint", url)
     if isinstance(error, FileNotFoundError) or code == 404:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), url)
+    if code == 416:  # a range after the end
+        return StorageError(errno.ERANGE, "the object ends before this range", url)
     if isinstance(error, ImportError):
         package = str(error.name or "").partition(".")[0]
         remedy = f"install it: pip install '{_PACKAGES.get(package, package)}'"

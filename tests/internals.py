@@ -231,6 +231,7 @@ PLACES = {
     "RemotePath": "storage:RemotePath",
     "as_path": "storage:as_path",
     "energon_url": "storage:energon_url",
+    "read_ranges": "storage:read_ranges",
     "storage": "storage",
     # tarfiles: the reader itself, against Python's tarfile and GNU tar
     "TarError": "tarfiles:TarError",

@@ -10,6 +10,8 @@ import logging
 import os
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ class Traffic:
 
     requests: list[str] = field(default_factory=list)
     bytes: int = 0
+    bytes_of: Counter[str] = field(default_factory=Counter)
+    """Bytes of the answers by request."""
 
     def count(self, method: str) -> int:
         return sum(request.startswith(method + " ") for request in self.requests)
@@ -38,6 +42,8 @@ class Store:
     endpoint: str
     client: Any
     traffic: list[Traffic] = field(default_factory=list)
+    latency: float = 0.0
+    """Seconds before each answer."""
     failures: dict[str, int] = field(default_factory=dict)
     """HTTP status that requests for a path, as `/bucket/key`, get instead of the object."""
     intercept: Callable[[dict[str, Any]], int | None] = lambda environ: None
@@ -111,8 +117,10 @@ def start_store(folder: Path) -> Store:
     def counting(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ["PATH_INFO"]
         is_list = "list-type=" in environ.get("QUERY_STRING", "")
+        request = f"{'LIST' if is_list else environ['REQUEST_METHOD']} {path}"
         for traffic in store.traffic:
-            traffic.requests.append(f"{'LIST' if is_list else environ['REQUEST_METHOD']} {path}")
+            traffic.requests.append(request)
+        time.sleep(store.latency)
         status = store.failures.get(path) or store.intercept(environ)
         if status == 0:
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
@@ -122,6 +130,7 @@ def start_store(folder: Path) -> Store:
         answer = list(application(environ, start_response))
         for traffic in store.traffic:
             traffic.bytes += sum(map(len, answer))
+            traffic.bytes_of[request] += sum(map(len, answer))
         return answer
 
     server = make_server("127.0.0.1", 0, counting, threaded=True)

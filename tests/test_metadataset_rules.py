@@ -104,9 +104,15 @@ ODD: dict[str, tuple[Any, str]] = {
         {**HEAD, "splits": {"train": A, "val": {"blend": [{**A, "split_part": "train", "weight": 0}]}}},
         "weight of a must be above 0, got 0",
     ),
-    "s3": (train({"path": "s3://bucket/a"}, B), "refers to s3://bucket/a, which is remote"),
-    "msc": (train({"path": "msc://profile/a"}, B), "refers to msc://profile/a, which is remote"),
-    "only s3": ({**HEAD, "splits": {"train": {"path": "s3://bucket/a"}}}, "s3://bucket/a, which is remote"),
+    "s3": (
+        train({"path": "s3://bucket/a"}, B),
+        "refers to s3://bucket/a, a URL that Energon cannot read; write it as msc://PROFILE",
+    ),
+    "msc": (
+        train({"path": "msc://profile/a"}, B),
+        "refers to msc://profile/a: the profile 'profile' is not configured",
+    ),
+    "only s3": ({**HEAD, "splits": {"train": {"path": "s3://bucket/a"}}}, "write it as msc://PROFILE/KEY"),
     "missing": (train({"path": "gone"}, B), "refers to .*/gone, which does not exist"),
     "missing in another split": (
         {**HEAD, "splits": {"train": A, "val": {"path": "gone"}}},

@@ -21,6 +21,7 @@ from energon_packed.cli.options import GroupedCommand, InputPath, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
+from energon_packed.storage import as_path
 
 # Numbers of JSON, so that 007 and 1_000 stay strings.
 _INTEGER = re.compile(r"[+-]?(0|[1-9][0-9]*)")
@@ -82,6 +83,7 @@ def command(
         subflavors=dict(_pair(pair) for pair in subflavors),
         input_subflavors=by_input,
     )
+    out = as_path(out)
     write_metadataset(blend, out, absolute=not relative)
     output.console.print(_table(blend))
     for warning in blend.warnings():
@@ -130,7 +132,7 @@ def _with_weight(argument: str) -> tuple[str, float | None]:
     """Split `DIR=WEIGHT`; an existing path that contains `=` has no weight."""
     # The last `=`, as folder names may contain `=`.
     path, equals, weight = argument.rpartition("=")
-    if not equals or Path(argument).exists():
+    if not equals or as_path(argument).exists():
         return argument, None
     try:
         return path, float(weight)

@@ -15,7 +15,7 @@ references: they are resolved before `Codec.read` gets the parts.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +28,7 @@ from energon_packed.files import IrregularFile, Streams, read_range, status
 from energon_packed.options import short
 from energon_packed.records.media import MediaReference, PackedImage, change_of
 from energon_packed.records.media import media_digest as media_digest
-from energon_packed.storage import as_path, is_remote
+from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
 from energon_packed.system import ABSENT, raise_resource_error
 
 MEDIA_PART = "media.json"
@@ -75,7 +75,7 @@ def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
     for old, new in (media_root or {}).items():
         if not isinstance(old, str | Path) or not isinstance(new, str | Path) or "\0" in f"{old}{new}":
             raise ConfigError(f"`media_root` must map old folders to new folders, got {short({old: new})}.")
-        _add_moved(moved, _normal(old), _normal(new))
+        _add_moved(moved, absolute_name(old), absolute_name(new))
         if not as_path(new).exists():
             raise ConfigError(f"`media_root` must name folders that exist, got {new} for {old}.")
     return tuple(sorted(moved.items(), key=lambda pair: (-len(pair[0]), pair)))
@@ -92,7 +92,7 @@ def parse_media_root(values: str | Sequence[str]) -> dict[str, str]:
         old, _, new = value.partition("=")
         if not old or not new:
             raise ConfigError(f"`media_root` must be OLD=NEW, got {value!r}.")
-        _add_moved(moved, _normal(old), _normal(new))
+        _add_moved(moved, absolute_name(old), absolute_name(new))
     return moved
 
 
@@ -137,10 +137,11 @@ def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> d
     located = read_locators(raw)
     parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
     reader = _reader_of(raw)
+    requested = reader.requested([locator for locator in located.values() if locator is not None])
     for name, locator in located.items():
         if locator is not None:
             try:
-                parts[name] = reader.read(locator)
+                parts[name] = reader.read(locator, requested)
             except _Changed as change:
                 if changes is None:
                     raise _packed(locator, raw, name).error(str(change)) from change
@@ -225,21 +226,37 @@ class _MediaReader:
         self._moved = moved
         self._streams = Streams()
 
-    def read(self, locator: Locator) -> bytes:
+    def requested(self, locators: Sequence[Locator]) -> Callable[[Locator], bytes | None]:
+        """Return a function that returns the bytes of the locators with a digest in object stores, else None.
+
+        They are requested together.
+        """
+        paths = [(locator, self._path(locator.file)) for locator in locators if locator.digest is not None]
+        remote = [(locator, path) for locator, path in paths if isinstance(path, RemotePath)]
+        try:
+            contents = read_ranges([(path, locator.offset, locator.size) for locator, path in remote])
+        except OSError:  # it has no part, which `read` names in its errors
+            return lambda locator: None
+        known = {locator: data for (locator, _), data in zip(remote, contents, strict=True)}
+        return known.get
+
+    def read(self, locator: Locator, requested: Callable[[Locator], bytes | None]) -> bytes:
         """Read and check the bytes of a locator.
 
         Raises:
             _Changed: the file changed, or is missing.
             ResourceError: it cannot be read.
         """
-        path = self._path(locator.file)
+        path, now = self._path(locator.file), None
         end = locator.offset + locator.size
         try:
-            # The file that has this name now: a replaced or removed file must not be read from the file opened before.
-            stream = self._streams.get(path, current=True)
-            now = status(stream)
-            # Before reading, so that a size in a damaged locator allocates no memory.
-            data = read_range(stream, locator.offset, locator.size) if end <= now.st_size else b""
+            if (data := requested(locator)) is None:
+                # The file that has this name now: a replaced or removed file must not be read from the file opened
+                # before.
+                stream = self._streams.get(path, current=True)
+                now = status(stream)
+                # Before reading, so that a size in a damaged locator allocates no memory.
+                data = read_range(stream, locator.offset, locator.size) if end <= now.st_size else b""
         except IrregularFile as error:
             raise _Changed(f"{path} {error}") from error
         except (OSError, MemoryError) as error:
@@ -247,8 +264,8 @@ class _MediaReader:
                 raise _Changed(f"{path} does not exist ({error.strerror})") from error
             raise_resource_error(error, path)
             raise ResourceError(f"{path}: {error}; check the file system") from error
-        if end > now.st_size or len(data) < locator.size:
-            change = f"has {now.st_size} bytes and ends before byte {end}"
+        if len(data) < locator.size:
+            change = f"has {as_path(path).stat().st_size} bytes and ends before byte {end}"
         else:
             change = change_of(data, now, locator.digest, locator.changed)
         if change:
@@ -262,12 +279,8 @@ class _MediaReader:
 def _absolute(folder: Path, file: str) -> str:
     """Return the path of a locator, which may be relative to the dataset folder."""
     if is_remote(file) or os.path.isabs(file):
-        return _normal(file)
-    return _normal(folder.resolve() / file)  # `..` of a link would be another folder
-
-
-def _normal(path: str | Path) -> str:
-    return str(as_path(path).resolve()) if is_remote(path) else os.path.abspath(path)
+        return absolute_name(file)
+    return absolute_name(folder.resolve() / file)  # `..` of a link would be another folder
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:

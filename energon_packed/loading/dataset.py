@@ -8,7 +8,7 @@ An epoch of a folder is all its packs. An epoch of a blend is drawn: its indices
 which are numbered dataset by dataset.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -45,6 +45,10 @@ from energon_packed.packing.balance import CostModel, Imbalance, Int64, RowSizes
 from energon_packed.pipeline.run_state import digest
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
+from energon_packed.storage import ReadAhead, is_remote
+
+_AHEAD = 16
+"""Packs that a process requests ahead from an object store: at 20 ms for each request, 16 threads read 800 packs/s."""
 
 
 class BalancedSampler(torch.utils.data.Sampler[int]):
@@ -203,6 +207,9 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         self.seed = seed
         self._folders = [_Folder(member, self.encoder, media_root) for member in self.blend]
         self._starts = np.cumsum([0, *self.packs])  # first item of each dataset among the items of all datasets
+        self._ahead: ReadAhead[int, PackSample] = ReadAhead(self._read)
+        self._remote = [_is_remote(member) for member in self.blend]
+        self.read_ahead = _AHEAD if any(self._remote) else 0
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -267,17 +274,27 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
             ]
         )
 
+    def request(self, numbers: Iterable[int]) -> None:
+        """Start to read items of datasets in an object store, which `item` and `pack` return later.
+
+        `read_ahead` is the number of items that are worth a request; 0 for local folders, whose items are not read.
+        """
+        if self.read_ahead:
+            self._ahead.request(number for number in numbers if self._remote[self._locate(number)[0]])
+
     def item(self, number: int) -> Sequence[EncodedSample]:
         """Return the encoded samples of an item: a pack by its index over all datasets of the blend.
 
         Raises:
             FormatError: the shard is damaged, or a length differs from the recorded length.
         """
-        folder, pack = self._locate(number)
+        member, pack = self._locate(number)
+        folder = self._folders[member]
         source = folder.source
         try:
-            return encode_pack(folder.sample(pack), self.encoder, check_lengths=self.check_lengths, source=source)
+            return encode_pack(self._ahead.get(number), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
+            folder.reader.check_unchanged(pack)  # an object may have been replaced since its last check
             raise error.at(folder.describe(pack), verify_hint(source.dataset)) from error
         except Exception as error:
             if (sent := sendable(error)) is error:
@@ -291,6 +308,12 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
 
     def __len__(self) -> int:
         return len(self._packs)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Sequence[EncodedSample]]:
+        """Return the packs of a batch, which are requested together; torch's DataLoader calls it."""
+        items = [self._item_at(index) for index in indices]
+        self.request(items)
+        return [self.item(item) for item in items]
 
     def __getitem__(self, index: int) -> Sequence[EncodedSample]:
         """Return the encoded samples of one pack; negative indices count from the end.
@@ -307,8 +330,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
 
     def pack(self, number: int) -> PackSample:
         """Return an item as its flavor, not encoded: a pack by its index over all datasets of the blend."""
-        folder, pack = self._locate(number)
-        return folder.sample(pack)
+        return self._ahead.get(number)
 
     def fingerprint(self) -> str:
         """Digest of the shards and their repetitions, for loader states; "" if a folder has no packing.json.
@@ -352,10 +374,25 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
             raise IndexError(f"Pack index {index} is out of range for a dataset of {len(self)} packs.")
         return int(self._packs[index])
 
-    def _locate(self, number: int) -> tuple["_Folder", int]:
-        """(dataset folder, index of the pack in it) of an item."""
+    def _locate(self, number: int) -> tuple[int, int]:
+        """(index of the dataset, index of the pack in it) of an item."""
         member = int(np.searchsorted(self._starts, number, side="right")) - 1
-        return self._folders[member], number - int(self._starts[member])
+        return member, number - int(self._starts[member])
+
+    def _read(self, number: int) -> PackSample:
+        member, pack = self._locate(number)
+        return self._folders[member].sample(pack)
+
+
+def _is_remote(split: LoadedSplit) -> bool:
+    """Return whether packs, or the images that they refer to, are in an object store."""
+    if is_remote(split.path):
+        return True
+    if split.manifest is None or split.manifest.media != "reference":
+        return False
+    return any(
+        is_remote(path) for source in split.manifest.sources for path in [*source.path, source.image_root or ""]
+    )
 
 
 class _Folder:

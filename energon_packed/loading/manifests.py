@@ -28,7 +28,7 @@ from energon_packed.shards.counts import check_complete
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import OpenedFiles, ShardReader
 from energon_packed.shards.steps import steps_of_ranks
-from energon_packed.storage import as_path
+from energon_packed.storage import as_path, energon_url, is_remote
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +217,7 @@ class OpenedSplits(OpenedFiles):
             tars |= dict.fromkeys(folder / name for name in read_split(split.path).shards(split.split))
         super().__init__(tars, digests)
         self._tars: dict[tuple[Any, str], Path] = {}
+        self._urls = {energon_url(folder): folder for folder in self.folders if is_remote(folder)}
 
     def check_sources(self, sources: Iterable[Any] | None) -> None:
         """Refuse a sample whose tar is not the file that was opened.
@@ -230,7 +231,8 @@ class OpenedSplits(OpenedFiles):
         for source in sources or ():
             key = source.dataset_path, getattr(source, "shard_name", "")
             if key not in self._tars:  # resolving a path needs system calls, and every pack asks again
-                self._tars[key] = Path(str(key[0])).resolve() / str(key[1])
+                folder = self._urls.get(str(key[0])) or Path(str(key[0]))
+                self._tars[key] = folder.resolve() / str(key[1])
             if self._tars[key] in self:  # other files are of auxiliary datasets
                 self.check(self._tars[key])
 

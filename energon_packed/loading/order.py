@@ -168,6 +168,15 @@ class Order:
         read: Callable[[int], Any] = getattr(self.dataset, "item", None) or self.dataset.__getitem__
         return read(number)
 
+    @property
+    def read_ahead(self) -> int:
+        """Items that are worth a `request` before they are read; 0 for local data."""
+        return int(getattr(self.dataset, "read_ahead", 0))
+
+    def request(self, numbers: Sequence[int]) -> None:
+        """Start to read items, if `read_ahead` is not 0."""
+        self.dataset.request(numbers)
+
     def epoch_order(self, epoch: int, seed: int, segments: Sequence[Segment]) -> Int64:
         """Items of an epoch in their order, int64 (N,); the last result is cached.
 

@@ -86,7 +86,7 @@ def materialize(
         ResourceError: the disk is full, or fails.
     """
     source, output = dataset_folder(path), as_path(output_dir)
-    refuse_remote(output, "output_dir", is_read=True)
+    refuse_remote(output, "output_dir", or_object=True)
     manifest = PackingManifest.load(source)
     if manifest.media != "reference":
         raise ConfigError(

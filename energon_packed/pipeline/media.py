@@ -10,7 +10,6 @@ stored_media.py writes `out/media`. `MediaLocator.locate` runs in the write stag
 digest, as a copy would.
 """
 
-import os
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +24,7 @@ from energon_packed.formats import StoredImage
 from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
 from energon_packed.shards.tar import ShardSummary
-from energon_packed.storage import as_path, is_remote
+from energon_packed.storage import absolute_name, as_path, is_remote
 
 Media = Literal["copy", "reference"]
 MEDIA: tuple[Media, ...] = get_args(Media)
@@ -89,8 +88,7 @@ class MediaLocator:
         """
         if reference.data is not None:
             return self._stored(reference.data)
-        file = reference.file or ""
-        file = file if is_remote(file) else os.path.abspath(file)
+        file = absolute_name(reference.file or "")
         if self.check == "digest":
             start = time.perf_counter()
             data = reference.read()
@@ -103,7 +101,10 @@ class MediaLocator:
         path, offset = file.lstrip("/"), reference.offset or 0
         # A member of a tar is behind its header. Names of members repeat, and Energon needs an extension to decode.
         source, member = (TARS, f"{path}/{offset}.{extension}") if offset else (FILES, path)
-        locator = Locator(file, offset, size, digest, changed, source, member)
+        if is_remote(file):  # Energon's auxiliary datasets start from the root of the disk
+            locator = Locator(file, offset, size, digest, changed)
+        else:
+            locator = Locator(file, offset, size, digest, changed, source, member)
         return StoredImage(extension, b"", locator=locator)
 
     def _stored(self, data: bytes) -> StoredImage:

@@ -383,11 +383,11 @@ class InputOptions(EncoderSettings):
 
     def _refuse_remote(self) -> None:
         for path in self.inputs:
-            refuse_remote(path, is_read=True)
+            refuse_remote(path, or_object=True)
         for declaration in declared(type(self)):
             if declaration.kind is Path and getattr(self, declaration.name) is not None:
                 is_read = declaration.name in ("image_root", "output_dir", "output")
-                refuse_remote(getattr(self, declaration.name), declaration.name, is_read=is_read)
+                refuse_remote(getattr(self, declaration.name), declaration.name, or_object=is_read)
 
     @property
     def source_configs(self) -> list[SourceConfig]:

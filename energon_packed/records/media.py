@@ -58,17 +58,17 @@ class PackedImage(NamedTuple):
         return DataChangedError(f"{message}. {CHANGED_REMEDY}")
 
 
-def change_of(data: bytes, status: os.stat_result, digest: str | None, changed: Sequence[int] | None) -> str:
+def change_of(data: bytes, status: os.stat_result | None, digest: str | None, changed: Sequence[int] | None) -> str:
     """Return how an image differs from what a pack recorded, in words; "" if it does not.
 
     Args:
         data: the bytes that were read.
-        status: of their file.
+        status: of their file; None if `changed` is None.
         digest, changed: as in `PackedImage`.
     """
     if digest is not None and media_digest(data) != digest:
         return "has other bytes"
-    if changed is not None and [status.st_size, status.st_mtime_ns] != list(changed):
+    if changed is not None and status is not None and [status.st_size, status.st_mtime_ns] != list(changed):
         return "has another size or time of change"
     return ""
 

@@ -21,7 +21,7 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import RemotePath
+from energon_packed.storage import RemotePath, map_paths, recent_status
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
@@ -53,7 +53,7 @@ class ShardReader:
             FormatError: a shard or its index is missing, or the two do not match.
             ConfigError: `media_root` is invalid.
         """
-        offsets = [_read_offsets(tar) for tar in tars]
+        offsets = map_paths(_read_offsets, tars)
         self.tars = list(tars)
         self._media_root = moved_folders(media_root)
         self._opened = OpenedFiles(tars, digests)
@@ -114,6 +114,10 @@ class ShardReader:
         for member in members:
             yield member, read(member.offset, member.size) if only is None or member.part in only else b""
 
+    def check_unchanged(self, pack: int) -> None:
+        """Refuse the pack if its tar was replaced, changed or removed. Raises DataChangedError."""
+        self._opened.check(self.tars[self.locate(pack)[0]])
+
     def locate(self, pack: int) -> tuple[int, int, int]:
         """Return (shard index, start byte, end byte) of a pack."""
         if not 0 <= pack < len(self):
@@ -132,17 +136,23 @@ class ShardReader:
 
     def _read(self, shard: int, start: int, size: int) -> bytes:
         tar = self.tars[shard]
-        stream = self._stream(tar)
         try:
-            # Before every read: the open file itself can be overwritten in place. Its status needs no path lookup.
-            self._opened.check(tar, status(stream))
-            data = read_range(stream, start, size)
+            if isinstance(tar, RemotePath):
+                self._opened.check(tar, recent_status(tar))
+                data = tar.read_range(start, size)
+            else:
+                stream = self._stream(tar)
+                # Before every read: the open file itself can be overwritten in place. Its status needs no path lookup.
+                self._opened.check(tar, status(stream))
+                data = read_range(stream, start, size)
         except (OSError, MemoryError) as error:
             raise_resource_error(error, tar)
+            self._opened.check(tar)  # an object that was removed is a DataChangedError
             raise FormatError(
                 f"{tar} cannot be read at byte {start}: {error}; check the file system, or copy the shard again"
             ) from error
         if len(data) < size:
+            self._opened.check(tar)
             raise FormatError(f"{tar} ends inside bytes {start}..{start + size}; copy or pack it again")
         return data
 
@@ -174,13 +184,8 @@ class OpenedFiles:
 
     def __init__(self, files: Iterable[Path], digests: Mapping[Path, str] | None = None) -> None:
         self._digests = dict(digests or {})
-        self._stamps: dict[Path, _Stamp] = {}
-        for file in files:
-            try:
-                self._stamps[file] = _stamp(file.stat())
-            except OSError as error:
-                raise_resource_error(error, file)
-                raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
+        files = list(files)
+        self._stamps = dict(zip(files, map_paths(_first_stamp, files), strict=True))
 
     def __contains__(self, file: Path) -> bool:
         return file in self._stamps
@@ -218,8 +223,7 @@ class OpenedFiles:
         Raises:
             DataChangedError: as `check`.
         """
-        for file in self._stamps:
-            self.check(file)
+        map_paths(self.check, list(self._stamps))
 
     def _is_listed(self, tar: Path) -> bool:
         """Return whether packing.json still lists the hash that this tar had."""
@@ -231,6 +235,14 @@ class OpenedFiles:
             return False
         shards = manifest.shards if manifest is not None else ()
         return any(shard.name == tar.name and shard.sha256 == self._digests[tar] for shard in shards)
+
+
+def _first_stamp(file: Path) -> _Stamp:
+    try:
+        return _stamp(file.stat())
+    except OSError as error:
+        raise_resource_error(error, file)
+        raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
 
 
 def _stamp(status: os.stat_result) -> _Stamp:

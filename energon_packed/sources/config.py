@@ -91,7 +91,7 @@ class SourceConfig:
         if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str | Path) for path in paths):
             raise ConfigError(f"path must be a path or a list of paths, got {short(self.path)}")
         for path in paths:
-            refuse_remote(path, is_read=True)
+            refuse_remote(path, or_object=True)
         # The class is frozen; these assignments only bring arguments into their final type.
         object.__setattr__(self, "path", tuple(map(str, paths)))
         if self.map is not None:
@@ -100,7 +100,7 @@ class SourceConfig:
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # loaded now, so that an error appears here and not in the first worker
         if self.image_root is not None:
-            refuse_remote(self.image_root, "image_root", is_read=True)
+            refuse_remote(self.image_root, "image_root", or_object=True)
             if not self.image_root.is_dir():
                 raise ConfigError(
                     f"`image_root` {self.image_root} is not a folder. Pass the folder that image paths start from."

@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.processes import CONTEXT, become_main, energon_packed  # noqa: E402
+from tests.storage import start_store  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
@@ -107,6 +108,11 @@ def needs_demo(page: Path) -> bool:
     """Return whether the page reads demo-out without creating it."""
     code = "\n".join(step.code for step in steps(page.read_text(encoding="utf-8")))
     return "demo-out" in code and "energon-packed demo" not in code
+
+
+def needs_store(page: Path) -> bool:
+    """Return whether the page reads or writes the bucket of an object store."""
+    return any("s3://bucket" in step.code for step in steps(page.read_text(encoding="utf-8")))
 
 
 def make_demo(folder: Path) -> None:
@@ -229,6 +235,8 @@ def main(arguments: list[str]) -> int:
                     shared.mkdir()
                     make_demo(shared)
                 shutil.copytree(shared, folder, dirs_exist_ok=True)
+            if needs_store(page):
+                start_store(folder)
             text = page.read_text(encoding="utf-8")
             new = updated(text, list(run_page(page, folder)))
             if new != text:

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from tests import oldest
-from tests.docs.pages import PAGES, ROOT, make_demo, needs_demo, normalized, run_page, steps
+from tests.docs.pages import PAGES, ROOT, make_demo, needs_demo, needs_store, normalized, run_page, steps
 from tests.internals import cli
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -45,6 +45,8 @@ def demo_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_blocks_print_the_output_on_the_page(page: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if needs_demo(page):
         shutil.copytree(request.getfixturevalue("demo_out"), tmp_path, dirs_exist_ok=True)
+    if needs_store(page):
+        request.getfixturevalue("store")
     if page.stem == "trainers" and oldest.ACCELERATE:
         pytest.skip("TRL needs a newer accelerate than we do")
     for step, printed in run_page(page, tmp_path):

@@ -153,10 +153,20 @@ class PlannedSteps:
         step, stop = position.step + turn, 0 if repeat else self._stop(segment, self.rank)
         while repeat or step < stop:
             places = self.order.places(segment, step, self.rank)
+            if self.order.read_ahead:
+                self._request(position, step, stop)
             yield self._step(position, places, turn) if places else self._masked(position, step, turn)
             step += self.num_workers
         dropped = self._dropped_at_the_end(segment) if turn == 0 and not repeat else []
         yield Step(turn, None, None, [], dropped, ended=True)
+
+    def _request(self, position: PlannedPosition, step: int, stop: int) -> None:
+        """Request the items of this step and of the next steps of the worker."""
+        segment, repeat, places = position.segments[-1], self.order.repeat, list[int]()
+        while len(places) < self.order.read_ahead and (repeat or step < stop):
+            places += self.order.places(segment, step, self.rank)
+            step += self.num_workers
+        self.order.request(self.order.numbers(places, position.epoch, self.seed, position.segments))
 
     def _step(self, position: PlannedPosition, places: Sequence[int], turn: int) -> Step:
         """Read, encode and collate the items at these positions of the order."""

@@ -18,6 +18,7 @@ from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.failures import reraise_with_location
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits, repeats_packs
 from energon_packed.loading.ranks import ShardSpec
+from energon_packed.storage import as_path
 
 # Items between two states of Energon's dataset. A state is large (the shuffle buffer), and a resumed dataset reads and
 # skips at most this many packs.
@@ -52,7 +53,7 @@ class EnergonDistributor(Distributor):
     ) -> None:
         folders = loaded_splits(path, split, trusted=trust_sample_loader)
         self._opened = OpenedSplits(folders)
-        self.path = Path(path) if Path(path).is_file() else folders[0].path
+        self.path = as_path(path) if as_path(path).is_file() else folders[0].path
         self.infinite = repeat
         self.repeats = repeat or repeats_packs(folders)
         self._config = LoaderConfig(

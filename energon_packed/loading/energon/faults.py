@@ -26,6 +26,7 @@ from energon_packed.metadatasets import NV_META
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
+from energon_packed.storage import as_path, energon_url
 from energon_packed.system import raise_resource_error
 
 NAME = "the loader of get_packed_loader"
@@ -59,7 +60,7 @@ def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | No
         raise_resource_error(error, getattr(error, "filename", None) or path)  # no file is damaged
         if opened is not None:
             opened.check_all()
-        if fault := _fault(Path(path), split):
+        if fault := _fault(as_path(path), split):
             raise FormatError(f"{fault} ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
         raise
 
@@ -89,9 +90,9 @@ def _fault_in(folder: Path, split: str) -> str | None:
         return str(error)
     file = meta / ".info.json"
     try:  # by Energon's own functions, which accept less than all JSON and YAML
-        get_info_shard_files(EPath(folder))
+        get_info_shard_files(EPath(energon_url(folder)))
         file = meta / "split.yaml"
-        WebdatasetMeta.from_config(EPath(folder), split_part=split)
+        WebdatasetMeta.from_config(EPath(energon_url(folder)), split_part=split)
     except Exception as error:
         return (
             f"Energon cannot read {file}: {_shortened(error)}; run energon-packed nv-meta {folder}, or copy the file "

@@ -18,6 +18,7 @@ from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, common_s
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.pool import BalancedPoolPacker, PoolPacker
 from energon_packed.options import check_type, make
+from energon_packed.storage import as_path
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def get_packed_loader(
         opened=opened,
         media_root=config.media_root,
     )
-    folder = path if Path(path).is_file() else splits[0].path
+    folder = path if as_path(path).is_file() else splits[0].path
     source = EnergonSource(
         path=folder, config=config, task_encoder=task_encoder, worker_config=worker_config, opened=opened
     )
@@ -95,7 +96,7 @@ def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[
             that repeats has no packs.
     """
     config = source.config
-    if config.one_pass and Path(source.path).is_file():
+    if config.one_pass and as_path(source.path).is_file():
         assert loader.energon_loader is not None  # raises for a blend that draws by weight
     if config.epochs is None:
         check_every_worker_has_packs(splits, source.worker_config)

@@ -14,6 +14,7 @@ from energon_packed.errors import ConfigError, FormatError
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.faults import raise_with_file_name
+from energon_packed.loading.energon.remote_packs import read_by_ranges
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.ranks import resolve_rank
@@ -21,6 +22,7 @@ from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
+from energon_packed.storage import as_path, energon_url
 
 # Large, so that epoch 1 of a seed is not epoch 0 of the next seed.
 _SEEDS_PER_EPOCH = 1_000_003
@@ -75,7 +77,9 @@ class EnergonSource:
             check_trusted(self.path, dataset_config=CRUDE if self._needs_crude() else None)
         try:
             with raise_with_file_name(self.path, self.config.split, self.opened):
-                return self._dataset(epoch)
+                dataset = self._dataset(epoch)
+                read_by_ranges(dataset, {energon_url(folder): folder for folder in self.opened.folders})
+                return dataset
         except ImportError as error:
             raise ConfigError(
                 f"{self.path}: {error}. A dataset.yaml names that package: install it, run energon-packed nv-meta on "
@@ -83,7 +87,7 @@ class EnergonSource:
             ) from error
 
     def _dataset(self, epoch: int) -> "SavableDataset[PackedBatch]":
-        config = self.config
+        config, path = self.config, energon_url(as_path(self.path))
         common: dict[str, Any] = {
             "split_part": config.split,
             # Energon repeats the same order in every epoch, so each epoch has a seed.
@@ -96,10 +100,10 @@ class EnergonSource:
         if self._needs_crude():
             common["dataset_config"] = CRUDE
         if not config.shuffle:
-            return get_val_dataset(self.path, **common)
+            return get_val_dataset(path, **common)
         try:
             return get_train_dataset(
-                self.path,
+                path,
                 **common,
                 shuffle_buffer_size=None if self.task_encoder.one_pass else config.shuffle_buffer_size,
                 max_samples_per_sequence=None,
@@ -124,7 +128,8 @@ class EnergonSource:
 
     def _needs_crude(self) -> bool:
         """Return whether dataset.yaml names a sample class of another package, so that `cook_pack` reads the parts."""
-        manifest = None if Path(self.path).is_file() else PackingManifest.load_if_there(Path(self.path))
+        path = as_path(self.path)
+        manifest = None if path.is_file() else PackingManifest.load_if_there(path)
         return manifest is not None and manifest.dataset_module is not None
 
 

@@ -36,6 +36,7 @@ from megatron.energon.state import FlexState
 from energon_packed.errors import BatchError
 from energon_packed.loading.state import check_identity, check_state
 from energon_packed.shards import PackingManifest
+from energon_packed.storage import as_path
 
 MEGATRON_KEY = "dataloader_state_dict"
 """Key of the state in `train_dataloader_dprank000.pt` of Megatron-LM and Megatron-Bridge."""
@@ -76,7 +77,7 @@ def _data_only(value: Any) -> Any:
 
 def _packing(path: str) -> list[str] | None:
     """Return the hashes of all shards: input and options alone do not show which images existed."""
-    manifest = PackingManifest.load_if_there(Path(path))
+    manifest = PackingManifest.load_if_there(as_path(path))
     return None if manifest is None else [shard.sha256 for shard in manifest.shards]
 
 

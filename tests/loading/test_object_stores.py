@@ -1,0 +1,208 @@
+"""Loaders of datasets in an object store yield the batches of the local folder, and their errors name the URL."""
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from energon_packed import (
+    ChatEncoder,
+    DataChangedError,
+    DataflowConfig,
+    DataflowLoader,
+    EnergonDistributor,
+    MapDistributor,
+    PackedDataset,
+    PackOptions,
+    ResourceError,
+    get_packed_loader,
+    get_raw_loader,
+    pack,
+)
+from tests.conftest import Packer
+from tests.internals import DemoDataset, as_path, make_blend, read_ranges, write_metadataset
+from tests.loading.flows import signature
+from tests.storage import BUCKET, Store
+
+Places = tuple[Path, str]
+"""A dataset folder, or an input file, and its copy in the store."""
+
+
+@pytest.fixture
+def packed(store: Store, pack_demo: Packer) -> Places:
+    folder = pack_demo(max_packs_per_shard=2).shards
+    return folder, store.put_folder("out/webdataset", folder)
+
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "map": lambda path, encoder, workers: DataflowLoader(
+        MapDistributor(PackedDataset(path, encoder)), num_workers=workers
+    ),
+    "energon": lambda path, encoder, workers: DataflowLoader(EnergonDistributor(path), encoder, num_workers=workers),
+    "packed_loader": lambda path, encoder, workers: get_packed_loader(path, encoder, num_workers=workers, epochs=1),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_batches_and_states_are_those_of_the_local_folder(
+    packed: Places, encoder: ChatEncoder, kind: str, workers: int
+) -> None:
+    local, remote = (LOADERS[kind](path, encoder, workers) for path in packed)
+    states = []
+    for expected, batch in zip(local, remote, strict=True):
+        assert signature(batch) == signature(expected)
+        states.append((local.state_dict(), remote.state_dict()))
+        assert states[-1][0] == states[-1][1]
+    assert len(states) > 3
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_loader_resumes_at_every_step(packed: Places, encoder: ChatEncoder, kind: str) -> None:
+    expected = [signature(batch) for batch in LOADERS[kind](packed[0], encoder, 0)]
+    loader = LOADERS[kind](packed[1], encoder, 0)
+    for step, _ in enumerate(itertools.islice(loader, 4), 1):
+        resumed = LOADERS[kind](packed[1], encoder, 0)
+        resumed.load_state_dict(loader.state_dict())
+        assert signature(next(iter(resumed))) == expected[step]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_raw_records_are_read_from_the_store(
+    store: Store, demo: DemoDataset, tokenizer_dir: Path, streaming: bool
+) -> None:
+    store.put_folder("raw/images", demo.jsonl.parent / "images")
+    url = store.put("raw/data.jsonl", demo.jsonl.read_bytes())
+    batches = []
+    for path in (str(demo.jsonl), url):
+        loader = get_raw_loader(
+            DataflowConfig(
+                dataset_path=path,
+                packing_length=1024,
+                tokenizer=tokenizer_dir,
+                streaming=streaming,
+                max_reject_rate=0.2,
+            ),
+            num_workers=2,
+        )
+        batches.append([signature(batch) for batch in loader])
+    assert batches[1] == batches[0]
+    assert len(batches[0]) > 3
+
+
+def test_loaders_request_each_pack_once(store: Store, packed: Places, encoder: ChatEncoder) -> None:
+    reader = PackedDataset(packed[0], encoder).reader
+    packs = len(reader)
+    needed = sum(stop - start for _, start, stop in map(reader.locate, range(packs)))
+    for kind in LOADERS:
+        with store.counted() as traffic:
+            assert sum(batch.num_samples for batch in LOADERS[kind](packed[1], encoder, 0)) > packs
+        reads = [request for request in traffic.requests if request.startswith("GET") and request.endswith(".tar")]
+        assert len(reads) == packs, kind
+        assert needed <= sum(traffic.bytes_of[request] for request in set(reads)) <= 1.05 * needed
+
+
+@pytest.fixture(scope="module")
+def referenced(
+    demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """Function that packs the demo records with references to their images."""
+
+    def run(source: str) -> Path:
+        options: dict[str, Any] = {"inputs": (source,), "output_dir": tmp_path_factory.mktemp("referenced")}
+        options |= {"tokenizer": tokenizer_dir, "seq_len": 1024, "max_reject_rate": 0.2, "workers": 1}
+        return pack(PackOptions(**options, shard_prefix="pack", media="reference")).shards
+
+    return run
+
+
+def test_referenced_images_are_read_from_the_store(
+    store: Store, demo: DemoDataset, encoder: ChatEncoder, referenced: Callable[..., Path]
+) -> None:
+    store.put_folder("raw/images", demo.jsonl.parent / "images")
+    url = store.put("raw/data.jsonl", demo.jsonl.read_bytes())
+    local, remote = (referenced(source) for source in (str(demo.jsonl), url))
+    expected = [signature(batch) for batch in LOADERS["map"](local, encoder, 0)]
+    with store.counted() as traffic:
+        assert [signature(batch) for batch in LOADERS["map"](remote, encoder, 0)] == expected
+    assert traffic.count("HEAD") == 0
+    images = [image for n in range(len(expected)) for image in PackedDataset(local, encoder).sample(n).conversations()]
+    assert traffic.count("GET") == sum(len(conversation.images) for conversation in images)
+    first = next(request for request in traffic.requests if request.startswith("GET")).partition("/bucket/")[2]
+    store.put(first, b"another image")
+    with pytest.raises(DataChangedError, match=rf"s3://bucket/{first} changed since"):
+        list(LOADERS["map"](remote, encoder, 0))
+
+
+def test_nearby_ranges_are_read_by_one_request(store: Store) -> None:
+    content = bytes(range(256)) * 4000
+    path = as_path(store.put("a", content))
+    ranges = [(700_000, 50), (0, 1000), (2000, 30_000), (33_000, 10), (1_023_990, 100), (2_000_000, 10), (5, 10)]
+    with store.counted() as traffic:
+        assert read_ranges([(path, at, size) for at, size in ranges]) == [
+            content[at : at + size] for at, size in ranges
+        ]
+    assert traffic.count("GET") == 4
+    assert traffic.bytes < 1.1 * sum(size for _, size in ranges)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_dataset_is_read_by_other_processes(packed: Places, encoder: ChatEncoder, method: Any) -> None:
+    dataset = PackedDataset(packed[1], encoder)
+    dataset.request(range(3))
+    expected = [sample.input_ids.tolist() for sample in dataset[0]]
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_size=2, num_workers=2, multiprocessing_context=method, collate_fn=list
+    )
+    batches = list(loader)
+    assert len(batches) == -(-len(dataset) // 2)
+    assert [sample.input_ids.tolist() for sample in batches[0][0]] == expected
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_a_refused_request_stops_the_loader_in_one_line(
+    store: Store, packed: Places, encoder: ChatEncoder, kind: str
+) -> None:
+    keys = [f"out/webdataset/{tar.name}" for tar in packed[0].glob("*.tar")]
+    loader = LOADERS[kind](packed[1], encoder, 0)
+    for code in (403, 503):
+        with (
+            store.failing(code, *keys),
+            pytest.raises(ResourceError, match=rf"s3://bucket/out/.*tar: .*{code}") as error,
+        ):
+            list(loader)
+        assert "\n" not in str(error.value)
+        assert not sum(loader.failures.counts.values())
+        loader = LOADERS[kind](packed[1], encoder, 0)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_changed_objects_stop_the_loader(
+    store: Store, packed: Places, encoder: ChatEncoder, kind: str, change: str
+) -> None:
+    loader = LOADERS[kind](packed[1], encoder, 0)
+    for tar in packed[0].glob("*.tar"):
+        if change == "replaced":
+            store.put(f"out/webdataset/{tar.name}", b"x" * 512)
+        else:
+            store.client.delete_object(Bucket=BUCKET, Key=f"out/webdataset/{tar.name}")
+    with pytest.raises(DataChangedError, match=r"s3://bucket/out/webdataset/.*tar"):
+        list(loader)
+
+
+def test_a_metadataset_has_local_and_remote_members(
+    store: Store, packed: Places, encoder: ChatEncoder, tmp_path: Path, pack_demo: Packer
+) -> None:
+    other = pack_demo(shard_prefix="other").shards
+    signatures = []
+    for n, first in enumerate(packed):
+        mix = tmp_path / f"{n}.yaml"
+        write_metadataset(make_blend([(first, None), (other, None)], epochized=True), mix)
+        for kind in LOADERS:
+            signatures.append((n, kind, [signature(batch) for batch in LOADERS[kind](mix, encoder, 0)]))
+    half = len(LOADERS)
+    assert [entry[1:] for entry in signatures[:half]] == [entry[1:] for entry in signatures[half:]]

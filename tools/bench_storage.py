@@ -1,0 +1,217 @@
+"""Benchmark reading from an object store: bytes and requests, and samples per second with latency.
+
+    python tools/bench_storage.py [--json storage.json] [--records 400] [--latency 0.02]
+
+The store is moto's S3 server in a process of its own on this machine. Each loader reads one shuffled epoch in one
+process. Bytes needed are the packs (and the referenced images) of the epoch; for `pack`, the files of the input.
+Peers: bare Energon on msc://, and WebDataset over s3fs, which reads each tar as a stream, in order.
+"""
+
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from benchlib import Report, arguments, bench_tokenizer, image_records, write_jsonl
+from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset
+
+from energon_packed import ChatEncoder, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader, pack
+from energon_packed.storage import as_path, energon_url
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.storage import start_store
+
+_OPTIONS: dict[str, Any] = {"seq_len": 2048, "workers": 1, "max_packs_per_shard": 16}
+
+
+class _RawSamples(DefaultTaskEncoder):  # type: ignore[misc]
+    """Task encoder that returns samples as Energon reads them."""
+
+
+def serve(connection: Any) -> None:
+    """Run the store: `("latency", S)` sets it, `("traffic",)` returns and resets requests and bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = start_store(Path(folder))
+        names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "MSC_CONFIG")
+        connection.send({name: os.environ[name] for name in names})
+        with store.counted() as traffic:
+            while (message := connection.recv()) is not None:
+                if message[0] == "latency":
+                    store.latency = message[1]
+                connection.send((len(traffic.requests), traffic.bytes))
+                traffic.requests.clear()
+                traffic.bytes = 0
+
+
+class Store:
+    """The store, seen from this process."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        self._process = context.Process(target=serve, args=(other,), daemon=True)
+        self._process.start()
+        os.environ.update(self._connection.recv())
+
+    def put_folder(self, key: str, folder: Path) -> str:
+        """Upload a folder, without restart state; return its URL."""
+        for file in sorted(folder.rglob("*")):
+            if file.is_file() and ".work" not in file.parts:
+                as_path(f"s3://bucket/{key}/{file.relative_to(folder)}").upload(file)  # type: ignore[attr-defined]
+        return f"s3://bucket/{key}"
+
+    def latency(self, seconds: float) -> None:
+        """Delay each answer."""
+        self._ask("latency", seconds)
+
+    def traffic(self) -> tuple[int, int]:
+        """Return requests and bytes since the last call."""
+        requests, size = self._ask("traffic")
+        return requests, size
+
+    def stop(self) -> None:
+        """End the server."""
+        self._connection.send(None)
+        self._process.join()
+
+    def _ask(self, *message: Any) -> Any:
+        self._connection.send(message)
+        return self._connection.recv()
+
+
+def dataflow(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
+    """DataflowLoader over a PackedDataset."""
+    return DataflowLoader(MapDistributor(PackedDataset(path, encoder)))
+
+
+def packed_loader(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
+    """Loader of `get_packed_loader`."""
+    return get_packed_loader(path, encoder, num_workers=0, epochs=1)
+
+
+def bare_energon(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
+    """Energon's own loader, which returns raw packs."""
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    options: dict[str, Any] = {"split_part": "train", "batch_size": None, "max_samples_per_sequence": None}
+    options |= {"shuffle_buffer_size": 64, "repeat": False, "task_encoder": _RawSamples()}
+    return get_loader(get_train_dataset(energon_url(as_path(path)), worker_config=config, **options))
+
+
+def s3fs_stream(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
+    """Members of each tar by WebDataset, over the stream of s3fs (or of a local file)."""
+    import fsspec
+    import webdataset
+
+    files = fsspec.open_files(f"{path}/*.tar", "rb")
+    for file in files:
+        with file as stream:
+            yield from webdataset.tariterators.tar_file_iterator(stream)
+
+
+READERS: dict[str, Callable[[Any, ChatEncoder], Iterable[Any]]] = {
+    "DataflowLoader": dataflow,
+    "get_packed_loader": packed_loader,
+    "bare Energon": bare_energon,
+    "WebDataset over s3fs": s3fs_stream,
+}
+
+
+def main() -> None:
+    """Run all measurements."""
+    parser = arguments(__doc__, "storage")
+    parser.add_argument("--records", type=int, default=400, help="records with images")
+    parser.add_argument("--latency", type=float, default=0.02, help="seconds added to each request")
+    options = parser.parse_args()
+    work: Path = options.work / "storage"
+    report = Report("Object storage", options.json)
+    store = Store()
+    tokenizer = bench_tokenizer(options.work, vision=True)
+    encoder = ChatEncoder.from_pretrained(tokenizer)
+    source = work / "source"
+    records = [_with_names(record) for record in image_records(source, options.records)]
+    jsonl = write_jsonl(source / "data.jsonl", iter(records))
+    raw = store.put_folder("raw", source)
+    images = sum(file.stat().st_size for file in source.rglob("*") if file.is_file() and file != jsonl)
+    rows = [{**record, "images": [(source / record["images"][0]).read_bytes()]} for record in records]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, work / "data.parquet")
+    with tarfile.open(work / "data.tar", "w") as tar:
+        for number, record in enumerate(records):
+            _add_record(tar, source, number, record)
+    for name in ("data.parquet", "data.tar"):
+        as_path(f"s3://bucket/{name}").upload(work / name)  # type: ignore[attr-defined]
+    inputs = {
+        "JSONL + images": (f"{raw}/data.jsonl", jsonl.stat().st_size + images),
+        "Parquet": ("s3://bucket/data.parquet", (work / "data.parquet").stat().st_size),
+        "tar": ("s3://bucket/data.tar", (work / "data.tar").stat().st_size),
+    }
+    folders = {}
+    for media in ("copy", "reference"):
+        for name, (url, size) in inputs.items():
+            if media == "reference" and name != "JSONL + images":
+                continue
+            with tempfile.TemporaryDirectory(dir=work) as folder:
+                store.traffic()
+                result = pack(inputs=(url,), output_dir=folder, tokenizer=tokenizer, media=media, **_OPTIONS)
+                requests, used = store.traffic()
+                report.add(f"pack --media {media} of {name}: bytes / bytes needed", used / size, requests=requests)
+                if name == "JSONL + images":
+                    folders[media] = store.put_folder(media, result.shards), work / media
+                    os.rename(result.shards, _emptied(work / media))
+    for media, (url, local) in folders.items():
+        tars = sum(tar.stat().st_size - 1024 for tar in local.glob("*.tar"))
+        needed = tars + (images if media == "reference" else 0)
+        for name, reader in READERS.items():
+            if media == "reference" and reader in (bare_energon, s3fs_stream):
+                continue
+            start = time.perf_counter()
+            base = sum(1 for _ in reader(local, encoder)) / (time.perf_counter() - start)
+            for latency in (0.0, options.latency):
+                store.latency(latency)
+                store.traffic()
+                start = time.perf_counter()
+                count = sum(1 for _ in reader(url, encoder))
+                spent = time.perf_counter() - start
+                requests, used = store.traffic()
+                own = reader in (dataflow, packed_loader)
+                if not latency:
+                    target = "<= 1.05" if own else ""
+                    report.add(f"{name}, {media}: bytes / bytes needed", used / needed, target=target)
+                    report.add(f"{name}, {media}: requests / packs", requests / max(1, count), requests=requests)
+                label = f"{name}, {media}, {latency * 1000:.0f} ms: speed / local files"
+                report.add(label, count / spent / base, rate=count / spent, local_rate=base)
+            store.latency(0)
+    store.stop()
+    report.finish()
+
+
+def _with_names(record: dict[str, Any]) -> dict[str, Any]:
+    return {**record, "images": [Path(image).name for image in record["images"]]}
+
+
+def _add_record(tar: tarfile.TarFile, source: Path, number: int, record: dict[str, Any]) -> None:
+    text = json.dumps({"messages": record["messages"]}).encode()
+    info = tarfile.TarInfo(f"{number:06d}.json")
+    info.size = len(text)
+    tar.addfile(info, io.BytesIO(text))
+    tar.add(source / record["images"][0], f"{number:06d}.jpg")
+
+
+def _emptied(folder: Path) -> Path:
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
