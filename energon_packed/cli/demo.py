@@ -11,7 +11,7 @@ from energon_packed.cli.pack import show_run
 from energon_packed.cli.terminal import SafeConsole
 from energon_packed.demo import write_dataset, write_tokenizer
 from energon_packed.errors import ConfigError
-from energon_packed.options import make
+from energon_packed.options import make, refuse_remote
 from energon_packed.pipeline import PackOptions
 
 _MAX_REJECT_RATE = 0.5  # some generated records are invalid on purpose
@@ -29,6 +29,7 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
     Works without a network: images and conversations are generated, and the tokenizer is trained on them.
     """
     console = SafeConsole(highlight=False, markup=False)
+    refuse_remote(output_dir, "output_dir")
     source = output_dir / "source"
     # The demo packs with `overwrite`, which must not replace a dataset of the user.
     if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):

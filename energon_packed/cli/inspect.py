@@ -33,7 +33,7 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yel
 @click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Tokenizer used to mark supervised text. [default: tokenizer in packing.json]")  # fmt: skip
-@click.option("--extract", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+@click.option("--extract", type=InputPath(file_okay=False), metavar="DIR",
               help="Write the members of the shown packs to DIR/KEY/.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per tar, pack or dataset.")
 @media_root_option

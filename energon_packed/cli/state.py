@@ -8,6 +8,7 @@ import click
 from energon_packed.cli.options import GroupedCommand
 from energon_packed.cli.output import Output, output_options
 from energon_packed.errors import ConfigError
+from energon_packed.options import refuse_remote
 
 
 @click.group(name="state")
@@ -32,6 +33,7 @@ def redist(folder: Path, output_folder: Path, world_size: int, output: Output) -
     # Imported here, because it imports torch.
     from energon_packed.loading.energon.states import StateFile, read_state, redistribute, write_state
 
+    refuse_remote(output_folder)
     files = sorted(folder.glob("*.pt"))
     if not files:
         raise ConfigError(f"{folder} has no .pt file. Pass the folder with train_dataloader_dprank000.pt.")

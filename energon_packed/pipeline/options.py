@@ -498,11 +498,13 @@ class PackOptions(RejectOptions):
     """
 
     output_dir: Path = option(
-        help="Folder for the dataset and its reports, also in an object store.",
-        group=OUTPUT,
-        flags=("--output-dir", "-o"),
-        metavar="DIR",
-    )
+        help="Folder for the dataset and its reports, also in an object store.", group=OUTPUT,
+        flags=("--output-dir", "-o"), metavar="DIR",
+    )  # fmt: skip
+    work_dir: Path | None = option(
+        None, help="With an output in an object store: local folder of restart state and unfinished shards.",
+        group=OUTPUT, metavar="DIR", shown_default="energon-packed in the cache folder of the user",
+    )  # fmt: skip
     seq_len: int = option(
         help="Tokens in one row; 8k is 8192.", group=PACKING, minimum=1, decides="tars", parse=parse_seq_len,
         metavar="N",
@@ -514,10 +516,6 @@ class PackOptions(RejectOptions):
     split: dict[str, float] = option(
         lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02 or train=98,val=2.",
         group=PACKING, parse=parse_split, decides="tars", shown_default="train=1", metavar="SHARES",
-    )  # fmt: skip
-    work_dir: Path | None = option(
-        None, help="With an output in an object store: local folder of restart state and unfinished shards.",
-        group=OUTPUT, metavar="DIR", shown_default="energon-packed in the cache folder of the user",
     )  # fmt: skip
     shard_prefix: str | None = option(
         None, help="Start of shard names and keys, different for each output of a blend.", group=OUTPUT,

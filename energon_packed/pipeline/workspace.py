@@ -6,6 +6,7 @@ ConfigError if the folder belongs to another run, is locked, or its disk is too 
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
 import shutil
@@ -30,6 +31,7 @@ from energon_packed.files import (
 from energon_packed.shards.media_yaml import remove_media_yaml
 from energon_packed.storage import RemotePath, StorageError, is_remote
 
+_log = logging.getLogger(__name__)
 _LOCK = "lock"
 _OWNER = "owner.json"
 _TOKEN = "token"
@@ -44,7 +46,7 @@ def work_folder(output_dir: Path, work_dir: Path | None = None) -> Path:
         work_dir: folder of the state of all outputs in object stores; by default in the user's cache folder.
 
     Raises:
-        ConfigError: `work_dir` is given for a local output folder.
+        ConfigError: `work_dir` is given for a local output folder, or is missing for a user without a home.
     """
     if not is_remote(output_dir):
         if work_dir is not None:
@@ -53,9 +55,11 @@ def work_folder(output_dir: Path, work_dir: Path | None = None) -> Path:
                 f"{output_dir / '.work'}"
             )
         return output_dir / ".work"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if work_dir is None and cache.startswith("~"):
+        raise ConfigError(f"`work_dir` must be set for `output_dir` {output_dir}: the home folder is not known")
     digest = hashlib.sha256(str(output_dir).encode()).hexdigest()
-    return (work_dir or cache / "energon-packed").absolute() / digest[:16]
+    return (work_dir or Path(cache, "energon-packed")).absolute() / digest[:16]
 
 
 class FolderLock:
@@ -121,7 +125,10 @@ class FolderLock:
                     "its command again on that host, or set `overwrite` if it was killed"
                 )
             target.write_bytes(content)
-        folder.abort_uploads()
+        try:
+            folder.abort_uploads()
+        except StorageError as error:  # a permission of its own, which packing does not need
+            _log.info("uploads of killed runs are not aborted: %s", error)
 
     def _is_claimed(self) -> bool:
         """Whether the object still names this process."""

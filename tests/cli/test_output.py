@@ -110,6 +110,8 @@ def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time() -> N
         (["pack", "d.jsonl", "-o", "out", "--work-dir", "w"], "--work-dir must be omitted for a local --output-dir"),
         (["pack", "az://bucket/d.jsonl", "-o", "out"], "az://bucket/d.jsonl is remote; az:// is not supported yet"),
         (["pack", "d.jsonl", "-o", "out", "--image-root", "hf://x"], "--image-root hf://x is remote"),
+        (["demo", "-o", "s3://b/demo"], "--output-dir s3:/b/demo is remote"),
+        (["state", "redist", "OUT", "s3://b/new", "--world-size", "2"], "s3:/b/new is remote"),
         (["lengths", "d.jsonl", "-o", "hf://bucket/out"], "--output-dir hf://bucket/out is remote"),
         (["metadataset", "az://bucket/mix.yaml", "OUT"], "az:/bucket/mix.yaml is remote"),
         (["metadataset", "mix.yaml", "s3://bucket/a"], "s3://bucket/a is remote"),
