@@ -67,8 +67,12 @@ def irregular_kind(mode: int) -> str | None:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "not a file")
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path, *, is_known: bool = False) -> BinaryIO:
     """Open a regular file for reading; opening a FIFO would block indefinitely.
+
+    Args:
+        path: the file.
+        is_known: the status of an object may be a minute old, which saves a request to read known byte ranges.
 
     Raises:
         OSError: it cannot be opened.
@@ -76,7 +80,7 @@ def open_regular(path: str | Path) -> BinaryIO:
     """
     if isinstance(path, RemotePath):
         try:
-            return RemoteReader(path)
+            return RemoteReader(path, is_known=is_known)
         except IsADirectoryError:
             raise IrregularFile("is a folder, not a regular file") from None
     _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them

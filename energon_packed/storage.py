@@ -348,8 +348,9 @@ class RemoteReader(io.BufferedReader):
     Sequential reads request blocks; `read_range` requests exactly the bytes that it returns.
     """
 
-    def __init__(self, path: RemotePath, buffer_size: int = READ_AHEAD) -> None:
-        self._object = _Object(path)
+    def __init__(self, path: RemotePath, buffer_size: int = READ_AHEAD, *, is_known: bool = False) -> None:
+        """Request the status of the object; with `is_known`, only if the last request is more than a minute old."""
+        self._object = _Object(path, is_known=is_known)
         super().__init__(self._object, buffer_size)
 
     def status(self) -> os.stat_result:
@@ -364,9 +365,9 @@ class RemoteReader(io.BufferedReader):
 class _Object(io.RawIOBase):
     """Byte ranges of an object as a raw stream."""
 
-    def __init__(self, path: RemotePath) -> None:
+    def __init__(self, path: RemotePath, *, is_known: bool) -> None:
         self._path, self._at = path, 0
-        self._status, self._since = path.stat(), time.monotonic()
+        self._status, self._since = recent_status(path) if is_known else path.stat(), time.monotonic()
         if stat.S_ISDIR(self._status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 

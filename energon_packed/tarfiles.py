@@ -64,6 +64,7 @@ _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
 """Compressed formats by their first bytes."""
 _REMEDY = "copy or write it again"
+_FIRST_OF_KEY = 16 << 10  # bytes that usually have the json of a key, and the headers of all its members
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 8 << 20, 1 << 16  # bytes of a remote tar that are requested at once
 
 
@@ -313,9 +314,10 @@ def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Ta
     Raises:
         TarError: it is not a regular file, or cannot be read; also as `TarReader` when iterated.
     """
-    with _opened(path) as stream:
+    with _opened(path, is_known=stop is not None) as stream:
         size = status(stream).st_size if stop is None else stop
-        yield TarReader(path, reading(path, stream, size), start, size, is_whole=stop is None)
+        first = READ_AHEAD if stop is None else _FIRST_OF_KEY
+        yield TarReader(path, reading(path, stream, size, first), start, size, is_whole=stop is None)
 
 
 def read_content(path: Path, member: Member) -> bytes:
@@ -326,7 +328,7 @@ def read_content(path: Path, member: Member) -> bytes:
     """
     if member.fault is not None:
         raise TarError(f"{path}: {member.fault}", member.fault)
-    with _opened(path) as stream:
+    with _opened(path, is_known=True) as stream:
         content = reading(path, stream, member.offset + member.size)(member.offset, member.size)
     if len(content) < member.size:
         problem = f"truncated inside {member.name} at byte {member.offset + len(content)}; {_REMEDY}"
@@ -347,9 +349,9 @@ def key_faults(members: Iterable[Member]) -> list[tuple[Member, str]]:
     return faults
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path, *, is_known: bool) -> BinaryIO:
     try:
-        return open_regular(path)
+        return open_regular(path, is_known=is_known)
     except IrregularFile as error:
         raise TarError(f"{path} {error}; remove it, or copy the folder again") from error
     except OSError as error:
@@ -357,11 +359,16 @@ def _opened(path: Path) -> BinaryIO:
         raise TarError(f"{path} cannot be opened: {error.strerror}; check its name and permissions") from error
 
 
-def reading(path: Path, stream: BinaryIO, stop: int) -> Read:
-    """Return the function that reads a tar up to byte `stop`; its errors are those of `TarReader`."""
+def reading(path: Path, stream: BinaryIO, stop: int, first: int = READ_AHEAD) -> Read:
+    """Return the function that reads a tar up to byte `stop`; its errors are those of `TarReader`.
+
+    Args:
+        path, stream: the tar, and its open file.
+        stop, first: as for `in_blocks`.
+    """
     # Local files without a buffer, which would also read the first bytes of each content.
     source: Read = partial(read_range, stream)
-    source = in_blocks(source, stop) if is_remote(path) else source
+    source = in_blocks(source, stop, first) if is_remote(path) else source
 
     def read(at: int, size: int) -> bytes:
         try:
@@ -375,7 +382,7 @@ def reading(path: Path, stream: BinaryIO, stop: int) -> Read:
     return read
 
 
-def in_blocks(source: Read, stop: int) -> Read:
+def in_blocks(source: Read, stop: int, first: int = READ_AHEAD) -> Read:
     """Return a function that reads a remote tar in blocks: a request for each header would take longer.
 
     A tar of small members is read completely, in growing blocks. Long contents are skipped, and blocks shrink.
@@ -383,8 +390,9 @@ def in_blocks(source: Read, stop: int) -> Read:
     Args:
         source: requests bytes.
         stop: byte offset of the end of the range that is read.
+        first: bytes of the first block.
     """
-    start, length, data = 0, READ_AHEAD, b""
+    start, length, data = 0, first, b""
 
     def read(at: int, size: int) -> bytes:
         nonlocal start, length, data
