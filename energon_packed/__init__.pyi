@@ -28,6 +28,7 @@ from .formats import Codec as Codec
 from .formats import StoredImage as StoredImage
 from .formats import StoredSample as StoredSample
 from .formats import register_codec as register_codec
+from .formats import set_media_root as set_media_root
 from .integrations.accelerate import prepare_loader as prepare_loader
 from .integrations.isolation import check_isolation as check_isolation
 from .integrations.trainer_state import GatheredLoader as GatheredLoader

@@ -67,12 +67,8 @@ def irregular_kind(mode: int) -> str | None:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "not a file")
 
 
-def open_regular(path: str | Path, *, is_known: bool = False) -> BinaryIO:
+def open_regular(path: str | Path) -> BinaryIO:
     """Open a regular file for reading; opening a FIFO would block indefinitely.
-
-    Args:
-        path: the file.
-        is_known: the status of an object may be a minute old, which saves a request to read known byte ranges.
 
     Raises:
         OSError: it cannot be opened.
@@ -80,7 +76,7 @@ def open_regular(path: str | Path, *, is_known: bool = False) -> BinaryIO:
     """
     if isinstance(path, RemotePath):
         try:
-            return RemoteReader(path, is_known=is_known)
+            return RemoteReader(path)
         except IsADirectoryError:
             raise IrregularFile("is a folder, not a regular file") from None
     _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
@@ -441,8 +437,8 @@ class Streams:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def get(self, path: Path) -> BinaryIO:
-        """Return the open file.
+    def get(self, path: Path, *, current: bool = False) -> BinaryIO:
+        """Return the open file; with `current`, the file that has this name now, at the cost of a look-up of the name.
 
         Raises:
             OSError, IrregularFile: as `open_regular`.
@@ -453,7 +449,11 @@ class Streams:
             _process = os.getpid()
         key = (self._reader, path)
         # Popped and put back: another thread may evict it at the same time; the local name keeps it open.
-        stream = _open.pop(key, None) or open_regular(path)
+        stream = _open.pop(key, None)
+        # The stream of an object is opened by its name at each request.
+        if current and stream is not None and not isinstance(stream, RemoteReader):
+            stream = stream if os.path.samestat(os.stat(path), os.fstat(stream.fileno())) else None
+        stream = stream or open_regular(path)
         _open[key] = stream
         while len(_open) > most_open(_MOST_OPEN):
             _open.popitem(last=False)  # closed when the last thread that reads it drops it
@@ -463,3 +463,17 @@ class Streams:
 def _forget(reader: int) -> None:
     for key in [key for key in _open if key[0] == reader]:
         _open.pop(key, None)
+
+
+_shared = Streams()
+
+
+def open_shared(path: RemotePath) -> BinaryIO:
+    """Return an open stream of an object that all readers of this process share, for `read_range` only.
+
+    Opening an object takes a request. The caller knows the version that it reads, and does not close the stream.
+
+    Raises:
+        OSError, IrregularFile: as `open_regular`.
+    """
+    return _shared.get(path)

@@ -54,6 +54,7 @@ class Declaration:
         decides: part of the output that the value changes: `lengths`, `tars`, or "".
         shown_default: the default in words, if the value alone does not explain it.
         needed: the command line requires it; Python has an alternative.
+        repeatable: the command line accepts it several times, and passes all strings to `parse` as a tuple.
     """
 
     name: str
@@ -66,10 +67,11 @@ class Declaration:
     metavar: str | None = None
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] | None = None
     minimum: float | None = None
-    parse: Callable[[str], Any] | None = None
+    parse: Callable[[Any], Any] | None = None
     decides: str = ""
     shown_default: str | None = None
     needed: bool = False
+    repeatable: bool = False
 
     @property
     def is_required(self) -> bool:
@@ -93,10 +95,11 @@ class _Limits(TypedDict, total=False):
     metavar: str | None
     choices: tuple[str, ...] | Callable[[], tuple[str, ...]] | None
     minimum: float | None
-    parse: Callable[[str], Any] | None
+    parse: Callable[[Any], Any] | None
     decides: str
     shown_default: str | None
     needed: bool
+    repeatable: bool
 
 
 def option(
@@ -246,7 +249,7 @@ def refuse_remote(value: str | Path, name: str = "", *, or_object: bool = False)
     Args:
         value: a path, whose `//` `Path` has already collapsed to `/`.
         name: name of the argument, for the message.
-        or_object: a RemotePath is valid.
+        or_object: the argument may be in an object store, so that a RemotePath is valid.
 
     Raises:
         ConfigError: the path starts with `s3://`, `gs://`, `hf://` or the like.

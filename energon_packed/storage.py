@@ -58,6 +58,8 @@ _PACKAGES = {
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
 }  # fmt: skip
 _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
+# The last range that this process requested, as (URL and time, offset, bytes): contents follow the headers of a tar.
+_block: tuple[tuple[str, int], int, bytes] = (("", 0), 0, b"")
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
 logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
@@ -348,9 +350,8 @@ class RemoteReader(io.BufferedReader):
     Sequential reads request blocks; `read_range` requests exactly the bytes that it returns.
     """
 
-    def __init__(self, path: RemotePath, buffer_size: int = READ_AHEAD, *, is_known: bool = False) -> None:
-        """Request the status of the object; with `is_known`, only if the last request is more than a minute old."""
-        self._object = _Object(path, is_known=is_known)
+    def __init__(self, path: RemotePath, buffer_size: int = READ_AHEAD) -> None:
+        self._object = _Object(path)
         super().__init__(self._object, buffer_size)
 
     def status(self) -> os.stat_result:
@@ -365,19 +366,32 @@ class RemoteReader(io.BufferedReader):
 class _Object(io.RawIOBase):
     """Byte ranges of an object as a raw stream."""
 
-    def __init__(self, path: RemotePath, *, is_known: bool) -> None:
+    def __init__(self, path: RemotePath) -> None:
         self._path, self._at = path, 0
-        self._status, self._since = recent_status(path) if is_known else path.stat(), time.monotonic()
+        self._status, self._since = path.stat(), time.monotonic()
         if stat.S_ISDIR(self._status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
     def status(self) -> os.stat_result:
+        since, status = _recent.get(str(self._path), (self._since, self._status))
+        if since > self._since:  # another reader has requested it in the meantime
+            self._since, self._status = since, status
         if time.monotonic() - self._since > _FRESH:
             self._status, self._since = self._path.stat(), time.monotonic()
         return self._status
 
     def read_range(self, at: int, size: int) -> bytes:
-        return self._path.read_range(at, min(size, self.status().st_size - at))
+        global _block
+        status = self.status()
+        size = min(size, status.st_size - at)  # stores refuse ranges after the end
+        version = str(self._path), status.st_mtime_ns
+        of, start, data = _block
+        if size > 0 and of == version and start <= at and at + size <= start + len(data):
+            return data[at - start : at - start + size]
+        data = self._path.read_range(at, size)
+        if len(data) <= READ_AHEAD:
+            _block = version, at, data
+        return data
 
     def readable(self) -> bool:
         return True

@@ -31,14 +31,14 @@ The rules, and how GNU tar and Python's `tarfile` (which WebDataset 1 and Megatr
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from energon_packed.errors import FormatError, SourceError
-from energon_packed.files import IrregularFile, open_regular, read_range, status
-from energon_packed.storage import READ_AHEAD, is_remote
+from energon_packed.files import IrregularFile, open_regular, open_shared, read_range, status
+from energon_packed.storage import READ_AHEAD, RemotePath, is_remote
 from energon_packed.system import raise_resource_error
 
 BLOCK = 512
@@ -314,7 +314,7 @@ def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Ta
     Raises:
         TarError: it is not a regular file, or cannot be read; also as `TarReader` when iterated.
     """
-    with _opened(path, is_known=stop is not None) as stream:
+    with _opened(path, is_range=stop is not None) as stream:
         size = status(stream).st_size if stop is None else stop
         first = READ_AHEAD if stop is None else _FIRST_OF_KEY
         yield TarReader(path, reading(path, stream, size, first), start, size, is_whole=stop is None)
@@ -328,7 +328,7 @@ def read_content(path: Path, member: Member) -> bytes:
     """
     if member.fault is not None:
         raise TarError(f"{path}: {member.fault}", member.fault)
-    with _opened(path, is_known=True) as stream:
+    with _opened(path, is_range=True) as stream:
         content = reading(path, stream, member.offset + member.size)(member.offset, member.size)
     if len(content) < member.size:
         problem = f"truncated inside {member.name} at byte {member.offset + len(content)}; {_REMEDY}"
@@ -349,9 +349,9 @@ def key_faults(members: Iterable[Member]) -> list[tuple[Member, str]]:
     return faults
 
 
-def _opened(path: Path, *, is_known: bool) -> BinaryIO:
+def _opened(path: Path, *, is_range: bool) -> AbstractContextManager[BinaryIO]:
     try:
-        return open_regular(path, is_known=is_known)
+        return nullcontext(open_shared(path)) if is_range and isinstance(path, RemotePath) else open_regular(path)
     except IrregularFile as error:
         raise TarError(f"{path} {error}; remove it, or copy the folder again") from error
     except OSError as error:

@@ -10,6 +10,7 @@ exist, so that torch waits up to 5 s for each worker.
 
 import gc
 import itertools
+import os
 from typing import Any
 
 from torch.utils.data import _utils, dataloader
@@ -37,7 +38,7 @@ def _kill_and_delete(iterator: Any) -> None:
         _utils.signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
         for worker in iterator._workers:
-            if worker.is_alive():
+            if worker._parent_pid == os.getpid() and worker.is_alive():  # not in a fork of the process
                 worker.kill()
     _delete(iterator)
 

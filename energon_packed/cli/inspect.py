@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from energon_packed.cli.display import format_bytes, turn_text
-from energon_packed.cli.options import InputPath, as_options
+from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import visible
@@ -36,6 +36,7 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yel
 @click.option("--extract", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
               help="Write the members of the shown packs to DIR/KEY/.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per tar, pack or dataset.")
+@media_root_option
 def command(
     path: Path, key: str | None, limit: int, tokens: bool, tokenizer: Path | None, extract: Path | None, as_json: bool
 ) -> None:
@@ -159,7 +160,9 @@ def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     console.print(f"── {index}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
     for image in sample.images:
         size = image.problem or f"{image.width} x {image.height}"
-        console.print(f"  {image.name}  {size}, {format_bytes(image.bytes)}", style="blue", markup=False)
+        place = "" if image.file is None else f", {image.file} from byte {image.offset:,}"
+        shown = f"  {image.name}  {size}, {format_bytes(image.bytes)}{place}"
+        console.print(shown, style="blue", markup=False, soft_wrap=bool(place))
     for turn in sample.turns:
         line = Text(turn_text(turn.role, turn.shown), style="green" if turn.supervised else "")
         line.stylize(_ROLES.get(turn.role, "white"), 0, 12)

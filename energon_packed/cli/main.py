@@ -90,6 +90,7 @@ COMMANDS = {
     "verify": "Check that a dataset is intact and matches its manifest.",
     "report": "Write an HTML report on a dataset or a Metadataset.",
     "nv-meta": "Create or repair .nv-meta for a folder of tars.",
+    "materialize": "Copy the images that a dataset refers to into its tars.",
     "metadataset": "Blend several datasets into one weighted Metadataset.",
     "state": "Redistribute saved loader states to another number of ranks.",
     "order": "Check the order log of a run, or show the samples of a step.",

@@ -17,7 +17,7 @@ from energon_packed.blends import (
     make_blend,
     write_metadataset,
 )
-from energon_packed.cli.options import GroupedCommand, as_options
+from energon_packed.cli.options import GroupedCommand, InputPath, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
@@ -30,7 +30,7 @@ _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-
 
 
 @click.command(name="metadataset", cls=GroupedCommand, short_help="Blend several datasets into one Metadataset.")
-@click.argument("out", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("out", type=InputPath(dir_okay=False))
 @click.argument("inputs", nargs=-1, required=True, metavar="DIR[=WEIGHT]...")
 @click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,
               help="Quantity that default weights are proportional to.")  # fmt: skip

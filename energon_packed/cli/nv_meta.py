@@ -4,14 +4,14 @@ from pathlib import Path
 
 import click
 
-from energon_packed.cli.options import GroupedCommand
+from energon_packed.cli.options import GroupedCommand, InputPath
 from energon_packed.cli.output import Output, output_options
 from energon_packed.formats import CODECS
 from energon_packed.shards.repair import make_nv_meta
 
 
 @click.command(name="nv-meta", cls=GroupedCommand)
-@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False), metavar="DIR")
+@click.argument("folder", type=InputPath(exists=True, file_okay=False), metavar="DIR")
 @click.option("--sample-class", type=click.Choice(list(CODECS)),
               help="Flavor of the packs. [default: detected from the tar members]")  # fmt: skip
 @output_options

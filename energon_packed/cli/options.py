@@ -15,9 +15,10 @@ from typing import Any
 import click
 
 from energon_packed.errors import ConfigError
+from energon_packed.formats.references import parse_media_root, set_media_root
 from energon_packed.options import Declaration, declared
 from energon_packed.pipeline.config_file import read_config
-from energon_packed.storage import as_path
+from energon_packed.storage import as_path, is_remote
 
 MESSAGES = "Messages"
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
@@ -45,11 +46,11 @@ class GroupedCommand(click.Command):
 
 
 class InputPath(click.Path):
-    """A path that is only read, which may be in an object store."""
+    """A path, which may be in an object store."""
 
     def convert(self, value: Any, param: click.Parameter | None, context: click.Context | None) -> Path:
-        """Return a Path, or a RemotePath."""
-        return as_path(str(super().convert(value, param, context)))
+        """Return a Path, or a RemotePath; click checks only local paths."""
+        return as_path(str(value if is_remote(value) else super().convert(value, param, context)))
 
 
 class DeclaredOption(click.Option):
@@ -84,7 +85,7 @@ def options_of(
             values: dict[str, Any] = read_config(file, cls) if file is not None else {}
             for declaration in declarations:
                 # None: the option is not on the command line.
-                if (value := arguments.pop(declaration.name)) is not None:
+                if (value := arguments.pop(declaration.name)) not in (None, ()):
                     values[declaration.name] = _parsed(declaration, value)
             return command(values=values, **arguments)
 
@@ -100,6 +101,15 @@ def options_of(
         return decorated
 
     return decorate
+
+
+def media_root_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --media-root, for commands that read the images of a dataset; it is set for the process."""
+    return click.option(
+        "--media-root", multiple=True, metavar="OLD=NEW", expose_value=False,
+        callback=lambda context, option, values: set_media_root(parse_media_root(values)),
+        help="Folder of images that packs refer to, and its new place; repeatable.",
+    )(command)  # fmt: skip
 
 
 def set_inputs(values: dict[str, Any], files: Sequence[str]) -> None:
@@ -126,7 +136,7 @@ def require(values: dict[str, Any], *names: str) -> None:
 
 
 def _parsed(declaration: Declaration, value: Any) -> Any:
-    if declaration.parse is None or not isinstance(value, str):
+    if declaration.parse is None or not isinstance(value, str | tuple):
         return value
     try:
         return declaration.parse(value)
@@ -176,7 +186,7 @@ def _click_option(declaration: Declaration, *, defaults: bool) -> Decorator:
         settings |= {"type": click.Choice(declaration.valid), "metavar": None}
     else:
         kind = str if declaration.parse is not None else declaration.kind
-        settings["type"] = click.Path() if kind is Path else kind
+        settings |= {"type": click.Path() if kind is Path else kind, "multiple": declaration.repeatable}
     return click.option(*declaration.flags, declaration.name, cls=DeclaredOption, group=declaration.group, **settings)
 
 

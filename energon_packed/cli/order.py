@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from energon_packed.cli.options import GroupedCommand, as_options
+from energon_packed.cli.options import GroupedCommand, as_options, media_root_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.loading.config import DataflowConfig, is_dataflow_config
@@ -66,6 +66,7 @@ def check(folder: Path, output: Output) -> None:
     "--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Loader workers of a rank."
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the loader. [default: 0, or the config's]")
+@media_root_option
 @output_options
 def replay_step(
     path: Path, step: int, epoch: int, world_size: int, batch_size: int, num_workers: int, seed: int | None,

@@ -61,6 +61,7 @@ def command(
     out/webdataset/      the dataset: tars and .nv-meta, ready for Energon
     out/lengths.parquet  length and status of every record
     out/rejects.jsonl    every rejected record, with the reason
+    out/media/           with --media reference: images that are in no file of the input
     """
     # --status reads an output folder, so the inputs are not needed.
     if is_status:

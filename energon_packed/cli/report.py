@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from energon_packed.cli.display import format_bytes
-from energon_packed.cli.options import InputPath, as_options
+from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_write
@@ -18,13 +18,14 @@ from energon_packed.metadatasets import read_metadataset
 
 @click.command(name="report")
 @click.argument("path", type=InputPath(), metavar="DIR|METADATASET")
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("report.html"),
+@click.option("-o", "--output", type=InputPath(dir_okay=False), default=Path("report.html"),
               show_default=True, help="Output HTML file.")  # fmt: skip
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
               help="Tokenizer used to classify tokens (text, image, supervised). "
               "[default: tokenizer in packing.json]")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
               help="Random seed of the packs that are shown.")  # fmt: skip
+@media_root_option
 def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None:
     """Write an HTML report on a dataset or a Metadataset, as one self-contained file.
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from energon_packed.cli.options import GroupedCommand, InputPath, as_options, options_of
+from energon_packed.cli.options import GroupedCommand, InputPath, as_options, media_root_option, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import EncoderSettings
@@ -31,6 +31,7 @@ _FAST = "--fast"  # why samples are not encoded
 @click.option("--workers", type=click.IntRange(min=0), default=0, help="Number of processes. [default: all cores]")
 @click.option("--min-utilization", type=click.FloatRange(0, 1), metavar="SHARE",
               help="Fail if the utilization is lower than SHARE, such as 0.95.")  # fmt: skip
+@media_root_option
 @options_of(EncoderSettings, config=False, defaults=False)
 def command(
     folder: Path, fast: bool, workers: int, min_utilization: float | None, values: dict[str, Any], output: Output

@@ -1,7 +1,8 @@
 """PackSample, the base class of all flavors, and the conversion between the columns of a codec and of a flavor."""
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy.typing as npt
 from megatron.energon import Sample, edataclass
 from megatron.energon.errors import FatalSampleError
 
-from energon_packed.errors import DataChangedError
+from energon_packed.errors import DataChangedError, ResourceError
 from energon_packed.formats import StoredImage, StoredSample
 from energon_packed.records import Conversation
 
@@ -57,6 +58,26 @@ class FatalDataChangedError(DataChangedError, FatalSampleError):
     """A DataChangedError that Energon raises; Energon skips samples with other errors."""
 
 
+class FatalResourceError(ResourceError, FatalSampleError):
+    """A ResourceError that Energon raises."""
+
+
+@contextmanager
+def fatal_media_errors() -> Iterator[None]:
+    """Make Energon raise the errors of referenced media, so that no sample is skipped.
+
+    Raises:
+        FatalDataChangedError: referenced media changed.
+        FatalResourceError: referenced media cannot be read.
+    """
+    try:
+        yield
+    except DataChangedError as error:
+        raise FatalDataChangedError(str(error)) from error
+    except ResourceError as error:
+        raise FatalResourceError(str(error)) from error
+
+
 def flavor_fields(codec: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
     """Read the columns of a codec as fields of a flavor: images as bytes, tuples as lists.
 
@@ -66,12 +87,10 @@ def flavor_fields(codec: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         FormatError: a part is missing or damaged.
-        FatalDataChangedError: referenced media changed.
+        FatalDataChangedError, FatalResourceError: as `fatal_media_errors`.
     """
-    try:
+    with fatal_media_errors():
         fields = codec.fields(raw)
-    except DataChangedError as error:
-        raise FatalDataChangedError(str(error)) from error
     positions = fields["patch_positions"] and [list(files) for files in fields["patch_positions"]]
     images = [[image.data for image in sample] for sample in fields["images"]]
     return {**fields, "images": images, "patch_positions": positions}

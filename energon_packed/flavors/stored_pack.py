@@ -5,7 +5,7 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample
+from energon_packed.flavors.base import PackSample, fatal_media_errors
 from energon_packed.formats import StoredSample, codec_of
 
 
@@ -26,7 +26,8 @@ class StoredPack(PackSample):
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a StoredPack, by the codec that matches them."""
-    return {"stored": codec_of(raw).read(raw)}
+    with fatal_media_errors():
+        return {"stored": codec_of(raw).read(raw)}
 
 
 def part_filter(part: str) -> bool:

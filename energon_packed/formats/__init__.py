@@ -16,6 +16,7 @@ from energon_packed.formats.captioning import CaptioningCodec
 from energon_packed.formats.codec import Codec, Part, RawPack, StoredImage, StoredSample
 from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
 from energon_packed.formats.parts import read_object
+from energon_packed.formats.references import set_media_root
 from energon_packed.formats.third_party import LlavaOnevision2Codec, LoongForgeChatMixCodec, LoongForgeMultiMixCodec
 from energon_packed.formats.tokens import TokensCodec
 
@@ -79,4 +80,5 @@ __all__ = [
     "codec_for",
     "codec_of",
     "register_codec",
+    "set_media_root",
 ]

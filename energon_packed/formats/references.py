@@ -7,24 +7,27 @@ A LOCATOR has
     file, offset, size   `size` bytes of `file` from byte `offset`. A relative path starts from the dataset folder
     digest               the first 128 bits of the SHA-256 of these bytes, in hex, or
     changed              [bytes, time of the last change in ns] of `file`, of packs that were written without digests
-    source, member       the auxiliary dataset of media.yaml with the bytes, and the name of the entry in it
+    source, member       the auxiliary dataset of media.yaml with the bytes, and the name of the entry in it:
+                         `files` and a path from the root folder; `tars` and TAR/OFFSET.EXTENSION; or `media`
 
 Every read compares size and digest (or `changed`), so a file that changed raises DataChangedError. No codec knows
 references: they are resolved before `Codec.read` gets the parts.
 """
 
-import errno
-import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
-from energon_packed.errors import DataChangedError, FormatError
+from energon_packed.errors import ConfigError, FormatError, ResourceError
 from energon_packed.files import IrregularFile, Streams, read_range, status
+from energon_packed.options import short
+from energon_packed.records.media import MediaReference, PackedImage, change_of
+from energon_packed.records.media import media_digest as media_digest
 from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
 from energon_packed.system import ABSENT, raise_resource_error
 
@@ -32,8 +35,13 @@ MEDIA_PART = "media.json"
 FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
 """Keys of raw parts: the dataset folder, and the moved folders as (old, new) pairs. Energon's raw parts have neither:
 the folder is in their `__sources__`, and the moved folders are those of `set_media_root`."""
-MediaRoot = Sequence[tuple[str, str]]
+MediaRoot = tuple[tuple[str, str], ...]
+FILES, TARS, STORED = "files", "tars", "media"
+"""Auxiliary datasets of locators: files, by their path from the root folder; members of tars; and images that are in
+no file of the input, in the folder `media` beside the dataset."""
 _moved: dict[str, str] = {}
+_MOST_BYTES = 1 << 30  # of an image; larger images are rejected while packing
+_DIGITS = 32  # hex digits of a digest
 
 
 class Locator(NamedTuple):
@@ -52,25 +60,72 @@ class Locator(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value is not None}
 
 
-def media_digest(data: bytes) -> str:
-    """Return the first 128 bits of the SHA-256 of a file, as 32 hex digits."""
-    return hashlib.sha256(data).hexdigest()[:32]
+def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
+    """Return the folders that moved as pairs of absolute paths (old, new), inner folders first.
+
+    Args:
+        media_root: new folder by old folder; None for no moved folder.
+
+    Raises:
+        ConfigError: a new folder does not exist, an old folder has two new folders, or it is not such a mapping.
+    """
+    if not isinstance(media_root or {}, Mapping):
+        raise ConfigError(f"`media_root` must map old folders to new folders, got {short(media_root)}.")
+    moved: dict[str, str] = {}
+    for old, new in (media_root or {}).items():
+        if not isinstance(old, str | Path) or not isinstance(new, str | Path) or "\0" in f"{old}{new}":
+            raise ConfigError(f"`media_root` must map old folders to new folders, got {short({old: new})}.")
+        _add_moved(moved, absolute_name(old), absolute_name(new))
+        if not as_path(new).exists():
+            raise ConfigError(f"`media_root` must name folders that exist, got {new} for {old}.")
+    return tuple(sorted(moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
-def set_media_root(moved: Mapping[str, str]) -> None:
+def parse_media_root(values: str | Sequence[str]) -> dict[str, str]:
+    """Parse `OLD=NEW`, or several.
+
+    Raises:
+        ConfigError: a value is not OLD=NEW, or an old folder has two new folders.
+    """
+    moved: dict[str, str] = {}
+    for value in [values] if isinstance(values, str) else values:
+        old, _, new = value.partition("=")
+        if not old or not new:
+            raise ConfigError(f"`media_root` must be OLD=NEW, got {value!r}.")
+        _add_moved(moved, absolute_name(old), absolute_name(new))
+    return moved
+
+
+def set_media_root(media_root: Mapping[str, str]) -> None:
     """Declare folders that moved, for datasets that Energon's own loaders read in this process and its forks.
 
     Args:
-        moved: new folder by old folder. It is added to the folders of earlier calls.
+        media_root: new folder by old folder. It is added to the folders of earlier calls.
+
+    Raises:
+        ConfigError: as `moved_folders`; or an earlier call set another new folder for an old folder.
     """
-    _moved.update(moved)
+    if isinstance(media_root, Mapping) and media_root.items() <= _moved.items():
+        return  # set before, by another epoch of the loader or its parent process
+    pairs = moved_folders(media_root)
+    after = dict(_moved)
+    for old, new in pairs:
+        _add_moved(after, old, new)
+    _moved.update(after)
 
 
-def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _add_moved(moved: dict[str, str], old: str, new: str) -> None:
+    if moved.setdefault(old, new) != new:
+        raise ConfigError(f"`media_root` must have one new folder for {old}, got {moved[old]} and {new}. Remove one.")
+
+
+def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> dict[str, Any]:
     """Return the parts of a pack with the referenced media in place of `media.json`, in the order of a copied pack.
 
     Args:
         raw: `__key__`, bytes by part name, and `FOLDER` or Energon's `__sources__`.
+        changes: to which changes such as `PATH has other bytes` are added, with an empty part in place of the image;
+            None raises.
 
     Raises:
         DataChangedError: a referenced file changed, or is missing.
@@ -79,48 +134,83 @@ def complete_parts(raw: Mapping[str, Any]) -> dict[str, Any]:
     """
     if MEDIA_PART not in raw:
         return dict(raw)
-    located = _locators(raw)
+    located = read_locators(raw)
     parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
     reader = _reader_of(raw)
     requested = reader.requested([locator for locator in located.values() if locator is not None])
     for name, locator in located.items():
         if locator is not None:
-            parts[name] = reader.read(locator, raw, name, requested)
+            try:
+                parts[name] = reader.read(locator, requested)
+            except _Changed as change:
+                if changes is None:
+                    raise _packed(locator, raw, name).error(str(change)) from change
+                changes.add(str(change))
+                parts[name] = b""
+            except ResourceError as error:
+                raise ResourceError(f"{_place(raw, name)}, cannot be read: {error}") from error
         elif name in raw:
             parts[name] = raw[name]
     return parts
 
 
-def _locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
+def read_locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
+    """Return the locators of a pack by part, None for media in its tar.
+
+    Raises:
+        FormatError: `media.json` is damaged.
+    """
     try:
         content = raw[MEDIA_PART]
         value = orjson.loads(content) if isinstance(content, bytes | bytearray | memoryview | str) else content
-        return {str(name): None if item is None else _locator(item) for name, item in value.items()}
+        located = {name: None if item is None else _locator(item) for name, item in value.items()}
+        for name in located:
+            # The parts that codecs read come from the tar: a locator must not replace them.
+            if not isinstance(name, str) or name.startswith("__") or (located[name] and name in raw):
+                raise ValueError(f"{short(name)} is in the tar, or is not the name of an image")
+        return located
     except (ValueError, TypeError, AttributeError) as error:
-        raise FormatError(f"{raw.get('__key__')}.{MEDIA_PART} is damaged ({error}); pack the data again") from error
+        problem = " ".join(str(error).split())[:200]
+        raise FormatError(f"{raw.get('__key__')}.{MEDIA_PART} is damaged ({problem}); pack the data again") from error
 
 
 def _locator(value: Mapping[str, Any]) -> Locator:
     locator = Locator(**value)
-    has_numbers = isinstance(locator.offset, int) and isinstance(locator.size, int)
-    if not has_numbers or min(locator.offset, locator.size) < 0 or not isinstance(locator.file, str):
-        raise ValueError(f"{dict(value)} is not a locator")
-    if (locator.digest is None) == (locator.changed is None):
-        raise ValueError(f"{dict(value)} has no digest")
+    # `type`: True is an int of Python.
+    if type(locator.offset) is not int or type(locator.size) is not int or not isinstance(locator.file, str):
+        raise ValueError(f"{short(dict(value))} is not a locator")
+    if not locator.file or "\0" in locator.file:
+        raise ValueError(f"{short(locator.file)} is not the path of a file")
+    if locator.offset < 0 or not 0 <= locator.size <= _MOST_BYTES or locator.offset + locator.size >= 1 << 63:
+        raise ValueError(f"an image has {locator.size} bytes from byte {locator.offset}")
+    changed: Any = locator.changed
+    is_time = isinstance(changed, list) and [type(number) for number in changed] == [int, int]
+    is_digest = isinstance(locator.digest, str) and len(locator.digest) == _DIGITS
+    if not (is_digest and changed is None) and not (is_time and locator.digest is None):
+        raise ValueError(f"{short(dict(value))} has no digest")
     return locator
 
 
 def _reader_of(raw: Mapping[str, Any]) -> "_MediaReader":
-    folder, moved = raw.get(FOLDER), raw.get(MEDIA_ROOT) or tuple(_moved.items())
+    folder, moved = raw.get(FOLDER), raw.get(MEDIA_ROOT) or moved_here()
     if folder is None:
         sources = raw.get("__sources__") or ()
         folder = sources[0].dataset_path if sources else ""
-    return _cached_reader(str(folder), tuple(moved))
+    return _cached_reader(os.path.abspath(str(folder)), tuple(moved))
+
+
+def moved_here() -> MediaRoot:
+    """Return the folders of `set_media_root`, as `moved_folders` does."""
+    return tuple(sorted(_moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
 @lru_cache(maxsize=256)
-def _cached_reader(folder: str, moved: tuple[tuple[str, str], ...]) -> "_MediaReader":
+def _cached_reader(folder: str, moved: MediaRoot) -> "_MediaReader":
     return _MediaReader(as_path(folder), moved)
+
+
+class _Changed(Exception):
+    """A file is not the packed file; the message is its path and its change."""
 
 
 class _MediaReader:
@@ -150,43 +240,96 @@ class _MediaReader:
         known = {locator: data for (locator, _), data in zip(remote, contents, strict=True)}
         return known.get
 
-    def read(
-        self, locator: Locator, raw: Mapping[str, Any], part: str, requested: Callable[[Locator], bytes | None]
-    ) -> bytes:
-        """Read and check the bytes of a locator. Raises as `complete_parts`."""
+    def read(self, locator: Locator, requested: Callable[[Locator], bytes | None]) -> bytes:
+        """Read and check the bytes of a locator.
+
+        Raises:
+            _Changed: the file changed, or is missing.
+            ResourceError: it cannot be read.
+        """
         path, now = self._path(locator.file), None
+        end = locator.offset + locator.size
         try:
             if (data := requested(locator)) is None:
-                stream = self._streams.get(path)
-                data = read_range(stream, locator.offset, locator.size)
-                now = status(stream) if locator.changed is not None else None
+                # The file that has this name now: a replaced or removed file must not be read from the file opened
+                # before.
+                stream = self._streams.get(path, current=True)
+                now = status(stream)
+                # Before reading, so that a size in a damaged locator allocates no memory.
+                data = read_range(stream, locator.offset, locator.size) if end <= now.st_size else b""
         except IrregularFile as error:
-            raise _changed(raw, part, path, str(error)) from error
+            raise _Changed(f"{path} {error}") from error
         except (OSError, MemoryError) as error:
             if isinstance(error, OSError) and error.errno in ABSENT:
-                raise _changed(raw, part, path, os.strerror(error.errno or errno.ENOENT).lower()) from error
+                raise _Changed(f"{path} does not exist ({error.strerror})") from error
             raise_resource_error(error, path)
-            raise FormatError(f"{path} cannot be read: {error}; check the file system") from error
+            raise ResourceError(f"{path}: {error}; check the file system") from error
         if len(data) < locator.size:
-            end = locator.offset + locator.size
-            raise _changed(raw, part, path, f"it ends before byte {end}")
-        if locator.digest is not None and media_digest(data) != locator.digest:
-            raise _changed(raw, part, path, "it has other bytes")
-        if now is not None and [now.st_size, now.st_mtime_ns] != list(locator.changed or ()):
-            raise _changed(raw, part, path, "by its size or time of change")
+            change = f"has {as_path(path).stat().st_size} bytes and ends before byte {end}"
+        else:
+            change = change_of(data, now, locator.digest, locator.changed)
+        if change:
+            raise _Changed(f"{path} {change}")
         return data
 
     def _path(self, file: str) -> Path:
-        path = absolute_name(file if is_remote(file) else self._folder / file)
-        for old, new in self._moved:
-            if path == old or path.startswith(old.rstrip("/") + "/"):
-                return as_path(new + path[len(old.rstrip("/")) :])
-        return as_path(path)
+        return as_path(moved_path(_absolute(self._folder, file), self._moved))
 
 
-def _changed(raw: Mapping[str, Any], part: str, path: Path, change: str) -> DataChangedError:
-    sample = part.removeprefix("img").partition("_")[0]
-    return DataChangedError(
-        f"{raw.get('__key__')}: {part}, an image of sample {sample}, is not the packed image: {path} changed since "
-        f"({change}). Restore the file, set `media_root` if it was moved, or pack again."
-    )
+def _absolute(folder: Path, file: str) -> str:
+    """Return the path of a locator, which may be relative to the dataset folder."""
+    if is_remote(file) or os.path.isabs(file):
+        return absolute_name(file)
+    return absolute_name(folder.resolve() / file)  # `..` of a link would be another folder
+
+
+def moved_path(path: str, moved: MediaRoot) -> str:
+    """Return where a file is after folders have moved."""
+    for old, new in moved:
+        if path == old or path.startswith(old.rstrip("/") + "/"):
+            return new + path[len(old.rstrip("/")) :]
+    return path
+
+
+def located_names(raw: Mapping[str, Any]) -> set[str]:
+    """Return the names of the parts that are in other files, without reading them. Raises as `located_images`."""
+    located = read_locators(raw) if MEDIA_PART in raw else {}
+    return {name for name, locator in located.items() if locator is not None}
+
+
+def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
+    """Return the images of a pack that are in other files, by part name; `packed` makes readers compare their bytes.
+
+    Args:
+        raw: as for `complete_parts`.
+
+    Raises:
+        FormatError: `media.json` is damaged.
+    """
+    images = {}
+    located = read_locators(raw)
+    with suppress(LookupError, ValueError, TypeError):  # a codec without json
+        raw = {**raw, "json": orjson.loads(raw["json"])}  # parsed once, for the ids of all images
+    for name, locator in located.items():
+        if locator is not None:
+            path = _absolute(raw[FOLDER], locator.file)
+            images[name] = MediaReference(
+                path=path, offset=locator.offset, size=locator.size, packed=_packed(locator, raw, name)
+            )
+    return images
+
+
+def _packed(locator: Locator, raw: Mapping[str, Any], part: str) -> PackedImage:
+    return PackedImage(_place(raw, part), locator.digest, locator.changed)
+
+
+def _place(raw: Mapping[str, Any], part: str) -> str:
+    """Pack, part, index and id of the sample of an image, for messages."""
+    number = part.removeprefix("img").partition("_")[0]
+    try:
+        value = raw["json"] if isinstance(raw["json"], Mapping) else orjson.loads(raw["json"])
+        samples = value.get("samples") or [value]
+        ident = value["ids"][int(number)] if "ids" in value else samples[int(number)]["id"]
+    except (LookupError, ValueError, TypeError, AttributeError):  # the json of a custom codec
+        ident = None
+    return f"{raw.get('__key__')}: {part}, an image of sample {number}" + ("" if ident is None else f" ({ident})")

@@ -21,6 +21,7 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.vision.images import load_image, read_header
 from energon_packed.errors import RecordError
 from energon_packed.formats import Codec, codec_for
+from energon_packed.formats.references import MEDIA_PART, complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
 from energon_packed.inspection.view import PackView, view_pack
@@ -182,11 +183,14 @@ def _recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[i
     """Key of a pack, recorded tokens and number of images of each sample. Images are counted by their names."""
     raw: dict[str, Any] = {}
     images: Counter[int] = Counter()
-    for member, content in reader.members(pack, only=codec.lengths_part):
+    names: set[str] = set()
+    for member, content in reader.members(pack, only=(codec.lengths_part, MEDIA_PART)):
         raw.setdefault("__key__", member.key)
-        if member.part == codec.lengths_part:
+        names.add(member.part)
+        if member.part in (codec.lengths_part, MEDIA_PART):
             raw[member.part] = content
-        elif (match := _IMAGE.fullmatch(member.part)) is not None:
+    for name in names | located_names(raw):
+        if (match := _IMAGE.fullmatch(name)) is not None:
             images[int(match[1])] += 1
     lengths = [length or 0 for length in codec.lengths(raw)]
     return raw["__key__"], lengths, [images[index] for index in range(len(lengths))]
@@ -210,10 +214,10 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
     sizes: list[tuple[int, int]] = []
     bad = 0
     for pack in packs:
-        for member, content in reader.members(pack):
+        for name, content in complete_parts(reader[pack]).items():
             if len(sizes) + bad == _MAX_IMAGES:
                 return sizes, bad
-            if _IMAGE.fullmatch(member.part) is None:
+            if _IMAGE.fullmatch(name) is None:
                 continue
             try:
                 # Only the header is decoded: images that fail later are found by `verify`.
@@ -227,6 +231,7 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
 def _with_thumbnails(
     raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None
 ) -> tuple[PackView, Mapping[str, str]]:
+    raw = complete_parts(raw)
     view = view_pack(raw, codec, encoder)
     names = [image.name for sample in view.samples for image in sample.images if image.problem is None]
     return view, {name: url for name in names if (url := _thumbnail(raw[name])) is not None}

@@ -20,6 +20,7 @@ from energon_packed.encoding.vision.images import read_header
 from energon_packed.errors import FormatError, RecordError
 from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, codec_of
+from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.records import MediaReference
 
 
@@ -32,6 +33,8 @@ class ImageView:
         bytes: size of the file.
         width, height: size in pixels after EXIF orientation; 0 if the header cannot be read.
         problem: why the header cannot be read, or None.
+        file: file with the image, if it is not in the tar; None if it is.
+        offset: its first byte in `file`.
     """
 
     name: str
@@ -39,6 +42,8 @@ class ImageView:
     width: int = 0
     height: int = 0
     problem: str | None = None
+    file: str | None = None
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +135,7 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         FormatError: the parts match no flavor, or are damaged.
     """
     codec = codec or codec_of(raw)
+    located = located_images(raw) if MEDIA_PART in raw else {}
     samples = codec.read(raw)
     lengths = [sample.length for sample in samples]
     # One unknown length makes the start of every later sample unknown, so no start is shown then.
@@ -140,13 +146,15 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         parts={part: len(content) for part, content in raw.items() if not part.startswith("__")},
         shapes={part: _shape(content) for part, content in raw.items() if part.endswith(".npy")},
         samples=[
-            _view(sample, None if None in lengths else start, encoder)
+            _view(sample, None if None in lengths else start, encoder, located)
             for sample, start in zip(samples, starts, strict=False)
         ],
     )
 
 
-def _view(sample: StoredSample, start: int | None, encoder: Processor | None) -> SampleView:
+def _view(
+    sample: StoredSample, start: int | None, encoder: Processor | None, located: Mapping[str, MediaReference]
+) -> SampleView:
     conversation = sample.conversation
     supervised = None
     if conversation.input_ids is not None:
@@ -157,7 +165,7 @@ def _view(sample: StoredSample, start: int | None, encoder: Processor | None) ->
         start=start,
         length=sample.length,
         turns=_turns(sample, encoder),
-        images=tuple(_image(image.part or "?", image.data) for image in sample.images),
+        images=tuple(_image(image.part or "?", image.data, located.get(image.part)) for image in sample.images),
         supervised=supervised,
         video=conversation.video,
         truncated_to=sample.truncate if sample.is_truncated else None,
@@ -185,13 +193,14 @@ def _json(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _image(name: str, data: bytes) -> ImageView:
+def _image(name: str, data: bytes, reference: MediaReference | None) -> ImageView:
+    file, offset = (None, None) if reference is None else (reference.path, reference.offset)
     try:
         # The header is enough for the size, and cheap for damaged or huge images.
         header = read_header(MediaReference(data=data))
     except RecordError as error:
-        return ImageView(name, len(data), problem=error.detail)
-    return ImageView(name, len(data), header.width, header.height)
+        return ImageView(name, len(data), problem=error.detail, file=file, offset=offset)
+    return ImageView(name, len(data), header.width, header.height, file=file, offset=offset)
 
 
 def _shape(content: bytes) -> str:
@@ -204,7 +213,7 @@ def _shape(content: bytes) -> str:
 
 
 def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Write each part of a pack to `folder/KEY/PART`.
+    """Write each part of a pack to `folder/KEY/PART`, and also the images that are in other files.
 
     Args:
         raw: `__key__` and bytes by part name.
@@ -212,7 +221,9 @@ def extract_pack(raw: Mapping[str, Any], folder: Path) -> list[Path]:
 
     Raises:
         FormatError: a member name resolves to a path outside of the folder; nothing is written then.
+        DataChangedError: a referenced image changed, or is missing.
     """
+    raw = complete_parts(raw)
     target = folder / str(raw["__key__"])
     files = {}
     # Keys and part names come from the tar: all paths are checked before the first file is written.

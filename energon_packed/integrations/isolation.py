@@ -198,9 +198,9 @@ def short_row(model: Any) -> PackedBatch:
     allowed = _text_tokens(_transformer(model).config)
     chosen = torch.randint(len(allowed), (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(0))
     samples = []
-    for i, ids in enumerate(np.split(allowed[chosen][0].numpy(), np.cumsum(_LENGTHS)[:-1])):
+    for ids in np.split(allowed[chosen][0].numpy(), np.cumsum(_LENGTHS)[:-1]):
         positions = np.tile(np.arange(len(ids)), (3, 1)) if _has_mrope(model) else None
-        samples.append(EncodedSample(id=str(i), input_ids=ids, labels=ids, position_ids=positions))
+        samples.append(EncodedSample(input_ids=ids, labels=ids, position_ids=positions))
     return PaddingFreeCollator(dummy_images="never").collate(samples)
 
 

@@ -8,7 +8,7 @@ An epoch of a folder is all its packs. An epoch of a blend is drawn: its indices
 which are numbered dataset by dataset.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -177,6 +177,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         seed: seed of the packs that a Metadataset repeats and samples.
         trust_sample_loader: let Energon, which parses a Metadataset, run the code of its datasets. A folder is read
             without running any code.
+        media_root: folders of referenced images that moved, new folder by old folder.
 
     Raises:
         ConfigError: an empty split, another encoder, or no encoder although one is required; a Metadataset with joins
@@ -194,6 +195,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         check_lengths: bool = True,
         seed: int = 0,
         trust_sample_loader: bool = False,
+        media_root: Mapping[str, str] | None = None,
     ) -> None:
         # First, as opening a Metadataset parses it with Energon, which may run code that it names.
         if not trust_sample_loader:
@@ -203,7 +205,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed
-        self._folders = [_Folder(member, self.encoder) for member in self.blend]
+        self._folders = [_Folder(member, self.encoder, media_root) for member in self.blend]
         self._starts = np.cumsum([0, *self.packs])  # first item of each dataset among the items of all datasets
         self._ahead: ReadAhead[int, PackSample] = ReadAhead(self._read)
         self._remote = [_is_remote(member) for member in self.blend]
@@ -396,8 +398,8 @@ def _is_remote(split: LoadedSplit) -> bool:
 class _Folder:
     """The packs of a dataset folder, by index."""
 
-    def __init__(self, split: LoadedSplit, encoder: Processor) -> None:
-        self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split))
+    def __init__(self, split: LoadedSplit, encoder: Processor, media_root: Mapping[str, str] | None) -> None:
+        self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split), media_root)
         self.source = SampleSource(str(split.path), dict(split.subflavors))
         self._manifest = split.manifest
         self._encoder = encoder

@@ -31,6 +31,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import orjson
+from megatron.energon.errors import FatalSampleError
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
 
@@ -64,7 +65,8 @@ _log = logging.getLogger(__name__)
 _DEAD = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (is killed by signal: [^.]+|exited unexpectedly)")
 _SLOW = re.compile(r"DataLoader timed out after ([\d.]+) seconds")
 _CAUGHT = re.compile(r"Caught \w+ in DataLoader worker process \d+\.")
-_OWN_ERROR = re.compile(r"^energon_packed\.errors\.(\w+): (.*)$", re.M)  # the last line of a traceback
+# The last line of a traceback; the errors of flavors/base.py for Energon are errors of this package, too.
+_OWN_ERROR = re.compile(r"^energon_packed\.(?:errors\.|flavors\.base\.Fatal)(\w+): (.*)$", re.M)
 _RECORD = re.compile(r"(\w+): (.*)")
 _SIGNALS = {
     "Killed": "out of memory (see dmesg). Use fewer workers, a smaller `prefetch_factor` or `shuffle_buffer_size`, or "
@@ -390,6 +392,11 @@ def in_one_line(error: BaseException, loader: str) -> EnergonPackedError | None:
             f"{loader} timed out after {match[1]} seconds (`timeout`) waiting for a batch: storage hangs, or samples "
             f"are slow. Check the storage or raise `timeout`, {_RESUME}"
         )
+    cause: BaseException | None = error
+    while cause is not None:  # Energon raises a FatalSampleError with the compact sample in place of the error
+        if isinstance(cause, FatalSampleError) and isinstance(cause, EnergonPackedError):
+            return getattr(errors, type(cause).__name__.removeprefix("Fatal"))(str(cause))  # type: ignore[no-any-return]
+        cause = cause.__cause__ or cause.__context__
     if _CAUGHT.match(text) and (lines := _OWN_ERROR.findall(text)):
         name, message = lines[-1]
         # A RecordError is made of a reason and a detail; all other errors of this package of a message.

@@ -2,8 +2,8 @@
 
     sources ─► measure (chunks, parallel) ─► plan (all lengths at once) ─► write (shards, parallel) ─► index, manifest
 
-Stages: measure.py (with reader.py, chunks.py, table.py), plan.py (with rejects.py), write.py (with
-media.py); run.py calls them.
+Stages: measure.py (with reader.py, chunks.py, table.py), plan.py (with rejects.py), stored_media.py (for references),
+write.py (with media.py); run.py calls them. materialize.py copies referenced images into tars.
 options.py declares PackOptions; config_file.py reads it from YAML. encoders.py: the encoder of every process.
 engine.py, ray_engine.py: processes. workspace.py, run_state.py: output folder, fingerprints. survey.py: lengths alone.
 Every stage writes complete files, in a folder named by the fingerprint of everything that changes its result, so a run

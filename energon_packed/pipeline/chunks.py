@@ -1,13 +1,16 @@
 """Files of measured chunks: the restart state of the measure stage.
 
-Input: the columns of the measured records of a chunk (a range of one source), and their tokens if the flavor stores
-tokens. Output: two files that later stages and later runs read; a chunk with complete files is not measured again.
+Input: the columns of the measured records of a chunk (a range of one source), their tokens if the flavor stores
+tokens, and digests of their images in memory if media are stored by reference. Output: files that later stages and
+later runs read; a chunk with complete files is not measured again.
 
 NAME.arrow   the columns of SCHEMA, a table row per record; its metadata has the counts of COUNTED, and the paths of
-             all media files with a digest of their sizes and times of change
+             all media files with a digest of their sizes and times of change, and the entries of NAME.media
 NAME.tokens  for every measured record its L input_ids and then its L labels, as little-endian int32, without a header;
              offsets follow from the lengths of the records. With this file, no text is tokenized twice. If a record
              has loss weights, the weights of all tokens follow, as little-endian float32.
+NAME.media   for every image of a measured record that is in no file, such as a cell of a table, an entry of the dtype
+             `MEDIA_ENTRY`; of equal images only the first. Rejected records have none.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -29,7 +32,8 @@ import pyarrow as pa
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
-from energon_packed.files import atomic_path
+from energon_packed.files import atomic_path, atomic_write
+from energon_packed.formats.references import media_digest
 from energon_packed.records import MediaReference
 from energon_packed.storage import as_path, is_remote
 from energon_packed.system import most_open
@@ -73,6 +77,16 @@ COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that are lists of strings; a chunk file has the number of records with each string."""
 StringCounts = dict[str, Counter[str]]
 _MEDIA, _MEDIA_DIGEST = b"media", b"media_digest"  # keys of the metadata; both are missing without media files
+_ENTRIES = b"media_entries"  # key of the metadata: entries of NAME.media, or -1 if there are images but no such file
+MEDIA_ENTRY = np.dtype(
+    [
+        ("high", "<u8"), ("low", "<u8"), ("size", "<i8"),
+        ("address", "<i8"), ("bytes", "<i4"), ("source", "<i4"), ("image", "<i4"),
+    ]
+)  # fmt: skip
+"""Image in memory: both halves of its digest (see `media_digest`) and its size, then address, bytes and source of its
+record, and the index of the image in the record."""
+MediaEntries = npt.NDArray[np.void]
 NUMERIC = {name: SCHEMA.field(name).type.to_pandas_dtype() for name in SCHEMA.names if name not in ("id", "detail")}
 # Records that were rejected for these reasons are measured again, because the files may have been fixed.
 _FIXABLE = [
@@ -95,6 +109,7 @@ class Chunk:
         start, stop: range of addresses.
         file: file of the measured records.
         keep_tokens: their tokens are stored too.
+        keep_media: digests of their images in memory are stored too.
     """
 
     source: int
@@ -102,6 +117,7 @@ class Chunk:
     stop: int
     file: Path
     keep_tokens: bool = False
+    keep_media: bool = False
 
     @property
     def label(self) -> str:
@@ -112,6 +128,11 @@ class Chunk:
     def tokens(self) -> Path:
         """File of the tokens."""
         return tokens_file(self.file)
+
+    @property
+    def media(self) -> Path:
+        """File of the images in memory."""
+        return media_file(self.file)
 
 
 class MediaFiles:
@@ -179,7 +200,51 @@ def compare_media(chunk: Chunk) -> tuple[Chunk, int, bool]:
     return chunk, len(files), files.digest() == metadata[_MEDIA_DIGEST]
 
 
-def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles) -> None:
+class MediaInMemory:
+    """Images of the measured records of a chunk that are in no file.
+
+    Args:
+        chunk: the chunk. Without `keep_media`, it is only noted that there are images.
+    """
+
+    def __init__(self, chunk: Chunk) -> None:
+        self._chunk = chunk
+        self._entries: dict[str, tuple[int, ...]] = {}
+        self._any = False
+
+    def add(self, address: int, size: int, images: Iterable[MediaReference]) -> None:
+        """Add the images of the record with this address and size."""
+        for index, image in enumerate(images):
+            if image.data is None:
+                continue
+            self._any = True
+            if self._chunk.keep_media and (digest := media_digest(image.data)) not in self._entries:
+                halves = int(digest[:16], 16), int(digest[16:], 16)
+                self._entries[digest] = (*halves, len(image.data), address, size, self._chunk.source, index)
+
+    def write(self) -> int:
+        """Write the file; return the number of its entries, or -1 if there are images and it was not asked for."""
+        if not self._entries:
+            self._chunk.media.unlink(missing_ok=True)  # of an earlier run that measured other records
+            return -1 if self._any else 0
+        atomic_write(self._chunk.media, np.array(list(self._entries.values()), dtype=MEDIA_ENTRY).tobytes())
+        return len(self._entries)
+
+
+def read_media(rows_file: Path) -> MediaEntries:
+    """Read the images in memory of a measured chunk."""
+    file = media_file(rows_file)
+    return np.fromfile(file, dtype=MEDIA_ENTRY) if file.exists() else np.zeros(0, dtype=MEDIA_ENTRY)
+
+
+def media_file(rows_file: Path) -> Path:
+    """Path of the images in memory of a chunk, beside the file of its records."""
+    return rows_file.with_suffix(".media")
+
+
+def write_rows(
+    file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles, entries: int = 0
+) -> None:
     """Write the columns of `SCHEMA`; the file appears when it is complete.
 
     Args:
@@ -187,8 +252,10 @@ def write_rows(file: Path, columns: Mapping[str, Sequence[Any]], counts: StringC
         columns: columns by name.
         counts: result of `count_strings` for all records of the chunk.
         media: files of all images and .npy files of the chunk.
+        entries: result of `MediaInMemory.write`.
     """
     metadata = {name.encode(): orjson.dumps(counts[name]) for name in COUNTED}
+    metadata[_ENTRIES] = str(entries).encode()
     if media:
         metadata |= {_MEDIA: media.dump(), _MEDIA_DIGEST: media.digest()}
     schema = SCHEMA.with_metadata(metadata)
@@ -252,6 +319,10 @@ def is_measured(chunk: Chunk) -> bool:
         if chunk.keep_tokens:
             size = tokens_size(as_numpy(rows["length"], np.int32))
             if chunk.tokens.stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
+                return False
+        if chunk.keep_media:
+            size = chunk.media.stat().st_size if chunk.media.exists() else 0
+            if int(rows.schema.metadata[_ENTRIES]) * MEDIA_ENTRY.itemsize != size:
                 return False
     except (pa.ArrowInvalid, OSError, KeyError):  # damaged, or of an earlier version
         return False

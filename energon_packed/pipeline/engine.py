@@ -31,8 +31,8 @@ from energon_packed.errors import EnergonPackedError
 class Progress:
     """Base class for progress callbacks of `pack`: override start, advance, finish and stop.
 
-    The stages are compare (media files of an earlier run), measure (records), plan (records), write (samples) and
-    index (shards):
+    The stages are compare (media files of an earlier run), measure (records), plan (records), media (images that
+    `media='reference'` stores), write (samples) and index (shards):
 
         class Log(Progress):
             def start(self, stage, total, unit):

@@ -29,6 +29,7 @@ from energon_packed.pipeline.chunks import (
     WEIGHTED,
     Chunk,
     MediaFiles,
+    MediaInMemory,
     StringCounts,
     compare_media,
     count_strings,
@@ -64,6 +65,7 @@ class MeasureStage:
         folder: folder of the chunk files, named after the fingerprint of the stage.
         engine: runs the chunks.
         keep_tokens: store the tokens beside the lengths.
+        keep_media: store the digests of images in memory beside the lengths.
         progress: notified of each chunk.
         strict: stop at the first rejected record.
         counters: `measured`, `tokenized` and `reused` records are added.
@@ -75,6 +77,7 @@ class MeasureStage:
     folder: Path
     engine: Engine
     keep_tokens: bool
+    keep_media: bool = False
     progress: Progress = field(default_factory=Progress)
     strict: bool = False
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
@@ -98,7 +101,8 @@ class MeasureStage:
     def chunk(self, name: str, source: int, start: int, stop: int) -> Chunk:
         """Chunk of a source, measured into a file of that name."""
         file = self.folder / f"{name}.arrow"
-        return Chunk(source=source, start=start, stop=stop, file=file, keep_tokens=self.keep_tokens)
+        keep = {"keep_tokens": self.keep_tokens, "keep_media": self.keep_media}
+        return Chunk(source=source, start=start, stop=stop, file=file, **keep)
 
     def run(self, chunks: Sequence[Chunk] | None = None) -> RecordTable:
         """Measure the chunks and return the table of their records.
@@ -224,7 +228,7 @@ class Measurer:
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
         tokens: list[EncodedSample] = []
-        media = MediaFiles()
+        media, in_memory = MediaFiles(), MediaInMemory(chunk)
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
         tokenizer = encoder.text_tokenizer if isinstance(encoder, ChatEncoder) else None
@@ -236,6 +240,9 @@ class Measurer:
                 # The check and the encoder may both have decoded the images of a record: not the sum.
                 decoded = max(results[index].decoded, measurement.decoded)
                 results[index] = replace(measurement, decoded=decoded) if decoded else measurement
+            for row, conversation, result in zip(batch, conversations, results, strict=True):
+                if conversation is not None and conversation.images and result.reject is None:
+                    in_memory.add(row.address, row.size, conversation.images)
             tokens += [measurement.sample for measurement in measured if measurement.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
             batch_columns = _columns(batch, conversations, results)
@@ -263,7 +270,7 @@ class Measurer:
         # Tokens first: a complete record file marks the chunk as measured.
         if chunk.keep_tokens:
             write_tokens(chunk.tokens, tokens)
-        write_rows(chunk.file, columns, counts, media)
+        write_rows(chunk.file, columns, counts, media, in_memory.write())
         return ChunkReport(
             chunk=chunk,
             records=len(columns["id"]),

@@ -3,76 +3,116 @@
 | image of the record | located in |
 |---|---|
 | a file | that file, auxiliary dataset `files` |
-| a member of a tar | the tar, auxiliary dataset of its folder |
-| bytes: cells of tables, base64 in JSON, images of a sample_loader | not yet |
+| a member of a tar | the tar, auxiliary dataset `tars` |
+| bytes: cells of tables, base64 in JSON, images of a sample_loader | a tar of `out/media`, auxiliary dataset `media` |
 
-`MediaLocator.locate` runs in the write stage, which reads each image once for its digest, as a copy would.
+stored_media.py writes `out/media`. `MediaLocator.locate` runs in the write stage, which reads each image once for its
+digest, as a copy would.
 """
 
-import os
-from collections.abc import Iterable, Mapping
+import time
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
 
 from energon_packed.encoding.vision.images import read_header, sniff_extension
-from energon_packed.errors import ConfigError
+from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import StoredImage
-from energon_packed.formats.references import Locator, media_digest
+from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
-from energon_packed.sources import Source
+from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote
 
 Media = Literal["copy", "reference"]
 MEDIA: tuple[Media, ...] = get_args(Media)
 MediaCheck = Literal["digest", "time"]
 MEDIA_CHECKS: tuple[MediaCheck, ...] = get_args(MediaCheck)
-FILES = "files"
-"""Auxiliary dataset of files that are not members of a tar: the root folder."""
+PLACE_BITS = 40  # of the offset in a tar, so that a tar has at most 1 TiB
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
+class StoredMedia:
+    """The images of `out/media`, by digest.
+
+    Attributes:
+        shards: the tars.
+        images, bytes: images, and the sum of their bytes.
+        index: file of uint64 (3, n), little-endian, n >= images: both halves of the digest of each image, ascending,
+            and its place: the number of the tar << PLACE_BITS | the offset in it. It is mapped into memory.
+    """
+
+    shards: tuple[ShardSummary, ...]
+    images: int
+    bytes: int
+    index: Path
+
+    def find(self, digest: str) -> tuple[str, int] | None:
+        """Return the tar and the offset of an image; None if it is not there."""
+        high, low, places = self._columns
+        half = np.uint64(int(digest[:16], 16))
+        first, last = np.searchsorted(high, half, side="left"), np.searchsorted(high, half, side="right")
+        row = first + np.searchsorted(low[first:last], np.uint64(int(digest[16:], 16)))
+        if row == last or f"{high[row]:016x}{low[row]:016x}" != digest:
+            return None
+        place = int(places[row])
+        return self.shards[place >> PLACE_BITS].name, place & (1 << PLACE_BITS) - 1
+
+    @cached_property
+    def _columns(self) -> Any:
+        # Rows of the file are contiguous: a search in a column of records would copy the column.
+        return np.asarray(np.memmap(self.index, dtype="<u8", mode="r")).reshape(3, -1)[:, : self.images]
+
+
+@dataclass(slots=True, kw_only=True)
 class MediaLocator:
     """Function of the write stage: makes the stored form of an image without its bytes.
 
     Attributes:
         check: value that readers compare: `digest` of the bytes, or size and `time` of change of the file.
-        folders: name of the auxiliary dataset of each folder with tars.
+        stored: the images that are in no file of the input.
+        seconds: time for reading and hashing images so far.
     """
 
     check: MediaCheck
-    folders: Mapping[str, str]
+    stored: StoredMedia | None
+    seconds: float = 0.0
 
     def locate(self, reference: MediaReference) -> StoredImage:
         """Return the location of an image, with the value that readers compare.
 
         Raises:
-            RecordError: the image cannot be read.
-            ConfigError: the image has no file.
+            RecordError: the image cannot be read, or is not the measured image.
         """
-        if reference.path is None:
-            raise ConfigError(
-                "`media` must be 'copy' for images that are not files or members of tars, got 'reference'. Write the "
-                "images to files, or omit `media`"
-            )
+        if reference.data is not None:
+            return self._stored(reference.data)
         file = absolute_name(reference.file or "")
-        is_member = reference.member is not None
-        source: str | None = self.folders[os.path.dirname(file)] if is_member else FILES
-        member = reference.member if is_member else file.lstrip("/")
-        if is_remote(file) and not is_member:  # Energon's folder of files, the root of the disk, has no URLs
-            source = member = None
         if self.check == "digest":
+            start = time.perf_counter()
             data = reference.read()
             extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None
+            self.seconds += time.perf_counter() - start
         else:
             header, status = read_header(reference), as_path(file).stat()
             extension, size, digest = header.extension, header.num_bytes, None
             changed = (status.st_size, status.st_mtime_ns)
-        locator = Locator(file, reference.offset or 0, size, digest, changed, source, member)
+        path, offset = file.lstrip("/"), reference.offset or 0
+        # A member of a tar is behind its header. Names of members repeat, and Energon needs an extension to decode.
+        source, member = (TARS, f"{path}/{offset}.{extension}") if offset else (FILES, path)
+        if is_remote(file):  # Energon's auxiliary datasets start from the root of the disk
+            locator = Locator(file, offset, size, digest, changed)
+        else:
+            locator = Locator(file, offset, size, digest, changed, source, member)
         return StoredImage(extension, b"", locator=locator)
 
-
-def auxiliary_names(sources: Iterable[Source]) -> dict[str, str]:
-    """Return a name for each folder with a tar of the input: `tars0`, `tars1`, ... in the order of the paths."""
-    tars = (as_path(absolute_name(source.path)) for source in sources if source.path.suffix == ".tar")
-    folders = sorted({str(tar.parent) for tar in tars})
-    return {folder: f"tars{index}" for index, folder in enumerate(folders)}
+    def _stored(self, data: bytes) -> StoredImage:
+        extension, digest = sniff_extension(data), media_digest(data)
+        place = None if self.stored is None else self.stored.find(digest)
+        if place is None:
+            raise RecordError(Reason.CORRUPT_IMAGE, f"an image of {len(data)} bytes has other bytes")
+        tar, offset = place
+        file = f"../{STORED}/{tar}"  # relative to the dataset, so that the output folder can be moved
+        locator = Locator(file, offset, len(data), digest, None, STORED, f"{digest}.{extension}")
+        return StoredImage(extension, b"", locator=locator)

@@ -30,6 +30,7 @@ from energon_packed.encoding.vision.families import PatchOrder
 from energon_packed.encoding.vision.media import ImageCheck
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
+from energon_packed.formats.references import parse_media_root
 from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
@@ -311,6 +312,10 @@ class InputOptions(EncoderSettings):
         "refuse", help="How to use a weight, sample_weight, loss_weight or loss_scale of a record: refuse rejects the "
         "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
     )  # fmt: skip
+    media_root: Mapping[str, str] = option(
+        dict, help="Folder of images that packs refer to, and its new place.", group=INPUT,
+        parse=parse_media_root, metavar="OLD=NEW", shown_default="the recorded paths", repeatable=True,
+    )  # fmt: skip
     trust_sample_loader: bool = option(
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
     )
@@ -381,8 +386,8 @@ class InputOptions(EncoderSettings):
             refuse_remote(path, or_object=True)
         for declaration in declared(type(self)):
             if declaration.kind is Path and getattr(self, declaration.name) is not None:
-                or_object = declaration.name in ("image_root", "output_dir", "output")
-                refuse_remote(getattr(self, declaration.name), declaration.name, or_object=or_object)
+                is_read = declaration.name in ("image_root", "output_dir", "output")
+                refuse_remote(getattr(self, declaration.name), declaration.name, or_object=is_read)
 
     @property
     def source_configs(self) -> list[SourceConfig]:
@@ -493,7 +498,10 @@ class PackOptions(RejectOptions):
     """
 
     output_dir: Path = option(
-        help="Folder for the dataset and its reports.", group=OUTPUT, flags=("--output-dir", "-o"), metavar="DIR"
+        help="Folder for the dataset and its reports, also in an object store.",
+        group=OUTPUT,
+        flags=("--output-dir", "-o"),
+        metavar="DIR",
     )
     seq_len: int = option(
         help="Tokens in one row; 8k is 8192.", group=PACKING, minimum=1, decides="tars", parse=parse_seq_len,
@@ -645,6 +653,7 @@ class PackKeywords(TypedDict, total=False):
     map: Mapping[str, str] | str | None
     adapter: str | None
     record_weight: RecordWeight
+    media_root: Mapping[str, str] | str
     trust_sample_loader: bool
     check_images: CheckImages
     sample_class: str

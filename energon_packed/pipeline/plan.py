@@ -32,6 +32,7 @@ Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
 _MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
 _TOKENS_JSON = 200  # estimated bytes of JSON for a sample of tokens
+_LOCATOR = 400  # estimated bytes of a reference to an image
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -44,7 +45,7 @@ class ShardPlan:
         first_pack: index of its first pack.
         rows: int64 (samples,), records of all its packs, pack after pack.
         offsets: int64 (packs+1,), pack p is `rows[offsets[p]:offsets[p + 1]]`.
-        num_bytes: estimated size of the tar, from the bytes of media and text.
+        num_bytes: estimated size of the tar, from the bytes of media and text; references have few bytes.
     """
 
     number: int
@@ -105,9 +106,13 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
         content += table.text_bytes
     sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1]) if plan.num_packs else np.zeros(0, np.int64)
     sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members of a pack beside the media
+    written = sizes
+    if options.media == "reference" and plan.num_packs:  # the cuts stay those of a copy
+        absent = table.media_bytes + (_MEMBER_OVERHEAD - _LOCATOR) * table.num_images
+        written = sizes - np.add.reduceat(absent[plan.indices], plan.offsets[:-1]) + _MEMBER_OVERHEAD
     shards: list[ShardPlan] = []
     for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
-        for first, last in _cut(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
+        for first, last in cut_evenly(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
             begin, end = start + first, start + last
             offsets = plan.offsets[begin : end + 1]
             shards.append(
@@ -117,7 +122,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
                     first_pack=begin,
                     rows=plan.indices[offsets[0] : offsets[-1]],
                     offsets=offsets - offsets[0],
-                    num_bytes=int(sizes[begin:end].sum()),
+                    num_bytes=int(written[begin:end].sum()),
                 )
             )
     return shards
@@ -131,7 +136,7 @@ def split_ranges(packs: int, split: Mapping[str, float]) -> dict[str, tuple[int,
     return {name: (start, end) for name, start, end in zip(split, [0, *ends], ends, strict=False)}
 
 
-def _cut(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
+def cut_evenly(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
     """Cut packs into as few ranges as the byte limit allows, of even count, with at most `max_packs` packs each."""
     ranges: list[tuple[int, int]] = []
     total = np.concatenate([[0], np.cumsum(sizes)])

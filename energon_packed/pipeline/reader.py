@@ -12,9 +12,10 @@ from typing import Any
 
 from energon_packed.errors import IgnoredEntries, Reason, RecordError
 from energon_packed.formats import codec_for
+from energon_packed.formats.references import MediaRoot, moved_folders, moved_here, moved_path
 from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
-from energon_packed.records import Conversation, normalize
+from energon_packed.records import Conversation, MediaReference, normalize
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources
 
@@ -31,6 +32,7 @@ class RecordReader:
         part: index of the input part, or None for the complete input.
         ignored_entries: entries of input folders that are not read, by reason.
         record_weight: meaning of a weight of a record, as in `normalize`.
+        media_root: folders that moved since a pack stored the location of its images, as (old, new).
     """
 
     sources: Sequence[Source]
@@ -40,6 +42,7 @@ class RecordReader:
     part: int | None = None
     ignored_entries: Sequence[IgnoredEntries] = ()
     record_weight: RecordWeight = "refuse"
+    media_root: MediaRoot = ()
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -74,6 +77,9 @@ class RecordReader:
             )
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
+        if self.media_root and any(image.packed for image in conversation.images):
+            images = tuple([self._moved(image) for image in conversation.images])
+            conversation = replace(conversation, images=images)
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
@@ -81,6 +87,10 @@ class RecordReader:
             codec.check(conversation)
             conversation = codec.fitted(conversation)
         return conversation
+
+    def _moved(self, image: MediaReference) -> MediaReference:
+        path = image.path
+        return image if image.packed is None else replace(image, path=path and moved_path(path, self.media_root))
 
     def fits_captioning(self, conversation: Conversation) -> bool:
         """Whether PackedCaptioningSample can store the conversation; True after `auto` is resolved."""
@@ -163,6 +173,7 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
             ignored=ignored,
         ),
         ignored_entries=ignored,
+        media_root=moved_folders(options.media_root) or moved_here(),
         sample_class=options.sample_class,
         use_patch_positions=options.use_patch_positions,
         layout=options.layout or "",

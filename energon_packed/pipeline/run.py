@@ -20,7 +20,7 @@ import pyarrow as pa
 from energon_packed.encoding import Processor
 from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, SourceError
 from energon_packed.options import make
-from energon_packed.pipeline.chunks import STATUSES, read_rows
+from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -28,6 +28,7 @@ from energon_packed.pipeline.options import PackKeywords, PackOptions
 from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
+from energon_packed.pipeline.stored_media import index_media, remove_unused, store_media
 from energon_packed.pipeline.table import RecordTable
 from energon_packed.pipeline.workspace import FolderLock, Workspace, lock_holder, work_folder
 from energon_packed.pipeline.write import write_index, write_shards
@@ -136,7 +137,8 @@ class PackResult:
         rejects: rejects.jsonl, with the rejected records.
         bytes: size of all tars.
         splits: requested splits, including splits without a pack.
-        seconds: wall time of each stage.
+        seconds: wall time of each stage. With references, also `digest`: the time that the write stage read and hashed
+            images, summed over the processes.
         utilization_ungrouped: utilization with `group_by='none'`, if the run groups; else None.
     """
 
@@ -220,6 +222,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
         folder=workspace.measure_folder(keys.measure),
         engine=state.engine,
         keep_tokens=options.codec.stores_tokens,
+        keep_media=options.media == "reference",
         progress=progress,
         strict=options.strict,
         counters=state.counters,
@@ -236,12 +239,21 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     with clock.stage("plan"):
         plan = make_plan(state, table)
     _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
+    stored = None
+    if options.media == "reference" and any(media_file(file).exists() for file in table.files):
+        with clock.stage("media"), _watched(inputs, workspace, keys):
+            stored = store_media(state, keys.write, table, plan)
     with clock.stage("write"), _watched(inputs, workspace, keys):
-        shards = write_shards(state, keys.write, table, plan)
+        shards = write_shards(state, keys.write, table, plan, stored)
+    if options.media == "reference" and options.media_check == "digest":
+        clock.seconds["digest"] = sum(shard.digest_seconds for shard in shards)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
     lock.check()
     with clock.stage("index"):
-        manifest = write_index(state, keys, table, plan, shards)
+        if stored is not None:
+            index_media(workspace, stored)
+        manifest = write_index(state, keys, table, plan, shards, stored)
+    remove_unused(workspace, stored)
     _warn_of_empty_splits(manifest, options)
     return PackResult(
         manifest=manifest,

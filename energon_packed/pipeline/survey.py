@@ -323,6 +323,7 @@ def dry_run(options: PackOptions) -> DryRun:
             folder=workspace.measure_folder(keys.measure),
             engine=LocalEngine(1),
             keep_tokens=options.codec.stores_tokens,
+            keep_media=options.media == "reference",
         )
         chunks = stage.chunks()
         known = stage.reusable(chunks) if options.resume else set()
@@ -330,7 +331,7 @@ def dry_run(options: PackOptions) -> DryRun:
         if len(known) == len(chunks):
             table, scale = load_table(chunks, len(reader.sources)), 1.0
         else:
-            sample = replace(stage, folder=work / "sample", keep_tokens=False)
+            sample = replace(stage, folder=work / "sample", keep_tokens=False, keep_media=False)
             picked, scale = sampled_chunks(sample, _SAMPLE, options.seed)
             table = sample.run(picked)
         is_sample = len(known) < len(chunks)
@@ -391,7 +392,9 @@ def _planned(table: RecordTable, options: PackOptions, scale: float) -> dict[str
     if scale == 1:
         shards = len(planned)
     else:
-        shards = max(-(-count // options.max_packs_per_shard), -(-num_bytes // options.max_shard_bytes), 1)
+        copied = plan_shards(packs, table, replace(options, media="copy"))  # its size decides the cuts
+        copied_bytes = round(scale * sum(shard.num_bytes for shard in copied))
+        shards = max(-(-count // options.max_packs_per_shard), -(-copied_bytes // options.max_shard_bytes), 1)
     return {"packs": count, "shards": shards, "tokens": round(scale * packs.tokens), "num_bytes": num_bytes}
 
 

@@ -27,6 +27,7 @@ from energon_packed.files import (
     remove_if_possible,
     remove_tree,
 )
+from energon_packed.shards.media_yaml import MEDIA_INDEX, MEDIA_YAML
 from energon_packed.storage import RemotePath, StorageError, is_remote
 
 _LOCK = "lock"
@@ -248,12 +249,15 @@ def _named(owner: dict[str, Any]) -> str:
 class Workspace:
     """Paths in the output folder of a run.
 
-    out/webdataset/           the dataset
-    out/lengths.parquet       one row per record
-    out/rejects.jsonl         every rejected record
-    out/.work/run.json        which run the shards belong to
-    WORK/measure-{digest}/    lengths of chunks of the input
-    WORK/write-{digest}/      index rows of finished shards, and unfinished shards of an object store
+    out/webdataset/              the dataset
+    out/media/                   images that are in no file, of datasets with references
+    out/lengths.parquet          one row per record
+    out/rejects.jsonl            every rejected record
+    out/media.yaml, media-index/ the dataset for Energon's own loaders, if it references media
+    out/.work/run.json           which run the shards belong to
+    WORK/measure-{digest}/       lengths of chunks of the input
+    WORK/write-{digest}/         index rows of finished shards, and unfinished shards of an object store
+    WORK/media/                  index rows of finished tars of out/media, and the index of its images
 
     WORK is `out/.work`, or a local folder if `out` is in an object store: `work_folder`.
     """
@@ -262,6 +266,8 @@ class Workspace:
         self.root = root
         self.work = work or work_folder(root)
         self.shards = root / "webdataset"
+        self.media = root / "media"
+        self.media_work = self.work / "media"
         self.settings: dict[str, str] = {}  # JSON of the settings of the run, by name
         self._reports = root
 
@@ -310,12 +316,12 @@ class Workspace:
                 "them, or use another `output_dir`"
             )
 
-    def check_space(self, needed: int, key: str, unfinished: int) -> None:
+    def check_space(self, needed: int, key: str | None, unfinished: int) -> None:
         """Refuse a disk that is too small for the tars.
 
         Args:
             needed: bytes that are still to be written.
-            key: fingerprint of the run.
+            key: fingerprint of the run; None if it deletes no shard of another run before.
             unfinished: maximum bytes of shards that are written at the same time; object stores have the others.
 
         Raises:
@@ -334,14 +340,14 @@ class Workspace:
                 "some space, or use another `output_dir`"
             )
 
-    def free_bytes(self, key: str) -> int:
+    def free_bytes(self, key: str | None) -> int:
         """Free bytes for the run with this key, including the shards of another run that it would replace."""
         root = self.work if is_remote(self.root) else self.root
         folder = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
-        if is_remote(self.root):
-            return shutil.disk_usage(folder).free
-        replaced = 0 if self._is_owner(key) else sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
-        return shutil.disk_usage(folder).free + replaced
+        free = shutil.disk_usage(folder).free
+        if key is None or is_remote(self.root) or self._is_owner(key):
+            return free
+        return free + sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
 
     def open_for(self, key: str, *, overwrite: bool) -> None:
         """Create the folder of the restart state and choose the folder of the reports.
@@ -372,8 +378,10 @@ class Workspace:
         atomic_write(self.root / ".work" / "run.json", orjson.dumps({"key": key, "settings": self.settings}))
 
     def remove_index(self) -> None:
-        """Remove `.nv-meta` before a shard is written, so that no reader opens an incomplete dataset."""
+        """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
         remove_tree(self.shards / ".nv-meta")
+        remove_tree(self.root / MEDIA_INDEX)
+        (self.root / MEDIA_YAML).unlink(missing_ok=True)
 
     def remove_strays(self, names: set[str]) -> None:
         """Remove shards that are not in the plan, and temporary files of lost workers."""
@@ -393,6 +401,8 @@ class Workspace:
             *self.work.rglob(".*.tmp"),
             *(self.shards / ".nv-meta").glob(".*.tmp"),
             *self.shards.glob(".*.tar.*tmp"),
+            *self.media.glob(".media-*.tmp"),
+            *(self.media / ".nv-meta").glob(".*.tmp"),
             *self.root.glob(".lengths.parquet.*.tmp"),
             *self.root.glob(".rejects.jsonl.*.tmp"),
         ]
@@ -400,10 +410,11 @@ class Workspace:
             remove_if_possible(leftover)
 
     def forget(self, *fingerprints: str) -> None:
-        """Delete the restart state of these fingerprints."""
+        """Delete the restart state of these fingerprints, and that of `out/media`."""
         for fingerprint in fingerprints:
             for folder in (self.measure_folder(fingerprint), self.write_folder(fingerprint)):
                 shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.media_work, ignore_errors=True)
 
     def _is_owner(self, key: str) -> bool:
         """Whether the shards were written by the run with this key."""

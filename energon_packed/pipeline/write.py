@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, 
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, TokenOffsets, TokenReader
-from energon_packed.pipeline.media import MediaLocator, auxiliary_names
+from energon_packed.pipeline.media import MediaLocator, StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
@@ -36,6 +36,7 @@ from energon_packed.records import Conversation, MediaReference
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import SourceEntry
+from energon_packed.shards.media_yaml import write_media_yaml
 from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
@@ -61,6 +62,7 @@ class ShardTask:
         records: records of all packs, pack after pack.
         offsets: int64 (packs+1,), pack p is records offsets[p] to offsets[p + 1].
         tokens: files of the tokens of the records; None for flavors without tokens.
+        media: names of the tars with referenced images that are in no file of the input.
     """
 
     tar: Path
@@ -70,6 +72,7 @@ class ShardTask:
     records: RecordRefs
     offsets: Int64
     tokens: TokenOffsets | None = None
+    media: Sequence[str] = ()
 
     @property
     def label(self) -> str:
@@ -83,6 +86,7 @@ class ShardTask:
         now, which changes the entire plan.
         """
         digest = hashlib.sha256(f"{self.prefix} {self.first_pack}".encode())
+        digest.update("".join(self.media).encode())
         records = self.records
         for array in (self.offsets, *(getattr(records, name) for name in records.__slots__)):
             if array is not None:  # `fragments` of records that are all complete
@@ -111,6 +115,7 @@ class ShardWriter:
         """Write the tar, its index and its state file."""
         codec = codec_for(self.reader.sample_class, self.reader.layout)
         bounds = task.offsets.tolist()
+        seconds_before = self.locator.seconds if self.locator else 0.0
         with ExitStack() as open_files:
             shard = open_files.enter_context(TarShardWriter(task.tar, task.state.parent))
             tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
@@ -120,11 +125,8 @@ class ShardWriter:
                 members = itertools.islice(records, stop - start)
                 samples = [self.stored_sample(record, tokens, split) for record in members]
                 shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
-        # The state file is written last: it marks the shard as finished.
-        write_tar_index(task.tar, shard.rows)
-        state = {"task": task.digest(), "mtime_ns": _changed_at(task.tar), "rows": shard.rows.as_dict()}
-        atomic_write(task.state, orjson.dumps(state))
-        return shard.rows.summary
+        seconds = self.locator.seconds - seconds_before if self.locator else 0.0
+        return replace(finish_shard(task, shard.rows), digest_seconds=seconds)
 
     def stored_sample(
         self, record: "_Record", tokens: TokenReader | None, split: dict[tuple[int, int], Conversation]
@@ -200,10 +202,14 @@ class ShardWriter:
         return StoredImage("jpg" if self.reader.layout else sniff_extension(data), data)
 
     def _changed(self, record: "_Record", change: str) -> EnergonPackedError:
-        path = self.reader.sources[record.source].path
-        # The next run finds changed files itself.
-        remedy = "run again" if record.media_stamp else "run again with `resume=False`"
-        return SourceError(f"record {record.row} of {path} changed since it was measured ({change}); {remedy}")
+        return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
+
+
+def changed_record(reader: RecordReader, source: int, row: int, change: str, *, has_files: bool) -> EnergonPackedError:
+    """Error for a record whose content or media changed since it was measured; the next run finds changed files."""
+    remedy = "run again" if has_files else "run again with `resume=False`"
+    path = reader.sources[source].path
+    return SourceError(f"record {row} of {path} changed since it was measured ({change}); {remedy}")
 
 
 class _Record(NamedTuple):
@@ -228,7 +234,31 @@ def _records(records: RecordRefs) -> Iterator[_Record]:
     return map(_Record, itertools.count(), *columns, fragments)
 
 
-def finished_shard(task: ShardTask) -> ShardSummary | None:
+class TarTask(Protocol):
+    """Tar to write, with its state file and a digest of its content, as in `ShardTask`."""
+
+    @property
+    def tar(self) -> Path:
+        """Final path."""
+
+    @property
+    def state(self) -> Path:
+        """File for the index rows."""
+
+    def digest(self) -> str:
+        """Digest of the content."""
+
+
+def finish_shard(task: TarTask, rows: ShardRows) -> ShardSummary:
+    """Write the index of a tar, and its state file."""
+    # The state file is written last: it marks the shard as finished.
+    write_tar_index(task.tar, rows)
+    state = {"task": task.digest(), "mtime_ns": _changed_at(task.tar), "rows": rows.as_dict()}
+    atomic_write(task.state, orjson.dumps(state))
+    return rows.summary
+
+
+def finished_shard(task: TarTask) -> ShardSummary | None:
     """Return the summary of a shard that an earlier run has finished, if it is unchanged; else None."""
     tar = task.tar
     try:
@@ -265,13 +295,16 @@ def shard_rows(state: Path) -> ShardRows:
     return ShardRows.from_dict(orjson.loads(state.read_bytes())["rows"])
 
 
-def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> list[ShardSummary]:
+def write_shards(
+    state: RunState, key: str, table: RecordTable, plan: Plan, stored: StoredMedia | None = None
+) -> list[ShardSummary]:
     """Write the shards that no earlier run has finished.
 
     Args:
         state: objects of the run.
         key: fingerprint of the stage; names the folder of the index rows.
         table, plan: results of the earlier stages.
+        stored: images of `out/media`; None without such images.
 
     Returns:
         All shards, in order.
@@ -297,6 +330,7 @@ def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> l
             records=plan.entries.refs(shard.rows),
             offsets=shard.offsets,
             tokens=kept.refs(plan.entries.records(shard.rows)) if kept else None,
+            media=[tar.name for tar in stored.shards] if stored else (),
         )
 
     done: dict[str, ShardSummary] = {}
@@ -318,7 +352,7 @@ def write_shards(state: RunState, key: str, table: RecordTable, plan: Plan) -> l
         workspace.remove_index()
     locator = None
     if options.media == "reference":
-        locator = MediaLocator(check=options.media_check, folders=auxiliary_names(state.reader.sources))
+        locator = MediaLocator(check=options.media_check, stored=stored)
     writer = ShardWriter(
         reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes, locator=locator
     )
@@ -337,7 +371,12 @@ def state_file(folder: Path, shard: str) -> Path:
 
 
 def write_index(
-    state: RunState, keys: Fingerprints, table: RecordTable, plan: Plan, shards: Sequence[ShardSummary]
+    state: RunState,
+    keys: Fingerprints,
+    table: RecordTable,
+    plan: Plan,
+    shards: Sequence[ShardSummary],
+    stored: StoredMedia | None = None,
 ) -> PackingManifest:
     """Write the indexes and the manifest; return it as saved in packing.json."""
     state.progress.start("index", len(shards), "shards")
@@ -355,7 +394,11 @@ def write_index(
         dataset_module=state.options.dataset_module,
         staging=folder,
     )
+    if state.options.media == "reference":
+        write_media_yaml(state.workspace.shards)
     manifest = _manifest(state, keys, table, plan, entries)
+    if stored is not None:
+        manifest = replace(manifest, media_stored={"images": stored.images, "bytes": stored.bytes})
     manifest.save(state.workspace.shards)
     state.progress.advance(len(shards))
     return manifest

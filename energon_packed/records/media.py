@@ -7,14 +7,16 @@ and a device may never end.
 
 import base64
 import binascii
+import hashlib
 import io
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlparse
 
-from energon_packed.errors import Reason, RecordError
-from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
+from energon_packed.errors import DataChangedError, Reason, RecordError
+from energon_packed.files import IrregularFile, open_regular, open_shared, read_range, status
 from energon_packed.records.fields import shown
 from energon_packed.storage import RemotePath, RemoteReader, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
@@ -22,9 +24,58 @@ from energon_packed.system import ABSENT, raise_resource_error
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
 _REMOTE_BLOCK = 1 << 16  # the same of an object: a request takes longer than the transfer of more bytes
-_tars = Streams()  # tars in object stores stay open: opening one takes a request
+
+
+class PackedImage(NamedTuple):
+    """An image of a pack that stores its location: what its bytes must be.
+
+    Attributes:
+        place: pack and sample, for messages.
+        digest: `media_digest` of its bytes, or None.
+        changed: size of its file, and time of the last change in ns, or None.
+    """
+
+    place: str
+    digest: str | None
+    changed: tuple[int, int] | None
+
+    def check(self, path: str | os.PathLike[str], data: bytes, status: os.stat_result) -> None:
+        """Compare the bytes that were read, and the status of their file.
+
+        Raises:
+            DataChangedError: they are not the packed image.
+        """
+        if change := change_of(data, status, self.digest, self.changed):
+            raise self.error(f"{path} {change}")
+
+    def error(self, change: str) -> DataChangedError:
+        """Return the error for a change, such as `PATH has other bytes`."""
+        # Ids and names of files may have line breaks, and workers send an error as its last line.
+        message = f"{self.place}, is not the packed image: {change}".replace("\n", "\\n").replace("\r", "\\r")
+        return DataChangedError(f"{message}. {CHANGED_REMEDY}")
+
+
+def change_of(data: bytes, status: os.stat_result | None, digest: str | None, changed: Sequence[int] | None) -> str:
+    """Return how an image differs from what a pack recorded, in words; "" if it does not.
+
+    Args:
+        data: the bytes that were read.
+        status: of their file; None if `changed` is None.
+        digest, changed: as in `PackedImage`.
+    """
+    if digest is not None and media_digest(data) != digest:
+        return "has other bytes"
+    if changed is not None and status is not None and [status.st_size, status.st_mtime_ns] != list(changed):
+        return "has another size or time of change"
+    return ""
+
+
+def media_digest(data: bytes) -> str:
+    """Return the first 128 bits of the SHA-256 of a file, as 32 hex digits."""
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +87,8 @@ class MediaReference:
         data: the bytes in memory.
         root: folder that `path` must stay inside; None for no limit.
         offset, size: byte range of `path`; None for the whole file.
-        member: name of the member of the tar `path` that has the bytes; None if `path` is not a tar.
+        packed: what the bytes must be, of an image whose location is stored in a pack. They are compared at every
+            opening, for which all of them are read.
     """
 
     path: str | None = None
@@ -44,7 +96,7 @@ class MediaReference:
     root: str | None = None
     offset: int | None = None
     size: int | None = None
-    member: str | None = None
+    packed: PackedImage | None = None
 
     @classmethod
     def from_value(cls, value: object, root: str | None = None) -> "MediaReference":
@@ -128,9 +180,24 @@ class MediaReference:
         Raises:
             RecordError: `missing_image`, also if the path is not a regular file; `image_outside_root`.
             ResourceError: the file exists, but cannot be opened.
+            DataChangedError: it is not the packed image.
         """
         if self.data is not None:
             return io.BytesIO(self.data)
+        if self.packed is None:
+            return self._open()
+        try:
+            with self._open() as stream:
+                data, now = stream.read(), as_path(self.resolved()).stat()
+        except RecordError as error:
+            raise self.packed.error(error.detail) from error
+        except (OSError, MemoryError) as error:
+            raise_resource_error(error, f"{self.packed.place} is in {self.path}, which cannot be read")
+            raise
+        self.packed.check(self.resolved(), data, now)
+        return io.BytesIO(data)
+
+    def _open(self) -> BinaryIO:
         path = self.resolved()
         is_object = is_remote(path)
         try:
@@ -139,7 +206,7 @@ class MediaReference:
             elif self.offset is None:
                 stream = RemoteReader(RemotePath(path), _REMOTE_BLOCK)
             else:
-                stream = _tars.get(RemotePath(path))
+                stream = open_shared(RemotePath(path))
         except (IrregularFile, IsADirectoryError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {error}; pass the path of an image file") from None
         except (OSError, ValueError) as error:

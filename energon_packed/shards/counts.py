@@ -15,6 +15,7 @@ from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import read_yaml
 from energon_packed.formats import Codec
 from energon_packed.formats.parts import image_count
+from energon_packed.formats.references import MEDIA_PART, located_names
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.nv_meta import OLD_INFO
@@ -117,13 +118,14 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
             reader = ShardReader([tar])
             samples = tokens = 0
             for pack in range(len(reader)):
-                lengths = codec.lengths(reader.part(pack, codec.lengths_part))
+                wanted = (codec.lengths_part, MEDIA_PART)
+                members = list(reader.members(pack, only=wanted))  # headers, and the contents of these two parts
+                parts = {member.part: content for member, content in members}
+                lengths = codec.lengths({"__key__": members[0][0].key, **parts})
                 known = [length for length in lengths if length is not None]
                 has_lengths = has_lengths and len(known) == len(lengths)
                 samples, tokens, longest = samples + len(lengths), tokens + sum(known), max(longest, sum(known))
-                images += image_count(
-                    member.name for member, _ in reader.members(pack, only="")
-                )  # reads headers, not contents
+                images += image_count({*parts, *located_names(parts)})
             entries.append(
                 ShardEntry(
                     name=name, split=split, packs=len(reader), samples=samples, tokens=tokens if has_lengths else 0,

@@ -1,7 +1,7 @@
 """Index files of a dataset. Input: `ShardRows` of tars. Output: two indexes, equal to the files of `energon prepare`.
 
     {shard}.tar.idx         uint64 little-endian: offset of each sample, then the end of the last sample
-    .nv-meta/index.sqlite   tables `samples` and `sample_parts` over all shards
+    .nv-meta/index.sqlite   tables `samples` and `sample_parts` over all shards, or over single members of other tars
 
 Source of the format: `TarIndexWriter` and `SqliteIndexWriter` of megatron-energon 7; tests compare with them.
 """
@@ -86,6 +86,44 @@ def write_sqlite_index(path: Path, shards: Iterable[ShardRows], staging: Path | 
     Raises:
         OSError: the disk is full, or fails.
     """
+    with _new_index(path, staging) as database:
+        for shard, rows in enumerate(shards):
+            sizes = np.diff(rows.offsets).tolist()
+            database.executemany(
+                "INSERT INTO samples VALUES (?, ?, ?, ?, ?)",
+                (
+                    (shard, key, sample, offset, size)
+                    for sample, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
+                ),
+            )
+            database.executemany(
+                "INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", ((shard, *part) for part in rows.parts)
+            )
+
+
+def write_member_index(path: Path, members: Iterable[tuple[int, str, str, int, int]]) -> None:
+    """Write `index.sqlite` for members of tars, each a sample with one part; repeated members are ignored.
+
+    Args:
+        path: the file.
+        members: `tar_file_id`, key, part, offset and size of each.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    with _new_index(path) as database:
+        for tar, key, part, offset, size in members:
+            # A tar has one member at an offset, so the offset is also a unique `sample_index`.
+            added = database.execute(
+                "INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?, ?)", (tar, key, offset, offset, size)
+            )
+            if added.rowcount:
+                database.execute("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", (tar, offset, part, offset, size))
+
+
+@contextmanager
+def _new_index(path: Path, staging: Path | None = None) -> Iterator[sqlite3.Connection]:
+    """Yield a database with empty tables, which becomes `path` with its indexes if the block succeeds."""
     with atomic_path(path, staging) as temporary, _os_errors(path):
         temporary.unlink(missing_ok=True)  # of an earlier process with the same PID: its tables would remain
         database = sqlite3.connect(temporary, isolation_level=None)
@@ -93,18 +131,7 @@ def write_sqlite_index(path: Path, shards: Iterable[ShardRows], staging: Path | 
             # A crash leaves only the temporary file, so the database needs no journal; `atomic_path` syncs it.
             database.executescript("PRAGMA journal_mode = OFF; PRAGMA synchronous = OFF;" + _TABLES)
             database.execute("BEGIN")
-            for shard, rows in enumerate(shards):
-                sizes = np.diff(rows.offsets).tolist()
-                database.executemany(
-                    "INSERT INTO samples VALUES (?, ?, ?, ?, ?)",
-                    (
-                        (shard, key, sample, offset, size)
-                        for sample, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
-                    ),
-                )
-                database.executemany(
-                    "INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", ((shard, *part) for part in rows.parts)
-                )
+            yield database
             database.execute("COMMIT")
             database.executescript(_INDEXES)  # after the rows: sorting once is faster than an update per row
         finally:

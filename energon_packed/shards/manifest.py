@@ -108,6 +108,8 @@ class PackingManifest:
         pad_multiple: sample lengths were rounded up to a multiple of this many tokens.
         overlong: handling of samples longer than seq_len: drop, error or truncate.
         media: `copy`, images are in the tars; or `reference`, packs have the location of their images.
+        media_stored: `images` and `bytes` of the images that are stored in the folder `media`, each once, because they
+            are in no file of the input; {} without such images.
         media_check: value of each reference that readers compare: `digest` of the bytes, or `time` of change.
         template_fingerprint: SHA-256 of the chat template's Jinja source; "" without one.
         tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
@@ -154,6 +156,7 @@ class PackingManifest:
     overlong: str
     media: str = "copy"
     media_check: str = "digest"
+    media_stored: dict[str, int] = field(default_factory=dict)
     template_fingerprint: str = ""
     tokenizer_fingerprint: str
     input_fingerprint: str
@@ -183,6 +186,7 @@ class PackingManifest:
             "media": self.media != "copy",
             "media_check": self.media != "copy",
             "weight_checksum": self.weight_checksum is not None,
+            "media_stored": self.media_stored,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 

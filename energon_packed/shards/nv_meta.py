@@ -24,6 +24,7 @@ from energon_packed.shards.tar import ShardRows, ShardSummary
 from energon_packed.storage import as_path
 
 CRUDE = "crude.yaml"
+INFO = ".info.json"
 OLD_INFO = ".info.yaml"  # of Energon before version 7
 SPLITS = ("train", "val", "test")  # the names that Energon knows
 # Fixed, so that index.uuid depends on the hashes of the shards alone.
@@ -71,7 +72,7 @@ def shards_in_split(folder: Path, split: str) -> list[Path]:
 def write_nv_meta(
     folder: Path,
     *,
-    codec: Codec,
+    codec: Codec | None,
     shards: Sequence[ShardSummary],
     rows: Iterable[ShardRows],
     splits: Mapping[str, list[str]],
@@ -83,7 +84,7 @@ def write_nv_meta(
 
     Args:
         folder: the folder of the tars.
-        codec: codec of the flavor.
+        codec: codec of the flavor; None for a dataset of files that other datasets refer to.
         shards: finished shards, in order.
         rows: index rows of each shard, in the same order; one shard is in memory at a time.
         splits: shard names of `train`, `val` and `test`; all three are always written, as Energon's tools expect
@@ -95,37 +96,41 @@ def write_nv_meta(
     meta = folder / NV_META
     parts = {name: list(splits.get(name, [])) for name in SPLITS}
     split = {"split_parts": parts, "exclude": list(exclude)}
-    info = {"energon_version": _energon_version(), "shard_counts": {shard.name: shard.packs for shard in shards}}
+    info = info_file({shard.name: shard.packs for shard in shards})
     for name, content in loader_files(codec, dataset_module).items():
         atomic_write(meta / name, content)
     atomic_write(meta / "split.yaml", yaml.safe_dump(split, sort_keys=False).encode())
-    atomic_write(meta / ".info.json", json.dumps(info, indent=2).encode())
-    if codec.layout or dataset_module or (meta / OLD_INFO).is_file():
-        atomic_write(meta / OLD_INFO, yaml.safe_dump(info, sort_keys=False).encode())
-    atomic_write(meta / "index.uuid", str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode())
+    atomic_write(meta / INFO, info)
+    if (codec is not None and codec.layout) or dataset_module or (meta / OLD_INFO).is_file():
+        atomic_write(meta / OLD_INFO, yaml.safe_dump(json.loads(info), sort_keys=False).encode())
+    atomic_write(meta / "index.uuid", index_uuid(shards))
     write_sqlite_index(meta / "index.sqlite", rows, staging)
 
 
-def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, bytes]:
+def index_uuid(shards: Sequence[ShardSummary]) -> bytes:
+    """Return the content of `index.uuid`, which depends on the content of the shards alone."""
+    return str(uuid.uuid5(_NAMESPACE, "".join(shard.sha256 for shard in shards))).encode()
+
+
+def loader_files(codec: Codec | None, dataset_module: str | None = None) -> dict[str, bytes]:
     """Return the content of `sample_loader.py`, `dataset.yaml` and `crude.yaml`, equal for all datasets of a flavor.
 
     Args:
-        codec: codec of the flavor.
+        codec: codec of the flavor. None for a dataset of files, which has only a `dataset.yaml`.
         dataset_module: package of the sample class. `sample_loader.py` then imports nothing of energon-packed, and
             Energon decodes the parts for it. None for the dataclasses of energon-packed.
     """
     # For users who read the raw parts: Energon reads crude.yaml if a Metadataset names it as `dataset_config`.
-    crude = {
-        "__module__": "megatron.energon",
-        "__class__": "CrudeWebdataset",
-        "subflavors": {"sample_class": codec.sample_class},
-    }
-    files = {CRUDE: _yaml(crude)}
+    crude: dict[str, Any] = {"__module__": "megatron.energon", "__class__": "CrudeWebdataset"}
+    if codec is None:
+        return {"dataset.yaml": yaml_file(crude)}
+    crude["subflavors"] = {"sample_class": codec.sample_class}
+    files = {CRUDE: yaml_file(crude)}
     if dataset_module is not None:
         sample_type = {"__module__": dataset_module, "__class__": codec.sample_class}
         return files | {
             "sample_loader.py": Path(standalone_loader.__file__).read_bytes(),
-            "dataset.yaml": _yaml({"sample_type": sample_type, **_LOADER}),
+            "dataset.yaml": yaml_file({"sample_type": sample_type, **_LOADER}),
         }
     loader = "".join(f"from {codec.flavor_module} import {name} as {name}\n" for name in _LOADER)
     dataset = {
@@ -136,11 +141,17 @@ def loader_files(codec: Codec, dataset_module: str | None = None) -> dict[str, b
     }
     return files | {
         "sample_loader.py": (_HEADER + loader).encode(),
-        "dataset.yaml": _yaml(dataset),
+        "dataset.yaml": yaml_file(dataset),
     }
 
 
-def _yaml(value: dict[str, Any]) -> bytes:
+def info_file(packs: Mapping[str, int]) -> bytes:
+    """Return the content of `.info.json`, with the number of packs by shard name."""
+    return json.dumps({"energon_version": _energon_version(), "shard_counts": dict(packs)}, indent=2).encode()
+
+
+def yaml_file(value: dict[str, Any]) -> bytes:
+    """Return a mapping as YAML."""
     return (_HEADER + yaml.safe_dump(value, sort_keys=False)).encode()
 
 

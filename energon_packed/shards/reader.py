@@ -9,7 +9,7 @@ again in the meantime, it has other packs at the same offsets, and a run would r
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
-from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT
+from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.storage import RemotePath, map_paths, recent_status
 from energon_packed.system import raise_resource_error
@@ -51,10 +51,11 @@ class ShardReader:
 
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
+            ConfigError: `media_root` is invalid.
         """
         offsets = map_paths(_read_offsets, tars)
         self.tars = list(tars)
-        self._media_root = tuple((media_root or {}).items())
+        self._media_root = moved_folders(media_root)
         self._opened = OpenedFiles(tars, digests)
         # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
@@ -93,13 +94,13 @@ class ShardReader:
     def part(self, pack: int, part: str) -> dict[str, Any]:
         """Return `__key__` and one part of a pack, without reading the contents of other parts."""
         raw: dict[str, Any] = {}
-        for member, content in self.members(pack, only=part):
+        for member, content in self.members(pack, only=(part,)):
             raw.setdefault("__key__", member.key)
             if member.part == part:
                 raw[part] = content
         return raw
 
-    def members(self, pack: int, only: str | None = None) -> Iterator[tuple[Member, bytes]]:
+    def members(self, pack: int, only: Collection[str] | None = None) -> Iterator[tuple[Member, bytes]]:
         """Yield each member of a pack with its content; with `only`, the contents of other parts are empty.
 
         Raises:
@@ -111,7 +112,7 @@ class ShardReader:
         for _, fault in key_faults(members):
             raise FormatError(f"{self.tars[shard]}: {fault}")
         for member in members:
-            yield member, read(member.offset, member.size) if only is None or member.part == only else b""
+            yield member, read(member.offset, member.size) if only is None or member.part in only else b""
 
     def check_unchanged(self, pack: int) -> None:
         """Refuse the pack if its tar was replaced, changed or removed. Raises DataChangedError."""

@@ -8,9 +8,11 @@ from typing import Any
 
 from energon_packed.errors import FormatError
 from energon_packed.formats import codec_for, codec_of
+from energon_packed.formats.references import MEDIA_PART, complete_parts
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, read_split
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
+from energon_packed.shards.media_yaml import write_media_yaml
 from energon_packed.shards.nv_meta import SPLITS, write_nv_meta
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.tar import ShardRows, ShardSummary
@@ -45,7 +47,8 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
 
     Args:
         folder: folder with `*.tar`, or the output folder above it. Splits and exclusions of an existing split.yaml are
-            kept; tars that it does not list are added to `train`.
+            kept; tars that it does not list are added to `train`. If packs have references to media, media.yaml is
+            written beside a folder `webdataset`.
         sample_class: flavor; by default it is recognized by the parts of the first pack.
 
     Raises:
@@ -59,12 +62,12 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     tars = sorted(folder.glob("*.tar"))
     if not tars:
         raise FormatError(f"{folder} contains no .tar files; pass the folder of the shards")
-    summaries, first_packs = _checked(tars)
+    summaries, first_packs, has_references = _checked(tars)
     codec = codec_for(sample_class) if sample_class else codec_of(first_packs[0])
     # One pack of each tar: tars of several flavors in a folder are the likely mistake, and packs of a tar are alike.
     for tar, pack in zip(tars, first_packs, strict=True):
         try:
-            codec.read(pack)
+            codec.read(complete_parts(pack, set()))  # the tars are indexed, not the images they refer to
         except FormatError as error:
             raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {error}") from error
     existing = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None
@@ -89,6 +92,8 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         exclude=existing.exclude_patterns if existing else [],
         dataset_module=manifest.dataset_module if manifest is not None else None,
     )
+    if has_references and folder.name == "webdataset":
+        write_media_yaml(folder)
     return RepairedFolder(
         folder=folder,
         sample_class=codec.sample_class,
@@ -99,9 +104,12 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
     )
 
 
-def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]]:
-    """Check every tar, and return its summary and first pack; only the rows of the current tar are in memory."""
-    summaries, first_packs = [], []
+def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]], bool]:
+    """Check every tar, and return its summary and first pack, and whether a pack has references to media.
+
+    Only the rows of the current tar are in memory.
+    """
+    summaries, first_packs, has_references = [], [], False
     owner: dict[str, str] = {}
     for tar in tars:
         scan = scan_tar(tar)
@@ -112,7 +120,8 @@ def _checked(tars: list[Path]) -> tuple[list[ShardSummary], list[dict[str, Any]]
             owner[key] = tar.name
         summaries.append(ShardSummary(rows.name, rows.size, _digest(rows), len(rows.keys)))
         first_packs.append(next(scan.packs()))
-    return summaries, first_packs
+        has_references |= any(part == MEDIA_PART for _, part, _, _ in rows.parts)
+    return summaries, first_packs, has_references
 
 
 def _digest(rows: ShardRows) -> str:

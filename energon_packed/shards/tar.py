@@ -63,12 +63,14 @@ class ShardSummary:
         size: bytes of the file.
         sha256: hex digest of the file.
         packs: number of packs.
+        digest_seconds: time for reading and hashing referenced images; 0 for a shard of an earlier run.
     """
 
     name: str
     size: int
     sha256: str
     packs: int
+    digest_seconds: float = 0.0
 
 
 class TarShardWriter:

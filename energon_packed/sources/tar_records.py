@@ -19,6 +19,7 @@ import orjson
 
 from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
+from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.fields import parse_json
 from energon_packed.records.record_formats import RECORD_FORMATS
@@ -43,6 +44,7 @@ _NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "fr
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
 _PACKED_IMAGE = re.compile(r"(?:img\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
 _MEMBER_TAG = b"\0member of the tar: "
+_LOCATED_TAG = b"\0image in another file: "
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -106,7 +108,7 @@ class KeyMembers:
 
     def reference(self, member: Member) -> MediaReference:
         """Make a reference to the byte range of a member."""
-        return MediaReference(path=str(self.path), offset=member.offset, size=member.size, member=member.name)
+        return MediaReference(path=str(self.path), offset=member.offset, size=member.size)
 
     def content(self, member: Member) -> bytes:
         """Read the bytes of a member."""
@@ -199,19 +201,25 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
         is_image = _PACKED_IMAGE.fullmatch(member.part) is not None and member.extension != "npy"
         raw[member.part] = _MEMBER_TAG + str(position).encode() if is_image else group.content(member)
     try:
+        located = located_images(raw | {FOLDER: group.path.parent}) if MEDIA_PART in raw else {}
+        # As in `complete_parts`, without reading the files: the new dataset refers to the same files.
+        raw |= {name: _LOCATED_TAG + name.encode() for name in located}
+        raw.pop(MEDIA_PART, None)
         samples = codec_of(raw).read(raw)
     except FormatError as error:
         raise RecordError(Reason.BAD_JSON, f"{group.key} is not a valid pack: {error}") from error
     return [
         replace(
             sample.conversation,
-            images=tuple([_packed_image(group, image.data) for image in sample.images]),
+            images=tuple([_packed_image(group, located, image.data) for image in sample.images]),
         )
         for sample in samples
     ]
 
 
-def _packed_image(group: KeyMembers, data: bytes) -> MediaReference:
+def _packed_image(group: KeyMembers, located: Mapping[str, MediaReference], data: bytes) -> MediaReference:
+    if data.startswith(_LOCATED_TAG):
+        return located[data.removeprefix(_LOCATED_TAG).decode()]
     if data.startswith(_MEMBER_TAG):
         return group.reference(group.members[int(data.removeprefix(_MEMBER_TAG))])
     return MediaReference(data=data)

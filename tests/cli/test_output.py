@@ -105,14 +105,13 @@ def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time() -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["pack", "d.jsonl", "-o", "s3://bucket/out"],
-            "--output-dir s3://bucket/out is remote; s3:// is not supported",
-        ),
+        (["pack", "d.jsonl", "-o", "az://b/out"], "--output-dir az://b/out is remote; az:// is not supported"),
+        (["pack", "d.jsonl", "-o", "s3://b/out", "--work-dir", "s3://b/w"], "--work-dir s3://b/w is remote"),
+        (["pack", "d.jsonl", "-o", "out", "--work-dir", "w"], "--work-dir must be omitted for a local --output-dir"),
         (["pack", "az://bucket/d.jsonl", "-o", "out"], "az://bucket/d.jsonl is remote; az:// is not supported yet"),
         (["pack", "d.jsonl", "-o", "out", "--image-root", "hf://x"], "--image-root hf://x is remote"),
-        (["lengths", "d.jsonl", "-o", "s3://bucket/out"], "--output-dir s3://bucket/out is remote"),
-        (["metadataset", "s3://bucket/mix.yaml", "OUT"], "s3:/bucket/mix.yaml is remote"),
+        (["lengths", "d.jsonl", "-o", "hf://bucket/out"], "--output-dir hf://bucket/out is remote"),
+        (["metadataset", "az://bucket/mix.yaml", "OUT"], "az:/bucket/mix.yaml is remote"),
         (["metadataset", "mix.yaml", "s3://bucket/a"], "s3://bucket/a is remote"),
     ],
 )

@@ -59,7 +59,7 @@ class FirstStep:
         convert, forwards = PackedBatch.transformers_inputs, {kind: kind.forward for kind in MODELS}
 
         def converted(batch: PackedBatch, **options: Any) -> Any:
-            if batch.num_images:  # not the batch of the isolation check
+            if batch.ids[0] is not None:  # not the batch of the isolation check
                 self._batches[batch.input_ids.numpy().tobytes()] = batch
             return convert(batch, **options)
 

@@ -47,6 +47,18 @@ def test_numbers_are_those_of_the_run(demo: DemoDataset, tokenizer_dir: Path, tm
     assert (again.to_measure, again.sampled) == (0, 0)
 
 
+def test_references_need_less_space_in_as_many_shards(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
+    from energon_packed import pack
+
+    more: dict[str, Any] = {"shard_prefix": "d", "max_shard_bytes": 400_000}
+    copied = dry_run(options(demo, tokenizer_dir, tmp_path / "copied", **more))
+    run = options(demo, tokenizer_dir, tmp_path / "out", media="reference", **more)
+    before, done = dry_run(run), pack(run)
+    assert before.shards == copied.shards > 3
+    assert copied.num_bytes / 5 > before.num_bytes > done.bytes / 1.2
+    assert before.num_bytes < 2 * done.bytes
+
+
 def test_a_large_input_is_sampled(tmp_path: Path, tokenizer_dir: Path) -> None:
     lines = [json.dumps({"text": "word " * (20 + n % 50)}) for n in range(20_000)]
     with gzip.open(tmp_path / "d.jsonl.gz", "wt") as out:

@@ -3,6 +3,7 @@
 `ENERGON_PACKED_KILLS=20` and `ENERGON_PACKED_FAULTS=50` are the long forms.
 """
 
+import base64
 import json
 import os
 import random
@@ -17,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from energon_packed import ConfigError, RejectLimitError, pack
-from tests.internals import as_path, run_status
+from tests.internals import as_path, cli, run_status
 from tests.pipeline.faults import Ran
 from tests.pipeline.undisturbed import Build
 from tests.storage import BUCKET, SECRET, Store
@@ -290,3 +292,53 @@ def test_work_dir_is_checked(build: Any, store: Store, tmp_path: Path, monkeypat
     ):
         build(records, output_dir=URL, work_dir=tmp_path / "work")
     assert not store.objects("out").keys() & {MANIFEST}
+
+
+def run_command(*arguments: Any) -> None:
+    done = CliRunner().invoke(cli, [*map(str, arguments)])
+    assert done.exit_code == 0, (done.output, done.exception)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    paths = [path for path in folder.rglob("*") if path.is_file() and ".work" not in path.parts]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def without_paths(files: dict[str, bytes], *names: str) -> dict[str, bytes]:
+    return {name: content for name, content in files.items() if not name.endswith(names)}
+
+
+def test_media_in_no_file_are_stored_in_the_object_store(store: Store, build: Any, tmp_path: Path) -> None:
+    image = base64.b64encode((Path(__file__).parents[1] / "golden").rglob("*.jpg").__next__().read_bytes()).decode()
+    turns = [{"role": "user", "content": "<image>a"}, {"role": "assistant", "content": "b"}]
+    records = [{"messages": turns, "images": [f"data:image/jpeg;base64,{image}"]} for _ in range(3)]
+    settings = {"media": "reference", "shard_prefix": "s", "seq_len": 4096}
+    build(records, **settings)
+    build(records, **settings, output_dir=URL, work_dir=tmp_path / "work")
+    local, remote = files_of(tmp_path / "out"), store.objects("out")
+    assert sum(name.startswith("media/media-") for name in local) == 2
+    assert without_paths(remote, "run.json", "packing.json") == without_paths(local, "packing.json")
+    run_command("materialize", tmp_path / "out", "-o", "s3://bucket/full")
+    run_command("materialize", tmp_path / "out", "-o", tmp_path / "full")
+    assert store.objects("full") == files_of(tmp_path / "full")
+
+
+def test_commands_write_to_the_object_store(store: Store, pack_demo: Any, tmp_path: Path) -> None:
+    folder = pack_demo().shards
+    copy = tmp_path / "webdataset"
+    shutil.copytree(folder, copy)
+    for file in copy.glob("*.tar"):
+        store.put(f"out/webdataset/{file.name}", file.read_bytes())
+    store.put("out/webdataset/old.tar.idx", b"")
+    store.put("out/webdataset/.nv-meta/packing.json", b"{}")
+    (copy / ".nv-meta" / "packing.json").write_text("{}")
+    run_command("nv-meta", copy)
+    run_command("nv-meta", "s3://bucket/out")
+    for file in copy.glob("*.tar"):  # put without metadata
+        store.client.delete_object(Bucket=BUCKET, Key=f"out/webdataset/{file.name}")
+    assert store.objects("out/webdataset") == without_paths(files_of(copy), ".tar")
+    run_command("metadataset", "s3://bucket/mix/mix.yaml", folder)
+    run_command("report", folder, "-o", "s3://bucket/mix/report.html")
+    written = store.objects("mix")
+    assert f"path: {folder}\n" in written["mix.yaml"].decode()
+    assert b"<html" in written["report.html"]

@@ -17,6 +17,7 @@ import pytest
 from energon_packed import PackOptions, Progress, pack
 from tests.conftest import Packer
 from tests.internals import main
+from tests.pipeline.embedded import rows, write_parquet
 from tests.pipeline.faults import ROOT
 from tests.pipeline.undisturbed import Build, chunks, shards_done
 from tests.pipeline.undisturbed import contents as packed_files
@@ -123,6 +124,16 @@ def test_sources_with_adapters_of_their_own(
     assert contents(there.shards.parent) == contents(local.shards.parent)
     assert local.manifest.packed + local.manifest.rejects["not_sampled"] == 90
     assert [one.weight for one in there.manifest.sources] == [1.5, 1.0]
+
+
+def test_images_that_are_in_no_file_are_stored_by_all_nodes(cluster: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
+    data = write_parquet(tmp_path, rows(200, different=30))
+    settings: dict[str, Any] = {"tokenizer": tokenizer_dir, "seq_len": 256, "shard_prefix": "p", "media": "reference"}
+    settings["max_shard_bytes"] = 16384
+    local = pack(data, output_dir=tmp_path / "local", workers=1, **settings)
+    there = pack(data, output_dir=tmp_path / "there", engine="ray", ray_address=cluster.address, **settings)
+    assert packed_files(there.shards.parent) == packed_files(local.shards.parent)
+    assert there.manifest.counters["media_shards_written"] > 4
 
 
 class _KillsAWorker(Progress):

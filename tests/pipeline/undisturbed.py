@@ -15,7 +15,7 @@ STAGES = {
     "measure": r"/\.work/measure-",
     "plan": r"/\.?(lengths\.parquet|rejects\.jsonl)",
     "write": r"/\.work/(\.run\.json|write-)|/webdataset(/\..*\.tar.*)?$",
-    "index": r"/\.nv-meta",
+    "index": r"/\.nv-meta|/media(-index|\.yaml)",
 }
 """Which paths of the output folder each stage touches, as regular expressions."""
 

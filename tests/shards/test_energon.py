@@ -18,9 +18,11 @@ from tests.internals import packs_per_worker
 from tests.processes import energon
 
 
+@pytest.mark.parametrize("media", ["copy", "reference"])
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_info_lint_and_preview_succeed(pack_demo: Packer, flavor: str) -> None:
-    result = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2})
+def test_info_lint_and_preview_succeed(pack_demo: Packer, flavor: str, media: str) -> None:
+    options = {} if media == "copy" else {"media": media}
+    result = pack_demo(sample_class=flavor, max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}, **options)
     info = energon("info", result.shards)
     assert info.returncode == 0, info.stderr
     assert f"`{flavor} <energon_packed.flavors" in info.stdout

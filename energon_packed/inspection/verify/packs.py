@@ -21,6 +21,7 @@ from energon_packed.encoding.vision.images import load_image
 from energon_packed.errors import EnergonPackedError, RecordError, Reject, ResourceError
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
+from energon_packed.formats.references import complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import NO_MANIFEST
@@ -44,6 +45,7 @@ class TarContents:
             sum of the checksums of their loss weights.
         samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
+        changed: packs with a referenced image that changed, by file and change.
         packs, images, fit, encoded: checks of this tar.
     """
 
@@ -51,6 +53,7 @@ class TarContents:
     counts: Counter[str] = field(default_factory=Counter)
     samples: list[tuple[str, int, str]] = field(default_factory=list)
     shortest: dict[str, list[int]] = field(default_factory=dict)
+    changed: Counter[str] = field(default_factory=Counter)
     packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
     images: Check = field(default_factory=lambda: Check("images decode"))
     fit: Check = field(default_factory=lambda: Check("packs fit seq_len"))
@@ -80,7 +83,11 @@ class PackChecker:
         with _one_thread():
             for raw in scan.packs():
                 key = raw["__key__"]
+                changes: set[str] = set()
                 try:
+                    contents.counts["references"] += len(located_names(raw))
+                    # Once for both functions below, as media are read here.
+                    raw = complete_parts(raw, changes)
                     load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
                     samples = self.codec.read(raw)
                 except ResourceError:
@@ -95,19 +102,22 @@ class PackChecker:
                 for sample in samples:
                     conversation = sample.conversation
                     contents.samples.append((str(conversation.id), _checksum(conversation), key))
-                self._check_pack(contents, key, samples)
+                contents.changed.update(changes)
+                contents.counts["changed packs"] += bool(changes)
+                self._check_pack(contents, key, samples, has_images=not changes)
         return contents
 
-    def _check_pack(self, contents: TarContents, key: str, samples: list[StoredSample]) -> None:
+    def _check_pack(self, contents: TarContents, key: str, samples: list[StoredSample], *, has_images: bool) -> None:
+        """Check the samples of a pack; without `has_images`, images and tokens are not checked."""
         pack = f"{contents.name}: {key}"
-        for sample in samples:
+        for sample in samples if has_images else ():
             for image in sample.conversation.images:
                 try:
                     load_image(image)
                 except RecordError as error:
                     contents.images.fail(f"{pack}, sample {sample.conversation.id}: {error}")
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
-        if self.encoder is not None:
+        if self.encoder is not None and has_images:
             ambiguous = self.encoder.vision is not None and self.encoder.vision.ambiguous_layouts
             places = [place for place, sample in enumerate(samples) if not (ambiguous and sample.conversation.images)]
             results = self.encoder.encode_many([samples[place].conversation for place in places])
@@ -192,11 +202,16 @@ def contents_checks(
     if manifest is not None and (manifest.images_decoded or 0) < manifest.images:
         joined.images.remedy = "check-images"
     unknown = f"{total['unknown lengths']:,} samples have no recorded length" if total["unknown lengths"] else ""
+    if changed := total["changed packs"]:
+        not_encoded = not_encoded or f"images of {changed:,} packs changed"
+        joined.images.not_checked = unread or f"images of {changed:,} packs changed"
     if total["encoded samples"] == total["samples"]:
         not_encoded, joined.encoded.summary = "", f"{total['samples']:,} samples"
     joined.encoded.not_checked = not_encoded or unread
     joined.fit.not_checked = (NO_MANIFEST if manifest is None else unknown) or unread
     yield joined.packs
+    if total["references"]:
+        yield _media_unchanged(total["references"], contents, unread)
     yield _every_sample_once(folder, contents, unread)
     yield joined.images
     yield joined.fit
@@ -207,6 +222,15 @@ def contents_checks(
         yield _sums(manifest, contents, total, unknown, not_encoded)
     if folder.codec.packed:
         yield _samples_share_rows(folder, contents, total, unknown or unread)
+
+
+def _media_unchanged(images: int, contents: list[TarContents], unread: str) -> Check:
+    """Check that no referenced image changed; each file is listed once, with the number of its packs."""
+    packs = sum((tar.changed for tar in contents), Counter[str]())
+    check = Check("referenced images are unchanged", summary=f"{images:,} images", not_checked=unread)
+    for change, count in sorted(packs.items()):
+        check.fail(f"{change} ({count:,} packs)")
+    return check
 
 
 def _samples_share_rows(folder: PackedFolder, contents: list[TarContents], total: Counter[str], unknown: str) -> Check:

@@ -22,7 +22,8 @@ from energon_packed.packing.balance import CostModel
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
 Order = Literal["global", "energon"]
 _DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")  # by Megatron
-_OF_DATASET, _OF_ORDER = ("check_encoder", "check_lengths", "trust_sample_loader"), ("balance", "cost")
+_OF_DATASET = ("check_encoder", "check_lengths", "trust_sample_loader", "media_root")
+_OF_ORDER = ("balance", "cost")
 
 
 class OrderedOptions(TypedDict, total=False):
@@ -39,6 +40,7 @@ class OrderedOptions(TypedDict, total=False):
     check_lengths: bool
     trust_sample_loader: bool
     timeout: float
+    media_root: Mapping[str, str] | None
     order_log: str | Path | None
 
 
@@ -140,7 +142,7 @@ def ordered_loader(
             - `collator`: by default PaddingFreeCollator.
             - `balance`, `cost`: as for MapDistributor.
             - `max_failures`: packs of this rank that may fail to load and are skipped; by default 0.
-            - `check_encoder`, `check_lengths`, `trust_sample_loader`: as for PackedDataset.
+            - `check_encoder`, `check_lengths`, `trust_sample_loader`, `media_root`: as for PackedDataset.
             - `timeout`: seconds to wait for a batch of the worker processes; 0, the default, waits as long as they
               live.
             - `order_log`: folder in which every step is recorded.

@@ -1,6 +1,6 @@
 """A packed folder or a Metadataset to packs, in the order of Energon's own loader."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ class EnergonDistributor(Distributor):
         repeat: draw indefinitely, which blends by weight require; False ends after one exact pass, an epoch.
         shuffle: mix shards and packs; False reads in order.
         shuffle_buffer_size: packs in Energon's shuffle buffer.
-        trust_sample_loader: run code of the dataset, as in `get_packed_loader`.
+        trust_sample_loader, media_root: as in `get_packed_loader`.
 
     Raises:
         ConfigError, FormatError: as `get_packed_loader`.
@@ -49,6 +49,7 @@ class EnergonDistributor(Distributor):
         shuffle: bool = True,
         shuffle_buffer_size: int = 64,
         trust_sample_loader: bool = False,
+        media_root: Mapping[str, str] | None = None,
     ) -> None:
         folders = loaded_splits(path, split, trusted=trust_sample_loader)
         self._opened = OpenedSplits(folders)
@@ -61,6 +62,7 @@ class EnergonDistributor(Distributor):
             shuffle=shuffle,
             shuffle_buffer_size=shuffle_buffer_size,
             trust_sample_loader=trust_sample_loader,
+            media_root=media_root,
         )
 
     def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
@@ -98,7 +100,7 @@ class EnergonDistributor(Distributor):
             return []
         dataset, packs = self._dataset(shard), []
         for key in keys:
-            with reading(dataset.worker_config, 0):
+            with reading(dataset.worker_config, 0), raise_with_file_name(self.path, self._config.split, self._opened):
                 packs.append(dataset.restore_sample(from_plain(key)))
         return packs
 
@@ -123,6 +125,7 @@ class EnergonDistributor(Distributor):
                 one_pass=not self.infinite,
                 shuffle_buffer_size=self._config.shuffle_buffer_size if self._config.shuffle else 1,
                 opened=self._opened,
+                media_root=self._config.media_root,
             ),
             opened=self._opened,
             worker_config=_SingleWorker(

@@ -1,10 +1,12 @@
 """Settings of `get_packed_loader`: LoaderConfig checks them, LoaderSettings types them as keyword arguments."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, TypedDict
 
 from energon_packed.errors import ConfigError
+from energon_packed.formats.references import moved_folders
 from energon_packed.loading.ranks import check_rank_arguments
 
 EvenRanks = Literal["auto", "mask", "repeat", "drop", "off"]
@@ -39,6 +41,7 @@ class LoaderSettings(TypedDict, total=False):
     max_failures: int
     trust_sample_loader: bool
     timeout: float
+    media_root: Mapping[str, str] | None
     rank: int | None
     world_size: int | None
     seed: int
@@ -71,6 +74,8 @@ class LoaderConfig:
             energon-packed writes, and run its code; see SECURITY.md.
         timeout: seconds to wait for a batch or a state of the worker processes; 0 waits as long as they live. A
             timeout turns storage that hangs into an error.
+        media_root: folders of referenced images that moved, new folder by old folder, for all loaders of the process
+            over Energon.
         rank, world_size: data-parallel rank and world size; by default from torch.distributed, else 0 and 1.
         seed: offset of the shuffle seed.
 
@@ -94,6 +99,7 @@ class LoaderConfig:
     max_failures: int = 0
     trust_sample_loader: bool = False
     timeout: float = 0
+    media_root: Mapping[str, str] | None = None
     rank: int | None = None
     world_size: int | None = None
     seed: int = 0
@@ -118,6 +124,7 @@ class LoaderConfig:
         if self.even_ranks not in EVEN_RANKS:
             raise ConfigError(f"`even_ranks` must be one of {', '.join(EVEN_RANKS)}, got {self.even_ranks!r}.")
         check_rank_arguments(self.rank, self.world_size)
+        moved_folders(self.media_root)
 
     @property
     def on_the_fly(self) -> bool:

@@ -301,7 +301,7 @@ class PackedLoader:
                 return -1
         # Repeat the last batch until all ranks have the same number; only `even_ranks='repeat'` trains on it again.
         while limit is not None and self._steps < limit and self._last_restore_key is not None:
-            with READING:
+            with READING, raise_with_file_name(self._source.path, self._source.config.split, self._source.opened):
                 batch = self.energon_loader.restore_sample(self._last_restore_key)
             self._count(batch)
             yield batch if self._source.config.even_ranks == "repeat" else batch.without_targets()

@@ -77,6 +77,7 @@ def get_packed_loader(
         shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
         check_lengths=config.check_lengths,
         opened=opened,
+        media_root=config.media_root,
     )
     folder = path if as_path(path).is_file() else splits[0].path
     source = EnergonSource(

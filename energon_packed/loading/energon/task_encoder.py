@@ -8,7 +8,7 @@
 | OnePass | a wrapper that ends an epoch once, even if a state is restored after the end |
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,14 @@ from megatron.energon import (
     edataclass,
     stateless,
 )
+from megatron.energon.cache import FileStore
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import codec_for, codec_of
+from energon_packed.formats.references import set_media_root
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.manifests import OpenedSplits
@@ -39,8 +41,12 @@ from energon_packed.loading.process import encode_pack
 
 
 @stateless
-def cook_pack(sample: CrudeSample) -> PackSample:
+def cook_pack(sample: CrudeSample, **aux: FileStore) -> PackSample:
     """Return the pack of raw parts; the flavor comes from the subflavor `sample_class`, else from the parts.
+
+    Args:
+        sample: the parts.
+        aux: auxiliary datasets of media.yaml, which are not used: the codecs read references, and compare digests.
 
     Raises:
         FormatError: the parts match no flavor.
@@ -77,6 +83,10 @@ class PackedTaskEncoder(TaskEncoder):
         check_lengths: raise if the length of a sample differs from the recorded length, as the tokenizer, template or
             image settings then differ, too.
         opened: the tars that may be read; a tar that was replaced or changed raises. None does not check.
+        media_root: folders of referenced images that moved, new folder by old folder.
+
+    Raises:
+        ConfigError: as `set_media_root`.
     """
 
     decoder = None
@@ -93,6 +103,7 @@ class PackedTaskEncoder(TaskEncoder):
         on_failure: Callable[[Exception, Any], None] | None = None,
         check_lengths: bool = True,
         opened: OpenedSplits | None = None,
+        media_root: Mapping[str, str] | None = None,
     ) -> None:
         self.encoder = encoder
         self.collator = collator or PaddingFreeCollator()
@@ -102,6 +113,14 @@ class PackedTaskEncoder(TaskEncoder):
         self.on_failure = on_failure
         self.check_lengths = check_lengths
         self.opened = opened
+        self.media_root = media_root
+        set_media_root(media_root or {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Energon calls `sample_loader` with nothing but the parts, so moved folders are a setting of the process: of a
+        # worker that is not forked, too.
+        self.__dict__.update(state)
+        set_media_root(self.media_root or {})
 
     def build_encode_sample(
         self, dataset: "SavableDataset[PackSample]", *, worker_config: WorkerConfig

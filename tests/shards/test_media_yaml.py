@@ -1,0 +1,181 @@
+"""media.yaml: Energon's own loaders read referenced media, by the cookers on the page Media."""
+
+import base64
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from megatron.energon import SavableDataLoader, WorkerConfig, get_loader, get_val_dataset
+from megatron.energon.errors import FatalSampleError
+
+from energon_packed import (
+    ChatEncoder,
+    DataChangedError,
+    PackedDataset,
+    PackResult,
+    PaddingFreeCollator,
+    get_packed_loader,
+    pack,
+)
+from tests.conftest import FLAVORS
+from tests.docs.pages import code_block
+from tests.internals import ShardReader, complete_parts, make_nv_meta
+from tests.processes import energon
+from tests.sources.tars import picture, write_tar
+
+CASES = [*((flavor, "files") for flavor in FLAVORS), (FLAVORS[0], "tars"), (FLAVORS[2], "base64")]
+CASES += [(FLAVORS[3], "prepared")]
+
+
+@pytest.fixture(scope="module")
+def cookers() -> Iterator[tuple[ModuleType, ModuleType]]:
+    """The modules of the page."""
+    modules = {}
+    for name in ("cooker", "checked_cooker"):
+        sys.modules[name] = modules[name] = ModuleType(name)
+        exec(code_block("media.md", f"{name}.py"), modules[name].__dict__)
+    yield modules["cooker"], modules["checked_cooker"]
+    for name in modules:
+        del sys.modules[name]
+
+
+def packed(folder: Path, tokenizer: Path, source: str, **options: Any) -> PackResult:
+    """Records with an image each, as files, in two folders with tars of equal names and members, or in JSON."""
+    images = [(kind, picture(i, 40, format)) for i in range(6) for kind, format in KINDS]
+    data = folder / "data"
+    if source == "base64":
+        data.mkdir()
+        urls = [f"data:image/{kind};base64,{base64.b64encode(image).decode()}" for kind, image in images]
+        inputs = [data / "data.jsonl"]
+        inputs[0].write_text("\n".join(json.dumps({"images": [url], **_record(i)}) for i, url in enumerate(urls)))
+    elif source == "files":
+        data.mkdir()
+        for i, (kind, image) in enumerate(images):
+            (data / f"{i}.{kind}").write_bytes(image)
+        records = [{"images": [f"{i}.{kind}"], **_record(i)} for i, (kind, _) in enumerate(images)]
+        inputs = [data / "data.jsonl"]
+        inputs[0].write_text("\n".join(map(json.dumps, records)))
+    else:
+        inputs = []
+        for part in range(2):
+            (data / f"part{part}").mkdir(parents=True, exist_ok=True)
+            members: list[tuple[str, Any]] = []
+            for i, (kind, image) in enumerate(images[part::2]):
+                members += [(f"a/{i}.{kind}", image), (f"a/{i}.json", _record(i))]
+            inputs.append(write_tar(data / f"part{part}" / "shard.tar", members))
+            if source == "prepared" and part == 0:
+                flags = ("--non-interactive", "--num-workers", "1", "--split-ratio", "1,0,0")
+                done = energon("prepare", *flags, inputs[-1].parent)
+                assert done.returncode == 0, done.stderr
+    before = _listing(data)
+    settings = {"output_dir": folder / "out", "seq_len": 64, "tokenizer": tokenizer, "workers": 1, "shard_prefix": "p"}
+    result = pack(inputs, **{**settings, "media": "reference", **options})
+    assert _listing(data) == before
+    return result
+
+
+KINDS = (("jpg", "JPEG"), ("png", "PNG"))
+
+
+def _record(i: int) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": f"<image>what {i}"}, {"role": "assistant", "content": "noise"}]}
+
+
+def _listing(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def read(path: Path, encoder: Any) -> dict[str, Any]:
+    """Samples of Energon's loader by key."""
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_val_dataset(path, split_part="train", worker_config=config, batch_size=None, task_encoder=encoder)
+    loader: SavableDataLoader[Any] = get_loader(dataset)
+    return {sample.__key__: sample for sample in loader}
+
+
+@pytest.mark.parametrize(("flavor", "source"), CASES)
+def test_the_cookers_of_the_page_read_the_images_of_every_pack(
+    cookers: tuple[ModuleType, ModuleType], tmp_path: Path, tokenizer_dir: Path, flavor: str, source: str
+) -> None:
+    unpacked = flavor == "MultiMixQASample"
+    result = packed(tmp_path, tokenizer_dir, source, sample_class=flavor, unpacked=unpacked)
+    reader = ShardReader(sorted(result.shards.glob("*.tar")))
+    expected = [complete_parts(reader[pack]) for pack in range(len(reader))]
+    decoded = read(tmp_path / "out" / "media.yaml", cookers[0].Encoder())
+    stored = read(tmp_path / "out" / "media.yaml", cookers[1].CheckedEncoder())
+    assert result.manifest.images == 12
+    for parts in expected:
+        images = {name: content for name, content in parts.items() if name.startswith("img")}
+        assert stored[parts["__key__"]].media == images
+        assert {name: image.shape for name, image in decoded[parts["__key__"]].media.items()} == dict.fromkeys(
+            images, (3, 40, 40)
+        )
+    assert len(stored) == len(decoded) == len(expected)
+
+
+def test_a_rewritten_tar_is_unnoticed_by_the_short_cooker_and_an_error_of_the_other_and_of_our_loader(
+    cookers: tuple[ModuleType, ModuleType], tmp_path: Path, tokenizer_dir: Path, encoder: ChatEncoder
+) -> None:
+    packed(tmp_path, tokenizer_dir, "tars")
+    metadataset = tmp_path / "out" / "media.yaml"
+    before = read(metadataset, cookers[0].Encoder())
+    for tar in tmp_path.glob("data/*/shard.tar"):
+        content, image = tar.read_bytes(), picture(0)
+        tar.write_bytes(content.replace(image, picture(9)[: len(image)].ljust(len(image), b"\0")))
+    after = read(metadataset, cookers[0].Encoder())
+    changed = sum(
+        bool((before[key].media[name] != after[key].media[name]).any()) for key in before for name in before[key].media
+    )
+    assert changed == 1
+    with pytest.raises(FatalSampleError, match=r"shard\.tar changed"):
+        read(metadataset, cookers[1].CheckedEncoder())
+    with pytest.raises((DataChangedError, FatalSampleError), match="other bytes"):
+        list(get_packed_loader(metadataset, encoder, epochs=1, shuffle=False, num_workers=0))
+
+
+def test_our_loaders_read_media_yaml_as_the_dataset_folder(
+    tmp_path: Path, tokenizer_dir: Path, encoder: ChatEncoder
+) -> None:
+    out = packed(tmp_path, tokenizer_dir, "tars").shards.parent
+    for open_path in (
+        lambda path: get_packed_loader(path, encoder, epochs=1, shuffle=False, num_workers=0),
+        lambda path: [PaddingFreeCollator()(row) for row in PackedDataset(path, encoder)],
+    ):
+        batches, expected = [
+            [(batch.ids, batch.input_ids.tolist(), batch.pixel_values.sum()) for batch in open_path(path)]
+            for path in (out / "media.yaml", out)
+        ]
+        assert batches == expected
+        assert sum(len(ids) for ids, *_ in batches) == 12
+
+
+def test_media_yaml_and_its_index_are_equal_after_a_repair_and_gone_after_a_copy(
+    tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    options = {"max_packs_per_shard": 1, "split": {"train": 0.5, "val": 0.5}}
+    shards = packed(tmp_path, tokenizer_dir, "tars", **options).shards
+    files = [shards.parent / "media.yaml", *sorted((shards.parent / "media-index" / ".nv-meta").iterdir())]
+    assert [file.name for file in files] == ["media.yaml", ".info.json", "index.sqlite"]
+    assert list(yaml.safe_load(files[0].read_text())["splits"]) == ["train", "val"]
+    before = [file.read_bytes() for file in files]
+    shutil.rmtree(files[1].parent)
+    make_nv_meta(shards)
+    assert [file.read_bytes() for file in files] == before
+    packed(tmp_path, tokenizer_dir, "tars", media="copy", overwrite=True, **options)
+    assert not any(file.exists() for file in files)
+
+
+def test_tars_inside_the_output_folder_have_relative_paths(
+    cookers: tuple[ModuleType, ModuleType], tmp_path: Path, tokenizer_dir: Path
+) -> None:
+    packed(tmp_path, tokenizer_dir, "tars", output_dir=tmp_path)
+    tars = json.loads((tmp_path / "media-index" / ".nv-meta" / ".info.json").read_text())["shard_counts"]
+    assert sorted(tars) == ["../data/part0/shard.tar", "../data/part1/shard.tar"]
+    moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    assert read(moved / "media.yaml", cookers[1].CheckedEncoder())
