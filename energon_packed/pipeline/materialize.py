@@ -148,6 +148,8 @@ def _write_index(
         for entry, summary in zip(manifest.shards, summaries, strict=True)
     ]
     version = WEIGHTED_FORMAT_VERSION if manifest.notes.get(WEIGHTED) else UNWEIGHTED_FORMAT_VERSION
-    copied = replace(manifest, media="copy", media_check="digest", format_version=version, shards=entries)
+    copied = replace(
+        manifest, media="copy", media_check="digest", media_stored={}, format_version=version, shards=entries
+    )
     copied.save(shards)
     return copied
