@@ -80,6 +80,7 @@ from .packing import pack_lengths as pack_lengths
 from .pipeline import PackOptions as PackOptions
 from .pipeline import PackResult as PackResult
 from .pipeline import Progress as Progress
+from .pipeline import materialize as materialize
 from .pipeline import pack as pack
 from .records import Adapter as Adapter
 from .records import Conversation as Conversation

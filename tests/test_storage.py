@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 import tarfile
+import threading
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -315,3 +316,38 @@ def test_objects_are_uploaded_and_deleted(store: Store, tmp_path: Path) -> None:
     path.unlink()
     assert not path.exists()
     assert PurePosixPath(path).name == "f"
+
+
+def test_values_are_read_ahead_in_the_background() -> None:
+    started: list[int] = []
+    gate = threading.Event()
+
+    def read(key: int) -> int:
+        started.append(key)
+        assert gate.wait(60)
+        if key == 3:
+            raise ResourceError("3")
+        return key * key
+
+    ahead = storage.ReadAhead(read, limit=4)
+    ahead.request(range(4))
+    ahead.request(range(4))
+    gate.set()
+    assert [ahead.get(key) for key in (1, 0, 2, 9)] == [1, 0, 4, 81]
+    with pytest.raises(ResourceError, match="3"):
+        ahead.get(3)
+    assert sorted(started) == [0, 1, 2, 3, 9]  # each once, of both requests
+    ahead.request(range(10, 20))
+    assert len(ahead._futures) == 4  # the oldest are forgotten
+    assert [ahead.get(key) for key in range(10, 20)] == [key * key for key in range(10, 20)]
+
+
+def test_requests_of_many_paths_overlap_and_keep_their_order(store: Store) -> None:
+    paths = [as_path(store.put(f"n/{number}", bytes(number))) for number in range(8)]
+    waiting = threading.Barrier(4, timeout=60)  # breaks if fewer than four requests are sent at a time
+
+    def size(path: Path) -> int:
+        waiting.wait()
+        return path.stat().st_size
+
+    assert storage.map_paths(size, paths) == list(range(8))

@@ -21,8 +21,8 @@ from energon_packed.system import available_cores
 def command(folder: Path, output_dir: Path, workers: int, output: Output) -> None:
     """Write a dataset of pack --media reference as a dataset with the images in its tars.
 
-    The result is equal to that of pack --media copy. Every digest is compared: a changed, moved or missing image stops
-    the command. NEW_DIR appears when it is complete.
+    The result equals the dataset of pack --media copy. Every digest is compared: a changed, moved or missing image
+    stops the command. NEW_DIR appears when it is complete.
 
     \b
     energon-packed materialize out -o out-copied

@@ -237,8 +237,9 @@ class _MediaReader:
             contents = read_ranges([(path, locator.offset, locator.size) for locator, path in remote])
         except OSError:  # it has no part, which `read` names in its errors
             return lambda locator: None
-        known = {locator: data for (locator, _), data in zip(remote, contents, strict=True)}
-        return known.get
+        # By the validated fields: others may have types without a hash.
+        known = {locator[:3]: data for (locator, _), data in zip(remote, contents, strict=True)}
+        return lambda locator: known.get(locator[:3])
 
     def read(self, locator: Locator, requested: Callable[[Locator], bytes | None]) -> bytes:
         """Read and check the bytes of a locator.
@@ -284,7 +285,7 @@ def _absolute(folder: Path, file: str) -> str:
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:
-    """Return where a file is after folders have moved."""
+    """Return the path of a file after folders have moved."""
     for old, new in moved:
         if path == old or path.startswith(old.rstrip("/") + "/"):
             return new + path[len(old.rstrip("/")) :]

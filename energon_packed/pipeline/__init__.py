@@ -11,8 +11,9 @@ can be killed at any moment, and a second run reuses the files that exist.
 """
 
 from energon_packed.pipeline.engine import Progress
+from energon_packed.pipeline.materialize import materialize
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.run import PackResult, pack
 from energon_packed.pipeline.survey import DryRun, dry_run
 
-__all__ = ["DryRun", "PackOptions", "PackResult", "Progress", "dry_run", "pack"]
+__all__ = ["DryRun", "PackOptions", "PackResult", "Progress", "dry_run", "materialize", "pack"]

@@ -1,6 +1,6 @@
 """A dataset with references to images in, the same dataset with the images in its tars out: `materialize`.
 
-The new dataset is equal to that of `pack --media copy`, byte for byte: only packing.json counts another run. Every
+The new dataset equals the dataset of `pack --media copy`, byte for byte: only packing.json counts another run. Every
 digest is compared while the images are copied.
 """
 
@@ -148,6 +148,8 @@ def _write_index(
         for entry, summary in zip(manifest.shards, summaries, strict=True)
     ]
     version = WEIGHTED_FORMAT_VERSION if manifest.notes.get(WEIGHTED) else UNWEIGHTED_FORMAT_VERSION
-    copied = replace(manifest, media="copy", media_check="digest", format_version=version, shards=entries)
+    copied = replace(
+        manifest, media="copy", media_check="digest", media_stored={}, format_version=version, shards=entries
+    )
     copied.save(shards)
     return copied

@@ -28,7 +28,7 @@ from energon_packed.files import (
     remove_if_possible,
     remove_tree,
 )
-from energon_packed.shards.media_yaml import MEDIA_INDEX, MEDIA_YAML
+from energon_packed.shards.media_yaml import remove_media_yaml
 from energon_packed.storage import RemotePath, StorageError, is_remote
 
 _log = logging.getLogger(__name__)
@@ -387,8 +387,7 @@ class Workspace:
     def remove_index(self) -> None:
         """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
         remove_tree(self.shards / ".nv-meta")
-        remove_tree(self.root / MEDIA_INDEX)
-        (self.root / MEDIA_YAML).unlink(missing_ok=True)
+        remove_media_yaml(self.root)
 
     def remove_strays(self, names: set[str]) -> None:
         """Remove shards that are not in the plan, and temporary files of lost workers."""

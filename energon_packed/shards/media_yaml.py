@@ -16,7 +16,7 @@ from energon_packed.files import atomic_write, remove_tree
 from energon_packed.formats.references import FILES, MEDIA_PART, STORED, TARS, Locator, read_locators
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.index import write_member_index
-from energon_packed.shards.nv_meta import CRUDE, INFO, info_file, yaml_file
+from energon_packed.shards.nv_meta import CRUDE, HEADER, INFO, info_file, yaml_file
 from energon_packed.shards.reader import ShardReader
 from energon_packed.storage import as_path, energon_url, is_remote
 
@@ -56,6 +56,14 @@ def write_media_yaml(folder: Path) -> None:
         aux = {source: path for source, path in paths.items() if source in sources}
         content["splits"][split] = {"path": folder.name, "dataset_config": CRUDE} | ({"aux": aux} if aux else {})
     atomic_write(out / MEDIA_YAML, yaml_file(content))
+
+
+def remove_media_yaml(out: Path) -> None:
+    """Remove media.yaml and media-index of an earlier run; a file that a user wrote under this name stays."""
+    file = out / MEDIA_YAML
+    if file.is_file() and file.read_bytes().startswith(HEADER.encode()):
+        remove_tree(out / MEDIA_INDEX)
+        file.unlink()
 
 
 def _locators(tars: list[Path]) -> Iterator[Locator]:

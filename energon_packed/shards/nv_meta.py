@@ -29,7 +29,7 @@ OLD_INFO = ".info.yaml"  # of Energon before version 7
 SPLITS = ("train", "val", "test")  # the names that Energon knows
 # Fixed, so that index.uuid depends on the hashes of the shards alone.
 _NAMESPACE = uuid.UUID("1e7d7c39-6f6c-5b0c-8d6c-6f4f0d1a7a11")
-_HEADER = "# Written by energon-packed.\n"
+HEADER = "# Written by energon-packed.\n"
 _LOADER = {name: f"sample_loader.py:{name}" for name in ("part_filter", "sample_loader")}  # keys of dataset.yaml
 
 
@@ -140,7 +140,7 @@ def loader_files(codec: Codec | None, dataset_module: str | None = None) -> dict
         "decoder": None,
     }
     return files | {
-        "sample_loader.py": (_HEADER + loader).encode(),
+        "sample_loader.py": (HEADER + loader).encode(),
         "dataset.yaml": yaml_file(dataset),
     }
 
@@ -152,7 +152,7 @@ def info_file(packs: Mapping[str, int]) -> bytes:
 
 def yaml_file(value: dict[str, Any]) -> bytes:
     """Return a mapping as YAML."""
-    return (_HEADER + yaml.safe_dump(value, sort_keys=False)).encode()
+    return (HEADER + yaml.safe_dump(value, sort_keys=False)).encode()
 
 
 def _energon_version() -> str:

@@ -6,12 +6,22 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from energon_packed import ChatEncoder, ConfigError, PackedDataset, PackResult, SourceError, get_packed_loader, pack
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    PackedDataset,
+    PackResult,
+    SourceError,
+    get_packed_loader,
+    materialize,
+    pack,
+)  # fmt: skip
 from tests.internals import ShardReader, complete_parts, main, stored_media
 from tests.pipeline.embedded import (
     DIFFERENT,
@@ -120,6 +130,15 @@ def test_packs_equal_copied_packs_in_every_loader_also_after_a_move(
     assert read_all(moved, encoder) == expected
     (tmp_path / "link").symlink_to(moved / "webdataset")  # `..` of the link would be another folder
     assert read_all(tmp_path / "link", encoder) == expected
+
+
+def test_a_materialized_dataset_has_the_stored_images_in_its_tars(packs: Packs, tmp_path: Path) -> None:
+    data = write_parquet(tmp_path, rows())
+    copied, referenced = packs(data, "copied", "copy"), packs(data)
+    manifest = materialize(referenced.shards, tmp_path / "materialized")
+    assert replace(manifest, counters={}) == replace(copied.manifest, counters={})
+    for tar in copied.shards.glob("*.tar"):
+        assert (tmp_path / "materialized" / "webdataset" / tar.name).read_bytes() == tar.read_bytes()
 
 
 @pytest.mark.parametrize("check", ["digest", "time"])

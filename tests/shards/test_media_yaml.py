@@ -169,6 +169,17 @@ def test_media_yaml_and_its_index_are_equal_after_a_repair_and_gone_after_a_copy
     assert [file.read_bytes() for file in files] == before
     packed(tmp_path, tokenizer_dir, "tars", media="copy", overwrite=True, **options)
     assert not any(file.exists() for file in files)
+    files[0].write_text("mine: true\n")
+    (tmp_path / "data" / "part0" / "shard.tar").unlink()
+    pack(
+        tmp_path / "data" / "part1" / "shard.tar",
+        output_dir=shards.parent,
+        tokenizer=tokenizer_dir,
+        seq_len=64,
+        workers=1,
+        overwrite=True,
+    )
+    assert files[0].read_text() == "mine: true\n"
 
 
 def test_tars_inside_the_output_folder_have_relative_paths(
