@@ -82,8 +82,8 @@ def read_input(path: str | Path, split: str) -> BlendInput:
         ConfigError: the split is empty.
         FormatError: `path` is not a dataset, or not a Metadataset that Energon can read.
     """
-    path = as_path(path)
     refuse_remote(path, or_object=True)
+    path = as_path(path)
     if path.is_file():
         return _read_metadataset(path, split)
     folder = dataset_folder(path)
