@@ -1,6 +1,8 @@
 """Loaders of datasets in an object store yield the batches of the local folder, and their errors name the URL."""
 
+import base64
 import itertools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -206,3 +208,32 @@ def test_a_metadataset_has_local_and_remote_members(
             signatures.append((n, kind, [signature(batch) for batch in LOADERS[kind](mix, encoder, 0)]))
     half = len(LOADERS)
     assert [entry[1:] for entry in signatures[:half]] == [entry[1:] for entry in signatures[half:]]
+
+
+def test_moved_and_stored_images_are_read_from_the_store(
+    store: Store, demo: DemoDataset, encoder: ChatEncoder, referenced: Callable[..., Path], tmp_path: Path
+) -> None:
+    # Images of files, which `media_root` leads to the store.
+    local = referenced(str(demo.jsonl))
+    images = demo.jsonl.parent / "images"
+    moved = {images: store.put_folder("moved", images)}
+    expected = [signature(batch) for batch in LOADERS["map"](local, encoder, 0)]
+    with store.counted() as traffic:
+        dataset = PackedDataset(local, encoder, media_root=moved)
+        assert [signature(batch) for batch in DataflowLoader(MapDistributor(dataset))] == expected
+        loader = DataflowLoader(EnergonDistributor(local, media_root=moved), encoder)
+        assert sorted(signature(batch) for batch in loader) == sorted(expected)
+    assert traffic.count("GET") > 20
+    # Images of JSON, which pack stores once in the output folder: their locations are relative.
+    records = []
+    for number, file in enumerate(sorted(images.glob("*.png"))[:12]):
+        image = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+        turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": f"Image {number}."}]
+        records.append(json.dumps({"messages": turns, "images": [image]}))
+    (tmp_path / "data.jsonl").write_text("\n".join(records))
+    folder = referenced(str(tmp_path / "data.jsonl")).parent
+    url = store.put_folder("stored", folder)
+    for kind in LOADERS:
+        batches = [[signature(batch) for batch in LOADERS[kind](path, encoder, 0)] for path in (folder, url)]
+        assert batches[0] == batches[1]
+        assert batches[0]
