@@ -385,18 +385,26 @@ class _Object(io.RawIOBase):
 
     def read_range(self, at: int, size: int) -> bytes:
         global _blocks
-        status = self.status()
-        size = min(size, status.st_size - at)  # stores refuse ranges after the end
-        version = str(self._path), status.st_mtime_ns
-        for of, start, data in _blocks:
-            if size > 0 and of == version and start <= at and at + size <= start + len(data):
-                return data[at - start : at - start + size]
+        size = min(size, self.status().st_size - at)  # stores refuse ranges after the end
+        if size <= 0 or len(data := self._known(at, size)) == size:
+            return b"" if size <= 0 else data
         data = self._path.read_range(at, size)
         if len(data) <= READ_AHEAD:
-            blocks = ((version, at, data), *_blocks)[:_MOST_BLOCKS]
+            blocks = ((self._version(), at, data), *_blocks)[:_MOST_BLOCKS]
             ends = itertools.accumulate(len(block[2]) for block in blocks)
             _blocks = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _BLOCK_BYTES)
         return data
+
+    def _known(self, at: int, size: int) -> bytes:
+        """Return up to `size` bytes from `at` of a range that was requested before; b"" if there is none."""
+        version = self._version()
+        for of, start, data in _blocks:
+            if of == version and start <= at < start + len(data):
+                return data[at - start : at - start + size]
+        return b""
+
+    def _version(self) -> tuple[str, int]:
+        return str(self._path), self.status().st_mtime_ns
 
     def readable(self) -> bool:
         return True
@@ -414,7 +422,7 @@ class _Object(io.RawIOBase):
 
     def readinto(self, buffer: "Buffer") -> int:
         view = memoryview(buffer)
-        data = self.read_range(self._at, len(view))
+        data = self._known(self._at, len(view)) or self.read_range(self._at, len(view))
         view[: len(data)] = data
         self._at += len(data)
         return len(data)
