@@ -383,8 +383,7 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False) -> Non
     for path in (dataset.path for dataset in (*blend.train, *blend.val)):
         if path.is_file() and out.resolve() in (file.resolve() for file in read_metadataset(path).files()):
             raise ConfigError(f"{out} would include itself through {path}; write the blend to another file")
-    # A path relative to an object would be an object.
-    atomic_write(out, render(blend, out, absolute=absolute or is_remote(out)).encode())
+    atomic_write(out, render(blend, out, absolute=absolute).encode())
 
 
 def _entry(
