@@ -22,6 +22,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import logging
 import os
 import re
@@ -58,8 +59,10 @@ _PACKAGES = {
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
 }  # fmt: skip
 _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
-# The last range that this process requested, as (URL and time, offset, bytes): contents follow the headers of a tar.
-_block: tuple[tuple[str, int], int, bytes] = (("", 0), 0, b"")
+# The last ranges that this process requested, as (URL and time, offset, bytes): the contents of a key of a tar, such
+# as its images, are read after the headers of several keys. Replaced as a whole, since threads read it.
+_blocks: tuple[tuple[tuple[str, int], int, bytes], ...] = ()
+_MOST_BLOCKS, _BLOCK_BYTES = 64, 16 << 20  # of all blocks
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
 logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
@@ -381,17 +384,27 @@ class _Object(io.RawIOBase):
         return self._status
 
     def read_range(self, at: int, size: int) -> bytes:
-        global _block
-        status = self.status()
-        size = min(size, status.st_size - at)  # stores refuse ranges after the end
-        version = str(self._path), status.st_mtime_ns
-        of, start, data = _block
-        if size > 0 and of == version and start <= at and at + size <= start + len(data):
-            return data[at - start : at - start + size]
+        global _blocks
+        size = min(size, self.status().st_size - at)  # stores refuse ranges after the end
+        if size <= 0 or len(data := self._known(at, size)) == size:
+            return b"" if size <= 0 else data
         data = self._path.read_range(at, size)
         if len(data) <= READ_AHEAD:
-            _block = version, at, data
+            blocks = ((self._version(), at, data), *_blocks)[:_MOST_BLOCKS]
+            ends = itertools.accumulate(len(block[2]) for block in blocks)
+            _blocks = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _BLOCK_BYTES)
         return data
+
+    def _known(self, at: int, size: int) -> bytes:
+        """Return up to `size` bytes from `at` of a range that was requested before; b"" if there is none."""
+        version = self._version()
+        for of, start, data in _blocks:
+            if of == version and start <= at < start + len(data):
+                return data[at - start : at - start + size]
+        return b""
+
+    def _version(self) -> tuple[str, int]:
+        return str(self._path), self.status().st_mtime_ns
 
     def readable(self) -> bool:
         return True
@@ -409,7 +422,7 @@ class _Object(io.RawIOBase):
 
     def readinto(self, buffer: "Buffer") -> int:
         view = memoryview(buffer)
-        data = self.read_range(self._at, len(view))
+        data = self._known(self._at, len(view)) or self.read_range(self._at, len(view))
         view[: len(data)] = data
         self._at += len(data)
         return len(data)

@@ -80,7 +80,8 @@ def raise_resource_error(error: BaseException, place: object) -> None:
         ResourceError: memory or the operating system is the cause.
     """
     if (converted := resource_error(error, place)) is not None:
-        raise converted from error
+        # A ResourceError stays as it is: as its own cause, it would be an endless chain.
+        raise converted from (error if converted is not error else error.__cause__)
 
 
 def described(error: OSError) -> str:

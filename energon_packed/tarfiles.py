@@ -64,7 +64,6 @@ _PAX_RECORD = re.compile(rb"(\d{1,20}) ([^=]+)=")
 MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK": "zip"}
 """Compressed formats by their first bytes."""
 _REMEDY = "copy or write it again"
-_FIRST_OF_KEY = 16 << 10  # bytes that usually have the json of a key, and the headers of all its members
 _LARGEST_BLOCK, _SMALLEST_BLOCK = 8 << 20, 1 << 16  # bytes of a remote tar that are requested at once
 
 
@@ -316,8 +315,7 @@ def open_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Ta
     """
     with _opened(path, is_range=stop is not None) as stream:
         size = status(stream).st_size if stop is None else stop
-        first = READ_AHEAD if stop is None else _FIRST_OF_KEY
-        yield TarReader(path, reading(path, stream, size, first), start, size, is_whole=stop is None)
+        yield TarReader(path, reading(path, stream, size), start, size, is_whole=stop is None)
 
 
 def read_content(path: Path, member: Member) -> bytes:
@@ -359,16 +357,11 @@ def _opened(path: Path, *, is_range: bool) -> AbstractContextManager[BinaryIO]:
         raise TarError(f"{path} cannot be opened: {error.strerror}; check its name and permissions") from error
 
 
-def reading(path: Path, stream: BinaryIO, stop: int, first: int = READ_AHEAD) -> Read:
-    """Return the function that reads a tar up to byte `stop`; its errors are those of `TarReader`.
-
-    Args:
-        path, stream: the tar, and its open file.
-        stop, first: as for `in_blocks`.
-    """
+def reading(path: Path, stream: BinaryIO, stop: int) -> Read:
+    """Return the function that reads a tar up to byte `stop`; its errors are those of `TarReader`."""
     # Local files without a buffer, which would also read the first bytes of each content.
     source: Read = partial(read_range, stream)
-    source = in_blocks(source, stop, first) if is_remote(path) else source
+    source = in_blocks(source, stop) if is_remote(path) else source
 
     def read(at: int, size: int) -> bytes:
         try:
@@ -382,7 +375,7 @@ def reading(path: Path, stream: BinaryIO, stop: int, first: int = READ_AHEAD) ->
     return read
 
 
-def in_blocks(source: Read, stop: int, first: int = READ_AHEAD) -> Read:
+def in_blocks(source: Read, stop: int) -> Read:
     """Return a function that reads a remote tar in blocks: a request for each header would take longer.
 
     A tar of small members is read completely, in growing blocks. Long contents are skipped, and blocks shrink.
@@ -390,9 +383,8 @@ def in_blocks(source: Read, stop: int, first: int = READ_AHEAD) -> Read:
     Args:
         source: requests bytes.
         stop: byte offset of the end of the range that is read.
-        first: bytes of the first block.
     """
-    start, length, data = 0, first, b""
+    start, length, data = 0, READ_AHEAD, b""
 
     def read(at: int, size: int) -> bytes:
         nonlocal start, length, data

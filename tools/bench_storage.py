@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from benchlib import Report, arguments, bench_tokenizer, image_records, write_jsonl
@@ -100,6 +101,15 @@ def packed_loader(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
     return get_packed_loader(path, encoder, num_workers=0, epochs=1)
 
 
+def packs_alone(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
+    """Packs of a PackedDataset in random order, not encoded, as bare Energon returns them."""
+    dataset = PackedDataset(path, encoder)
+    order = np.random.default_rng(0).permutation(len(dataset)).tolist()
+    for place, item in enumerate(order):
+        dataset.request(order[place : place + dataset.read_ahead])
+        yield dataset.pack(item)
+
+
 def bare_energon(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
     """Energon's own loader, which returns raw packs."""
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -122,6 +132,7 @@ def s3fs_stream(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
 READERS: dict[str, Callable[[Any, ChatEncoder], Iterable[Any]]] = {
     "DataflowLoader": dataflow,
     "get_packed_loader": packed_loader,
+    "PackedDataset, packs alone": packs_alone,
     "bare Energon": bare_energon,
     "WebDataset over s3fs": s3fs_stream,
 }
@@ -184,7 +195,7 @@ def main() -> None:
                 count = sum(1 for _ in reader(url, encoder))
                 spent = time.perf_counter() - start
                 requests, used = store.traffic()
-                own = reader in (dataflow, packed_loader)
+                own = reader in (dataflow, packed_loader, packs_alone)
                 if not latency:
                     target = "<= 1.05" if own else ""
                     report.add(f"{name}, {media}: bytes / bytes needed", used / needed, target=target)

@@ -196,7 +196,7 @@ def _reader_of(raw: Mapping[str, Any]) -> "_MediaReader":
     if folder is None:
         sources = raw.get("__sources__") or ()
         folder = sources[0].dataset_path if sources else ""
-    return _cached_reader(os.path.abspath(str(folder)), tuple(moved))
+    return _cached_reader(absolute_name(str(folder)), tuple(moved))
 
 
 def moved_here() -> MediaRoot:

@@ -208,7 +208,8 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         self._folders = [_Folder(member, self.encoder, media_root) for member in self.blend]
         self._starts = np.cumsum([0, *self.packs])  # first item of each dataset among the items of all datasets
         self._ahead: ReadAhead[int, PackSample] = ReadAhead(self._read)
-        self._remote = [_is_remote(member) for member in self.blend]
+        is_moved = any(map(is_remote, (media_root or {}).values()))
+        self._remote = [is_moved or _is_remote(member) for member in self.blend]
         self.read_ahead = _AHEAD if any(self._remote) else 0
         self.set_epoch(0)
 

@@ -242,7 +242,8 @@ class MediaReference:
             try:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(0)
-                data = stream.read(size + 1)  # one byte more shows whether a writer is still appending
+                # One byte more shows whether a writer is still appending; objects are complete, and read at once.
+                data = stream.read() if is_remote(self.path or "") else stream.read(size + 1)
             except (OSError, MemoryError) as error:
                 raise_resource_error(error, self.path)
                 raise
