@@ -10,7 +10,8 @@ this reader, so all of them accept the same files and refuse the others with the
 
 1. `weight` and `repetitions` must be finite numbers above 0. Energon stops at the first batch of a blend with a weight
    of 0, so an unwanted dataset must be removed from the file instead.
-2. Paths are local. A remote path cannot be checked before Energon runs code that is stored there.
+2. Paths are local, or in an object store as msc://PROFILE/KEY. Other URLs cannot be checked before Energon runs code
+   that is stored there.
 3. Every path is an Energon dataset (a folder with `.nv-meta`), a JSONL file or another Metadataset.
 4. The split of a dataset that is read has shards.
 5. Joins, subsets and `split_config` are refused: the number of packs, the steps of an epoch and the checks of

@@ -126,7 +126,7 @@ def test_status_shows_the_progress_of_a_run(node: Path, text_tokenizer_dir: Path
     assert not Path("nowhere").exists()
     run(LENGTHS.replace("DIR", str(text_tokenizer_dir)) + " --output-dir out/node_a")
     assert run("pack --status -o out/node_a").output == "out/node_a: not finished; 11 records measured\n"
-    with FolderLock(Path("out/node_a")):
+    with FolderLock(Path("out/node_a"), Path("out/node_a/.work")):
         running = run("pack --status -o out/node_a").output
     assert re.fullmatch(r"out/node_a: running \(process \d+ on \S+\); 11 records measured\n", running)
     run(PACK.replace("DIR", str(text_tokenizer_dir)))

@@ -221,7 +221,7 @@ def test_planners_that_keep_the_order_are_not_checked_for_samples_that_fit_a_row
 
 def test_a_folder_that_a_run_writes_is_not_checked(copy: Path, tmp_path: Path) -> None:
     shutil.rmtree(copy / ".nv-meta")  # a run removes it before it writes shards
-    with FolderLock(copy.parent):
+    with FolderLock(copy.parent, copy.parent / ".work"):
         for folder in (copy, copy.parent):
             result = run(folder)
             assert isinstance(result.exception, ConfigError)

@@ -165,10 +165,14 @@ def test_a_metadataset_makes_no_objects(dataset: Path, canary: Canary, tmp_path:
             ):
                 load(path)
         assert not canary.sang(), value
-    for path in (f"file://{tmp_path}/inner.yaml", "msc://elsewhere/inner.yaml"):
+    remote_paths = {
+        f"file://{tmp_path}/inner.yaml": "cannot be checked before",
+        "msc://elsewhere/inner.yaml": "the profile 'elsewhere' is not configured",
+    }
+    for path, message in remote_paths.items():
         remote = tmp_path / "remote.yaml"
         remote.write_text(yaml.safe_dump({**plain, "splits": {"train": {"path": path}}}))
-        with pytest.raises(ConfigError, match="cannot be checked before"):
+        with pytest.raises(ConfigError, match=message):
             loaded(remote)
     (tmp_path / "link").symlink_to(dataset)  # Energon takes `link/..` out of the text
     (tmp_path / "around.yaml").write_text(yaml.safe_dump({**plain, "splits": {"train": {"path": "link/../.yaml"}}}))

@@ -108,7 +108,7 @@ def test_part_numbers_are_checked(tokenizer_dir: Path, tmp_path: Path, monkeypat
 
 
 def _hold(folder: Path, ready: Any, release: Any) -> None:
-    with FolderLock(folder):
+    with FolderLock(folder, folder / ".work"):
         ready.set()
         release.wait()
 
@@ -141,11 +141,15 @@ def test_the_lock_of_a_killed_run_is_taken_over_on_its_host(build: Any, tmp_path
 
 
 def test_one_process_does_not_lock_a_folder_twice(tmp_path: Path) -> None:
-    with FolderLock(tmp_path):
-        with pytest.raises(ConfigError, match=f"is being written by process {os.getpid()}"), FolderLock(tmp_path):
+    work = tmp_path / ".work"
+    with FolderLock(tmp_path, work):
+        with (
+            pytest.raises(ConfigError, match=f"is being written by process {os.getpid()}"),
+            FolderLock(tmp_path, work),
+        ):
             pass
         code = "import sys; from pathlib import Path; from tests.internals import FolderLock\n"
-        code += "with FolderLock(Path(sys.argv[1])): pass"
+        code += "with FolderLock(Path(sys.argv[1]), Path(sys.argv[1], '.work')): pass"
         other = run_python(code, tmp_path)
         assert f"is being written by process {os.getpid()}" in other.stderr  # the refusal did not give it away
 
