@@ -84,6 +84,7 @@ table = RecordTable(
     kind=np.full(count, 0, np.int8),
     status=np.full(count, 0, np.int8),
     supervised=np.full(count, -1, np.int32),
+    weight_checksum=np.full(count, 0, np.int64),
     narrow=np.full(count, 1, np.int8),
     divisible=np.full(count, 0, np.int8),
     counts={},
