@@ -347,7 +347,9 @@ def atomic_path(path: Path, staging: Path | None = None) -> Iterator[Path]:
                     os.fsync(stream.fileno())
                 _rename_and_sync(temporary, path)
         except OSError as error:
-            raise error_of_path(error, target) from error
+            if (named := error_of_path(error, target)) is error:  # it must not become its own cause
+                raise
+            raise named from error
         finally:
             remove_if_possible(temporary)
 
@@ -461,7 +463,7 @@ class Streams:
 
 
 def _forget(reader: int) -> None:
-    for key in [key for key in _open if key[0] == reader]:
+    for key in [key for key in list(_open) if key[0] == reader]:  # threads may open files at the same time
         _open.pop(key, None)
 
 

@@ -364,7 +364,7 @@ def energon_join(folder: Path, name: str) -> Path:
     """Join a path as Energon does: `..` is removed from the string, before links are followed."""
     if is_remote(name):
         return as_path(name).resolve()
-    joined = as_path(folder.absolute() / name)
+    joined = as_path(str(folder.absolute() / name))  # an absolute name in a folder of a store is a local path
     return joined.resolve() if is_remote(joined) else Path(os.path.normpath(joined))
 
 

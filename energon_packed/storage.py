@@ -388,9 +388,10 @@ class _Object(io.RawIOBase):
         size = min(size, self.status().st_size - at)  # stores refuse ranges after the end
         if size <= 0 or len(data := self._known(at, size)) == size:
             return b"" if size <= 0 else data
+        version = self._version()  # before the request: an object that is replaced in the meantime has a newer version
         data = self._path.read_range(at, size)
         if len(data) <= READ_AHEAD:
-            blocks = ((self._version(), at, data), *_blocks)[:_MOST_BLOCKS]
+            blocks = ((version, at, data), *_blocks)[:_MOST_BLOCKS]
             ends = itertools.accumulate(len(block[2]) for block in blocks)
             _blocks = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _BLOCK_BYTES)
         return data
@@ -548,21 +549,17 @@ class ReadAhead(Generic[K, T]):
         """Start to read these values, unless they are being read already."""
         if self._process != os.getpid():  # a fork has no threads
             self._process, self._futures = os.getpid(), OrderedDict()
+        keys = list(keys)
         for key in keys:
             if key not in self._futures:
                 self._futures[key] = _pool("read-ahead").submit(self._read, key)
-        while len(self._futures) > self._limit:
+        while len(self._futures) > max(self._limit, len(keys)):  # the first of these keys are needed first
             self._futures.popitem(last=False)[1].cancel()
 
     def get(self, key: K) -> T:
         """Return a value, which is read now if it was not requested. Raises the errors of `read`."""
         future = self._futures.pop(key, None) if self._process == os.getpid() else None
         return self._read(key) if future is None else future.result()
-
-
-def has_magic(pattern: str) -> bool:
-    """Return whether a string has wildcards of `glob`."""
-    return _MAGIC.search(pattern) is not None
 
 
 def _fits(names: tuple[str, ...], parts: tuple[str, ...]) -> bool:

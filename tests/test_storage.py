@@ -337,9 +337,13 @@ def test_values_are_read_ahead_in_the_background() -> None:
     with pytest.raises(ResourceError, match="3"):
         ahead.get(3)
     assert sorted(started) == [0, 1, 2, 3, 9]  # each once, of both requests
-    ahead.request(range(10, 20))
-    assert len(ahead._futures) == 4  # the oldest are forgotten
+    started.clear()
+    ahead.request(range(10, 20))  # more than the limit, at once
     assert [ahead.get(key) for key in range(10, 20)] == [key * key for key in range(10, 20)]
+    assert sorted(started) == list(range(10, 20))  # each once
+    for key in range(20, 30):
+        ahead.request([key])
+    assert len(ahead._futures) == 4  # the oldest are forgotten
 
 
 def test_requests_of_many_paths_overlap_and_keep_their_order(store: Store) -> None:

@@ -36,6 +36,7 @@ from energon_packed import (
 from tests.conftest import Packer
 from tests.internals import (
     PackedFolder,
+    atomic_path,
     check_patch_positions,
     images,
     load_image,
@@ -409,3 +410,10 @@ def test_files_of_a_dataset_that_cannot_be_opened_without_more_files_are_not_inv
     for read, path in ((read_split, folder), (read_metadataset, blend)):
         with no_more_files(), pytest.raises(ResourceError, match=r"\.yaml: Too many open files; .* ulimit -n"):
             read(path)
+
+
+def test_an_error_of_a_file_is_not_its_own_cause(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="disk is full") as raised, atomic_path(tmp_path / "f") as temporary:
+        raise OSError(errno.ENOSPC, "disk is full", str(tmp_path / "other"))
+    assert raised.value.__cause__ is not raised.value
+    assert temporary.parent == tmp_path

@@ -266,7 +266,8 @@ class _MediaReader:
             raise_resource_error(error, path)
             raise ResourceError(f"{path}: {error}; check the file system") from error
         if len(data) < locator.size:
-            change = f"has {as_path(path).stat().st_size} bytes and ends before byte {end}"
+            has = "" if now is None else f"has {now.st_size} bytes and "
+            change = f"{has}ends before byte {end}"
         else:
             change = change_of(data, now, locator.digest, locator.changed)
         if change:

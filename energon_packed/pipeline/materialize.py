@@ -4,6 +4,7 @@ The new dataset equals the dataset of `pack --media copy`, byte for byte: only p
 digest is compared while the images are copied.
 """
 
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -98,7 +99,8 @@ def materialize(
     moved = moved_folders(media_root)
     tars = [source / shard.name for shard in manifest.shards]
     progress = progress or Progress()
-    parent = None if is_remote(output) else output.absolute().parent
+    is_inside = not is_remote(output) and output.exists()  # an empty folder may be a mount, which cannot be replaced
+    parent = None if is_remote(output) else output if is_inside else output.absolute().parent
     if parent:
         parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=parent) as temporary:
@@ -122,9 +124,10 @@ def materialize(
                 ):
                     shutil.copyfileobj(report, out)
         copied = _write_index(source, shards, rows, manifest, [done[tar.name] for tar in tars])
-        if root is not output:
-            if output.exists():
-                output.rmdir()
+        if is_inside:
+            for name in sorted(os.listdir(root)):  # `webdataset` is the last
+                (root / name).rename(output / name)
+        elif root is not output:
             root.rename(output)
     return copied
 

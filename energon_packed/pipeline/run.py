@@ -33,6 +33,7 @@ from energon_packed.pipeline.table import RecordTable
 from energon_packed.pipeline.workspace import FolderLock, Workspace, lock_holder, work_folder
 from energon_packed.pipeline.write import write_index, write_shards
 from energon_packed.shards import PackingManifest
+from energon_packed.shards.media_yaml import refuse_other_media_yaml
 from energon_packed.sources import Source
 from energon_packed.storage import as_path
 
@@ -198,6 +199,8 @@ def pack(
 def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
     reader = open_reader(options, workspace.work, options.part)
     workspace.check_inputs(source.path for source in reader.sources)
+    if options.media == "reference":
+        refuse_other_media_yaml(workspace.root)
     inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
     keys = compute_fingerprints(options, reader.sources, options.part)
     workspace.settings = keys.settings

@@ -40,6 +40,7 @@ from energon_packed.pipeline.write import changed_record, finish_shard, finished
 from energon_packed.shards.nv_meta import index_uuid, write_nv_meta
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
 from energon_packed.storage import is_remote
+from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import BLOCK
 
 Int64 = npt.NDArray[np.int64]
@@ -111,7 +112,8 @@ class MediaWriter:
     def _images(self, source: int, address: int, size: int) -> list[bytes]:
         try:
             return [image.data or b"" for image in self.reader.read(source, address, size).images]
-        except RecordError as error:
+        except (RecordError, OSError) as error:
+            raise_resource_error(error, self.reader.sources[source].path)
             raise self._changed(source, address, str(error)) from error
 
     def _changed(self, source: int, address: int, change: str) -> EnergonPackedError:

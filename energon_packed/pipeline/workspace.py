@@ -103,8 +103,8 @@ class FolderLock:
                 self._claim(self.folder)
         except BaseException as error:
             self.__exit__(type(error), error, None)
-            if isinstance(error, OSError):
-                raise error_of_path(error, self._work / _OWNER) from error
+            if isinstance(error, OSError) and (named := error_of_path(error, self._work / _OWNER)) is not error:
+                raise named from error
             raise
         return self
 
@@ -126,7 +126,8 @@ class FolderLock:
                 )
             target.write_bytes(content)
         try:
-            folder.abort_uploads()
+            for name in ("webdataset", "media", "media-index"):  # other folders below may belong to other runs
+                (folder / name).abort_uploads()
         except StorageError as error:  # a permission of its own, which packing does not need
             _log.info("uploads of killed runs are not aborted: %s", error)
 
@@ -411,6 +412,8 @@ class Workspace:
             *(self.media / ".nv-meta").glob(".*.tmp"),
             *self.root.glob(".lengths.parquet.*.tmp"),
             *self.root.glob(".rejects.jsonl.*.tmp"),
+            *self.root.glob(".media.yaml.*.tmp"),
+            *(self.root / "media-index" / ".nv-meta").glob(".*.tmp"),
         ]
         for leftover in own:
             remove_if_possible(leftover)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from energon_packed import PackingManifest
+from energon_packed import PackingManifest, materialize
 from tests.conftest import FLAVORS, Packer
 from tests.media import pack_media, write_files, write_tar
 from tests.processes import energon_packed
@@ -41,6 +41,14 @@ def test_a_materialized_dataset_equals_a_copied_dataset_byte_for_byte(
         assert done.returncode == 0, done.stderr
         assert _files(tmp_path / str(workers)) == _files(copied)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_materialize_fills_an_empty_folder_that_is_a_link(pack_demo: Packer, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")  # as a mount, it cannot be replaced
+    materialize(pack_demo(media="reference").shards, tmp_path / "link")
+    assert _files(tmp_path / "disk") == _files(pack_demo().shards.parent)
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_materialize_reads_moved_images_and_refuses_changed_ones(tokenizer_dir: Path, tmp_path: Path) -> None:

@@ -274,6 +274,15 @@ def test_large_shards_are_uploaded_in_parts(store: Store, tmp_path: Path, monkey
     assert [upload["Key"] for upload in store.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]] == ["output/g"]
 
 
+def test_a_run_aborts_no_upload_of_another_run(store: Store, build: Any, tmp_path: Path) -> None:
+    keys = ["other/model.bin", "out/inner/webdataset/x.tar", "out/webdataset/killed.tar"]
+    for key in keys:
+        store.client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    build([{"text": "hello there"}], output_dir=URL, work_dir=tmp_path / "work")
+    uploads = {upload["Key"] for upload in store.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]}
+    assert uploads & {*keys} == {*keys[:2]}
+
+
 def test_too_many_rejects_leave_the_reports_alone(store: Store, build: Any, tmp_path: Path) -> None:
     with pytest.raises(RejectLimitError, match=r"s3://bucket/out/rejects\.jsonl"):
         build(["{", "{"], output_dir=URL, work_dir=tmp_path / "work", max_reject_rate=0)

@@ -16,6 +16,7 @@ from megatron.energon.errors import FatalSampleError
 
 from energon_packed import (
     ChatEncoder,
+    ConfigError,
     DataChangedError,
     PackedDataset,
     PackResult,
@@ -74,7 +75,13 @@ def packed(folder: Path, tokenizer: Path, source: str, **options: Any) -> PackRe
                 done = energon("prepare", *flags, inputs[-1].parent)
                 assert done.returncode == 0, done.stderr
     before = _listing(data)
-    settings = {"output_dir": folder / "out", "seq_len": 64, "tokenizer": tokenizer, "workers": 1, "shard_prefix": "p"}
+    settings: dict[str, Any] = {
+        "output_dir": folder / "out",
+        "seq_len": 64,
+        "tokenizer": tokenizer,
+        "workers": 1,
+        "shard_prefix": "p",
+    }
     result = pack(inputs, **{**settings, "media": "reference", **options})
     assert _listing(data) == before
     return result
@@ -180,6 +187,19 @@ def test_media_yaml_and_its_index_are_equal_after_a_repair_and_gone_after_a_copy
         overwrite=True,
     )
     assert files[0].read_text() == "mine: true\n"
+
+
+def test_a_media_yaml_and_a_media_index_of_the_user_stay(tmp_path: Path, tokenizer_dir: Path) -> None:
+    out = tmp_path / "packed"
+    (out / "media-index").mkdir(parents=True)
+    (out / "media-index" / "mine.txt").write_text("mine")
+    (out / "media.yaml").write_text("# my blend")
+    with pytest.raises(ConfigError, match=r"media\.yaml is not a file of energon-packed"):
+        packed(tmp_path, tokenizer_dir, "files", output_dir=out)
+    (out / "media.yaml").unlink()
+    shutil.rmtree(tmp_path / "data")
+    packed(tmp_path, tokenizer_dir, "files", output_dir=out)
+    assert (out / "media-index" / "mine.txt").read_text() == "mine"
 
 
 def test_tars_inside_the_output_folder_have_relative_paths(
