@@ -470,12 +470,13 @@ def _forget(reader: int) -> None:
 _shared = Streams()
 
 
-def open_shared(path: RemotePath) -> BinaryIO:
-    """Return an open stream of an object that all readers of this process share, for `read_range` only.
+def open_shared(path: Path, *, current: bool = False) -> BinaryIO:
+    """Return an open stream that all readers of this process share, for `read_range` only.
 
-    Opening an object takes a request. The caller knows the version that it reads, and does not close the stream.
+    Opening an object takes a request. The caller does not close the stream, and knows the version that it reads, or
+    passes `current` as for `Streams.get`.
 
     Raises:
         OSError, IrregularFile: as `open_regular`.
     """
-    return _shared.get(path)
+    return _shared.get(path, current=current)

@@ -29,6 +29,7 @@ import re
 import stat
 import time
 import zlib
+from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -198,11 +199,11 @@ class RemotePath(PosixPath):
         """List objects and folders."""
         return (path for path, _ in self._entries())
 
-    def glob(self, pattern: str, **options: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
+    def glob(self, pattern: str) -> Iterator["RemotePath"]:  # type: ignore[override]
         """List objects and folders that match; `**` is any number of folders, and at the end everything below."""
         return self._matches(PurePosixPath(pattern).parts)
 
-    def rglob(self, pattern: str, **options: Any) -> Iterator["RemotePath"]:  # type: ignore[override]
+    def rglob(self, pattern: str) -> Iterator["RemotePath"]:  # type: ignore[override]
         """List matches in this folder and all folders below."""
         return self._matches(("**", *PurePosixPath(pattern).parts))
 
@@ -366,11 +367,66 @@ class RemoteReader(io.BufferedReader):
         return self._object.read_range(at, size)
 
 
-class _Object(io.RawIOBase):
+class RangeStream(io.RawIOBase):
+    """A seekable raw stream over a source of byte ranges.
+
+    A subclass has `read_range(at, size)`, which returns bytes from `at`, fewer at the end, and `end()`, the size.
+    """
+
+    _at = 0
+
+    @abstractmethod
+    def read_range(self, at: int, size: int) -> bytes:
+        """Return bytes [at, at + size); fewer at the end."""
+
+    @abstractmethod
+    def end(self) -> int:
+        """Return the size in bytes."""
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move the position.
+
+        Raises:
+            ValueError: it would be negative.
+        """
+        base = self.end() if whence == os.SEEK_END else {os.SEEK_SET: 0, os.SEEK_CUR: self._at}[whence]
+        if base + offset < 0:
+            raise ValueError(f"negative seek position {base + offset}")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: "Buffer") -> int:
+        """Read into a buffer, and return the number of bytes."""
+        view = memoryview(buffer)
+        data = self.read_range(self._at, len(view))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def readall(self) -> bytes:
+        """Return all bytes from the position on."""
+        data = self.read_range(self._at, max(0, self.end() - self._at))
+        self._at += len(data)
+        return data
+
+
+class _Object(RangeStream):
     """Byte ranges of an object as a raw stream."""
 
     def __init__(self, path: RemotePath) -> None:
-        self._path, self._at = path, 0
+        self._path = path
         self._status, self._since = path.stat(), time.monotonic()
         if stat.S_ISDIR(self._status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -383,9 +439,12 @@ class _Object(io.RawIOBase):
             self._status, self._since = self._path.stat(), time.monotonic()
         return self._status
 
+    def end(self) -> int:
+        return self.status().st_size
+
     def read_range(self, at: int, size: int) -> bytes:
         global _blocks
-        size = min(size, self.status().st_size - at)  # stores refuse ranges after the end
+        size = min(size, self.end() - at)  # stores refuse ranges after the end
         if size <= 0 or len(data := self._known(at, size)) == size:
             return b"" if size <= 0 else data
         version = self._version()  # before the request: an object that is replaced in the meantime has a newer version
@@ -395,6 +454,14 @@ class _Object(io.RawIOBase):
             ends = itertools.accumulate(len(block[2]) for block in blocks)
             _blocks = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _BLOCK_BYTES)
         return data
+
+    def readinto(self, buffer: "Buffer") -> int:
+        view = memoryview(buffer)
+        if known := self._known(self._at, len(view)):  # less than the buffer, without a request
+            view[: len(known)] = known
+            self._at += len(known)
+            return len(known)
+        return super().readinto(view)
 
     def _known(self, at: int, size: int) -> bytes:
         """Return up to `size` bytes from `at` of a range that was requested before; b"" if there is none."""
@@ -406,32 +473,6 @@ class _Object(io.RawIOBase):
 
     def _version(self) -> tuple[str, int]:
         return str(self._path), self.status().st_mtime_ns
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at}.get(whence)
-        self._at = max(0, offset + (self.status().st_size if base is None else base))
-        return self._at
-
-    def readinto(self, buffer: "Buffer") -> int:
-        view = memoryview(buffer)
-        data = self._known(self._at, len(view)) or self.read_range(self._at, len(view))
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def readall(self) -> bytes:
-        data = self.read_range(self._at, self.status().st_size - self._at)
-        self._at += len(data)
-        return data
 
 
 def as_path(value: str | Path) -> Path:

@@ -108,7 +108,7 @@ PLACES = {
     "TIMESTAMPS_ADDED": "formats.third_party:TIMESTAMPS_ADDED",
     "image_count": "formats.parts:image_count",
     "complete_parts": "formats.references:complete_parts",
-    "stored_media": "pipeline.stored_media",
+    "stored_media": "pipeline.media.stored",
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",

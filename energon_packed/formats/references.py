@@ -24,12 +24,10 @@ from typing import Any, NamedTuple
 import orjson
 
 from energon_packed.errors import ConfigError, FormatError, ResourceError
-from energon_packed.files import IrregularFile, Streams, read_range, status
 from energon_packed.options import short
-from energon_packed.records.media import MediaReference, PackedImage, change_of
+from energon_packed.records.media import ImageChanged, MediaReference, PackedImage, read_packed
 from energon_packed.records.media import media_digest as media_digest
 from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
-from energon_packed.system import ABSENT, raise_resource_error
 
 MEDIA_PART = "media.json"
 FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
@@ -142,7 +140,7 @@ def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> d
         if locator is not None:
             try:
                 parts[name] = reader.read(locator, requested)
-            except _Changed as change:
+            except ImageChanged as change:
                 if changes is None:
                     raise _packed(locator, raw, name).error(str(change)) from change
                 changes.add(str(change))
@@ -209,10 +207,6 @@ def _cached_reader(folder: str, moved: MediaRoot) -> "_MediaReader":
     return _MediaReader(as_path(folder), moved)
 
 
-class _Changed(Exception):
-    """A file is not the packed file; the message is its path and its change."""
-
-
 class _MediaReader:
     """Reads the referenced media of a dataset.
 
@@ -224,7 +218,6 @@ class _MediaReader:
     def __init__(self, folder: Path, moved: MediaRoot) -> None:
         self._folder = folder
         self._moved = moved
-        self._streams = Streams()
 
     def requested(self, locators: Sequence[Locator]) -> Callable[[Locator], bytes | None]:
         """Return a function that returns the bytes of the locators with a digest in object stores, else None.
@@ -242,37 +235,15 @@ class _MediaReader:
         return lambda locator: known.get(locator[:3])
 
     def read(self, locator: Locator, requested: Callable[[Locator], bytes | None]) -> bytes:
-        """Read and check the bytes of a locator.
-
-        Raises:
-            _Changed: the file changed, or is missing.
-            ResourceError: it cannot be read.
-        """
-        path, now = self._path(locator.file), None
-        end = locator.offset + locator.size
-        try:
-            if (data := requested(locator)) is None:
-                # The file that has this name now: a replaced or removed file must not be read from the file opened
-                # before.
-                stream = self._streams.get(path, current=True)
-                now = status(stream)
-                # Before reading, so that a size in a damaged locator allocates no memory.
-                data = read_range(stream, locator.offset, locator.size) if end <= now.st_size else b""
-        except IrregularFile as error:
-            raise _Changed(f"{path} {error}") from error
-        except (OSError, MemoryError) as error:
-            if isinstance(error, OSError) and error.errno in ABSENT:
-                raise _Changed(f"{path} does not exist ({error.strerror})") from error
-            raise_resource_error(error, path)
-            raise ResourceError(f"{path}: {error}; check the file system") from error
-        if len(data) < locator.size:
-            has = "" if now is None else f"has {now.st_size} bytes and "
-            change = f"{has}ends before byte {end}"
-        else:
-            change = change_of(data, now, locator.digest, locator.changed)
-        if change:
-            raise _Changed(f"{path} {change}")
-        return data
+        """Read and check the bytes of a locator. Raises as `read_packed`."""
+        return read_packed(
+            self._path(locator.file),
+            locator.offset,
+            locator.size,
+            digest=locator.digest,
+            changed=locator.changed,
+            requested=requested(locator),
+        )
 
     def _path(self, file: str) -> Path:
         return as_path(moved_path(_absolute(self._folder, file), self._moved))

@@ -136,7 +136,8 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
     """
     codec = codec or codec_of(raw)
     located = located_images(raw) if MEDIA_PART in raw else {}
-    samples = codec.read(raw)
+    # A missing image is shown with its location: the files of a dataset from others may not be here.
+    samples = codec.read(complete_parts(raw, set()) if located else raw)
     lengths = [sample.length for sample in samples]
     # One unknown length makes the start of every later sample unknown, so no start is shown then.
     starts = [0, *accumulate(length or 0 for length in lengths)]
@@ -195,6 +196,8 @@ def _json(value: Any) -> str:
 
 def _image(name: str, data: bytes, reference: MediaReference | None) -> ImageView:
     file, offset = (None, None) if reference is None else (reference.path, reference.offset)
+    if reference is not None and not data:
+        return ImageView(name, 0, problem="missing, or not the packed image", file=file, offset=offset)
     try:
         # The header is enough for the size, and cheap for damaged or huge images.
         header = read_header(MediaReference(data=data))

@@ -2,8 +2,8 @@
 
     sources ─► measure (chunks, parallel) ─► plan (all lengths at once) ─► write (shards, parallel) ─► index, manifest
 
-Stages: measure.py (with reader.py, chunks.py, table.py), plan.py (with rejects.py), stored_media.py (for references),
-write.py (with media.py); run.py calls them. materialize.py copies referenced images into tars.
+Stages: measure.py (with reader.py, chunks.py, table.py), plan.py (with rejects.py), media/stored.py (for references),
+write.py (with media/locator.py); run.py calls them. media/materialize.py copies referenced images into tars.
 options.py declares PackOptions; config_file.py reads it from YAML. encoders.py: the encoder of every process.
 engine.py, ray_engine.py: processes. workspace.py, run_state.py: output folder, fingerprints. survey.py: lengths alone.
 Every stage writes complete files, in a folder named by the fingerprint of everything that changes its result, so a run
@@ -11,7 +11,7 @@ can be killed at any moment, and a second run reuses the files that exist.
 """
 
 from energon_packed.pipeline.engine import Progress
-from energon_packed.pipeline.materialize import materialize
+from energon_packed.pipeline.media.materialize import materialize
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.run import PackResult, pack
 from energon_packed.pipeline.survey import DryRun, dry_run

@@ -34,7 +34,7 @@ from energon_packed.formats.references import parse_media_root
 from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
-from energon_packed.pipeline.media import MEDIA, MEDIA_CHECKS, Media, MediaCheck
+from energon_packed.pipeline.media.locator import MEDIA, MEDIA_CHECKS, Media, MediaCheck
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.records.normalize import RECORD_WEIGHT, RecordWeight
@@ -313,7 +313,7 @@ class InputOptions(EncoderSettings):
         "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
     )  # fmt: skip
     media_root: Mapping[str, str] = option(
-        dict, help="Folder of images that packs refer to, and its new place.", group=INPUT,
+        dict, help="Folder of images that packs in the input refer to, and its new place; repeatable.", group=INPUT,
         parse=parse_media_root, metavar="OLD=NEW", shown_default="the recorded paths", repeatable=True,
     )  # fmt: skip
     trust_sample_loader: bool = option(

@@ -24,11 +24,11 @@ from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
+from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
 from energon_packed.pipeline.options import PackKeywords, PackOptions
 from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
-from energon_packed.pipeline.stored_media import index_media, remove_unused, store_media
 from energon_packed.pipeline.table import RecordTable
 from energon_packed.pipeline.workspace import FolderLock, Workspace, lock_holder, work_folder
 from energon_packed.pipeline.write import write_index, write_shards

@@ -26,7 +26,7 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, 
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, TokenOffsets, TokenReader
-from energon_packed.pipeline.media import MediaLocator, StoredMedia
+from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_tokens
 from energon_packed.pipeline.reader import RecordReader

@@ -12,17 +12,18 @@ import io
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlparse
 
-from energon_packed.errors import DataChangedError, Reason, RecordError
+from energon_packed.errors import DataChangedError, Reason, RecordError, ResourceError
 from energon_packed.files import IrregularFile, open_regular, open_shared, read_range, status
 from energon_packed.records.fields import shown
-from energon_packed.storage import RemotePath, RemoteReader, as_path, is_remote
+from energon_packed.storage import RangeStream, RemotePath, RemoteReader, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    pass
 
 CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
@@ -42,15 +43,6 @@ class PackedImage(NamedTuple):
     digest: str | None
     changed: tuple[int, int] | None
 
-    def check(self, path: str | os.PathLike[str], data: bytes, status: os.stat_result) -> None:
-        """Compare the bytes that were read, and the status of their file.
-
-        Raises:
-            DataChangedError: they are not the packed image.
-        """
-        if change := change_of(data, status, self.digest, self.changed):
-            raise self.error(f"{path} {change}")
-
     def error(self, change: str) -> DataChangedError:
         """Return the error for a change, such as `PATH has other bytes`."""
         # Ids and names of files may have line breaks, and workers send an error as its last line.
@@ -58,19 +50,53 @@ class PackedImage(NamedTuple):
         return DataChangedError(f"{message}. {CHANGED_REMEDY}")
 
 
-def change_of(data: bytes, status: os.stat_result | None, digest: str | None, changed: Sequence[int] | None) -> str:
-    """Return how an image differs from what a pack recorded, in words; "" if it does not.
+class ImageChanged(Exception):
+    """A file is not the packed file; the message is its path and its change."""
+
+
+def read_packed(
+    path: Path,
+    offset: int,
+    size: int,
+    *,
+    digest: str | None,
+    changed: Sequence[int] | None,
+    requested: bytes | None = None,
+) -> bytes:
+    """Read an image whose location is stored in a pack, and compare its bytes: the only reader of such images.
 
     Args:
-        data: the bytes that were read.
-        status: of their file; None if `changed` is None.
+        path, offset, size: the bytes.
         digest, changed: as in `PackedImage`.
+        requested: the bytes, if they were requested together with others.
+
+    Raises:
+        ImageChanged: the file changed, or is missing.
+        ResourceError: it cannot be read.
     """
+    end, data, now = offset + size, requested, None
+    try:
+        if data is None:
+            # The file that has this name now: a replaced or removed file must not be read from the file opened before.
+            stream = open_shared(path, current=True)
+            now = status(stream)
+            # Before reading, so that a size in a damaged locator allocates no memory.
+            data = read_range(stream, offset, size) if end <= now.st_size else b""
+    except IrregularFile as error:
+        raise ImageChanged(f"{path} {error}") from error
+    except (OSError, MemoryError) as error:
+        if isinstance(error, OSError) and error.errno in ABSENT:
+            raise ImageChanged(f"{path} does not exist ({error.strerror})") from error
+        raise_resource_error(error, path)
+        raise ResourceError(f"{path}: {error}; check the file system") from error
+    if len(data) < size:
+        has = "" if now is None else f"has {now.st_size} bytes and "
+        raise ImageChanged(f"{path} {has}ends before byte {end}")
     if digest is not None and media_digest(data) != digest:
-        return "has other bytes"
-    if changed is not None and status is not None and [status.st_size, status.st_mtime_ns] != list(changed):
-        return "has another size or time of change"
-    return ""
+        raise ImageChanged(f"{path} has other bytes")
+    if changed is not None and now is not None and [now.st_size, now.st_mtime_ns] != list(changed):
+        raise ImageChanged(f"{path} has another size or time of change")
+    return data
 
 
 def media_digest(data: bytes) -> str:
@@ -184,18 +210,19 @@ class MediaReference:
         """
         if self.data is not None:
             return io.BytesIO(self.data)
-        if self.packed is None:
-            return self._open()
+        if self.packed is not None:
+            return io.BytesIO(self._read_packed(self.packed))
+        return self._open()
+
+    def _read_packed(self, packed: PackedImage) -> bytes:
+        path, size = as_path(self.resolved()), self.size
+        assert size is not None  # of every locator
         try:
-            with self._open() as stream:
-                data, now = stream.read(), as_path(self.resolved()).stat()
-        except RecordError as error:
-            raise self.packed.error(error.detail) from error
-        except (OSError, MemoryError) as error:
-            raise_resource_error(error, f"{self.packed.place} is in {self.path}, which cannot be read")
-            raise
-        self.packed.check(self.resolved(), data, now)
-        return io.BytesIO(data)
+            return read_packed(path, self.offset or 0, size, digest=packed.digest, changed=packed.changed)
+        except ImageChanged as change:
+            raise packed.error(str(change)) from change
+        except ResourceError as error:
+            raise ResourceError(f"{packed.place}, cannot be read: {error}") from error
 
     def _open(self) -> BinaryIO:
         path = self.resolved()
@@ -265,42 +292,18 @@ class MediaReference:
         return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
 
 
-class _Window(io.RawIOBase):
+class _Window(RangeStream):
     """A byte range of an open file as a file object; closing it closes the file if it is the owner."""
 
     def __init__(self, stream: BinaryIO, offset: int, size: int, *, is_owner: bool) -> None:
-        self._stream, self._offset, self._size, self._at = stream, offset, size, 0
-        self._is_owner = is_owner
+        self._stream, self._offset, self._size, self._is_owner = stream, offset, size, is_owner
 
-    def readable(self) -> bool:
-        return True
+    def end(self) -> int:
+        return self._size
 
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
-        if base + offset < 0:
-            raise ValueError(f"negative seek position {base + offset}")
-        self._at = base + offset
-        return self._at
-
-    def readinto(self, buffer: "Buffer") -> int:
-        view = memoryview(buffer)
-        count = max(0, min(len(view), self._size - self._at))
-        # The position of the stream, which other readers may share, stays as it is.
-        data = read_range(self._stream, self._offset + self._at, count)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def readall(self) -> bytes:
-        data = read_range(self._stream, self._offset + self._at, max(0, self._size - self._at))
-        self._at += len(data)
-        return data
+    def read_range(self, at: int, size: int) -> bytes:
+        # The position of the file, which other readers may share, stays as it is.
+        return read_range(self._stream, self._offset + at, max(0, min(size, self._size - at)))
 
     def close(self) -> None:
         if self._is_owner:

@@ -93,6 +93,19 @@ def test_inspect_shows_file_offset_and_size_of_each_image_and_extracts_it(data: 
     assert "image" in tokens[0]
 
 
+def test_inspect_shows_the_location_of_images_that_are_not_there(data: Datasets) -> None:
+    data.source.rename(data.source.with_name("elsewhere"))
+    done = energon_packed("inspect", data.out, "--limit", 99, "--json")
+    assert done.returncode == 0, done.stderr
+    packs = [json.loads(line) for line in done.stdout.splitlines() if '"samples"' in line]
+    images = [image for pack in packs for sample in pack["samples"] for image in sample["images"]]
+    assert len(images) == 24
+    assert all(image["file"].startswith(str(data.source)) for image in images)
+    assert {image["problem"] for image in images} == {"missing, or not the packed image"}
+    text = energon_packed("inspect", data.out, "--limit", 1).stdout
+    assert "missing, or not the packed image" in " ".join(text.split())
+
+
 def test_a_report_counts_and_shows_referenced_images(data: Datasets, encoder: ChatEncoder) -> None:
     reports = [gather(PackedFolder.open(out), encoder) for out in (data.out, data.copied)]
     assert [size.images for size in reports[0].measured] == [size.images for size in reports[1].measured]

@@ -30,7 +30,7 @@ from energon_packed.files import atomic_path, remove_tree
 from energon_packed.formats.references import media_digest
 from energon_packed.metadatasets import NV_META
 from energon_packed.pipeline.chunks import MEDIA_ENTRY, MediaEntries, media_file, read_media
-from energon_packed.pipeline.media import PLACE_BITS, StoredMedia
+from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
 from energon_packed.pipeline.plan import Plan, cut_evenly
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState

@@ -6,7 +6,7 @@
 | a member of a tar | the tar, auxiliary dataset `tars` |
 | bytes: cells of tables, base64 in JSON, images of a sample_loader | a tar of `out/media`, auxiliary dataset `media` |
 
-stored_media.py writes `out/media`. `MediaLocator.locate` runs in the write stage, which reads each image once for its
+stored.py writes `out/media`. `MediaLocator.locate` runs in the write stage, which reads each image once for its
 digest, as a copy would.
 """
 
