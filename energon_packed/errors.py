@@ -110,6 +110,9 @@ class Reason(StrEnum):
     NOT_SAMPLED = "not_sampled"
     # Append new reasons here: the chunk files of the restart state store the index of a reason, not its name.
     TURN_NOT_FOUND = "turn_not_found"
+    MISSING_VIDEO = "missing_video"
+    CORRUPT_VIDEO = "corrupt_video"
+    VIDEO_COUNT_MISMATCH = "video_count_mismatch"
 
 
 REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)

@@ -103,6 +103,11 @@ class EncodedSample:
         image_token_id: token that represents image features, or None.
         pixel_values: float32 (patches, patch_dim) of all images, or None.
         image_grid_thw: int64 (images, 3), patches of each image in time, height and width, or None.
+        video_token_id: token that represents video features, or None.
+        pixel_values_videos: float32 (patches, patch_dim) of all video files, or None.
+        video_grid_thw: int64 (videos, 3), patches of each video file in time, height and width, or None.
+        second_per_grid_ts: float64 (videos,), seconds of each step of the grid in time, for models with this
+            argument, or None.
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
         vision_inputs: arguments of a vision tower other than pixel_values and image_grid_thw, or None.
@@ -118,6 +123,10 @@ class EncodedSample:
     image_token_id: int | None = None
     pixel_values: "torch.Tensor | None" = None
     image_grid_thw: "torch.Tensor | None" = None
+    video_token_id: int | None = None
+    pixel_values_videos: "torch.Tensor | None" = None
+    video_grid_thw: "torch.Tensor | None" = None
+    second_per_grid_ts: npt.NDArray[np.float64] | None = None
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
     vision_inputs: VisionInputs | None = None

@@ -5,7 +5,8 @@
 conversation.py: Conversation, Message. normalize.py: the path above, with mapping.py (field maps, adapters) and
 record_formats/. turns.py: a turn in any spelling -> Message. tools.py: function schemas. fields.py: checked values of
 fields. media_fields.py: images and videos that a record lists; unlisted_media.py: media in fields that are not read.
-media.py: MediaReference, the address of the bytes of an image, and the only code that reads them.
+media.py: MediaReference, the address of the bytes of an image or video, and the only code that reads them. video.py:
+VideoReference, a video file and its selected frames.
 """
 
 from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, ROLES, Conversation, Message
@@ -13,18 +14,22 @@ from energon_packed.records.mapping import Adapter, FieldMap
 from energon_packed.records.media import MediaReference
 from energon_packed.records.normalize import normalize
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, register_record_format
+from energon_packed.records.video import VIDEO_PLACEHOLDER, FrameSelection, VideoReference
 
 __all__ = [
     "EXTRA_FIELDS",
     "IMAGE_PLACEHOLDER",
     "ROLES",
+    "VIDEO_PLACEHOLDER",
     "Adapter",
     "Conversation",
     "FieldMap",
+    "FrameSelection",
     "MediaReference",
     "Message",
     "PartialConversation",
     "RecordFormat",
+    "VideoReference",
     "normalize",
     "register_record_format",
 ]

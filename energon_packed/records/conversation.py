@@ -1,6 +1,7 @@
 """Conversation: the output of `normalize` and the input of measuring, packing and encoding.
 
-The position of each image is an `<image>` placeholder in the text; `images[k]` belongs to the k-th placeholder.
+The position of each image is an `<image>` placeholder in the text; `images[k]` belongs to the k-th placeholder. In a
+conversation with video files, the same is true of `<video>` and `videos[k]`; in others, `<video>` is plain text.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.media import MediaReference
+from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
 
 IMAGE_PLACEHOLDER = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
@@ -60,6 +62,7 @@ class Conversation:
         loss_weights: float32 (L,), loss weight of each of the `input_ids`; None if all weights are 1.
         weight: factor of the loss weights of all targets.
         images: one per `<image>` placeholder, in order.
+        videos: video files, one per `<video>` placeholder, in order.
         patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
             all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
@@ -80,6 +83,7 @@ class Conversation:
     loss_weights: npt.NDArray[np.float32] | None = None
     weight: float = 1.0
     images: tuple[MediaReference, ...] = ()
+    videos: tuple[VideoReference, ...] = ()
     patch_positions: tuple[MediaReference, ...] = ()
     tools: Sequence[Any] | None = None
     video: bool = False
@@ -95,6 +99,8 @@ class Conversation:
             self._check_messages()
         elif self.text is not None and self.text.count(IMAGE_PLACEHOLDER) != len(self.images):
             raise _count_mismatch(self.text.count(IMAGE_PLACEHOLDER), len(self.images))
+        if self.videos and self.input_ids is None:
+            self._check_videos()
         tokens = 0 if self.input_ids is None else len(self.input_ids)
         if self.labels is not None and (self.input_ids is None or len(self.labels) != tokens):
             raise RecordError(
@@ -142,7 +148,14 @@ class Conversation:
     @property
     def kind(self) -> str:
         """`text`, `image` or `video`, the groups of `group_by='media'`."""
-        return "video" if self.video else "image" if self.images else "text"
+        return "video" if self.video or self.videos else "image" if self.images else "text"
+
+    def _check_videos(self) -> None:
+        texts = [self.text] if self.text is not None else [message.content for message in self.messages]
+        placeholders = sum([text.count(VIDEO_PLACEHOLDER) for text in texts])
+        if placeholders != len(self.videos):
+            detail = f"{placeholders} {VIDEO_PLACEHOLDER} placeholders for {len(self.videos)} videos"
+            raise RecordError(Reason.VIDEO_COUNT_MISMATCH, detail)
 
     def _check_messages(self) -> None:
         roles = [message.role for message in self.messages]

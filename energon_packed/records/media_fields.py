@@ -14,8 +14,8 @@ from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unused_fields
 from energon_packed.records.media import MediaReference
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, VIDEO_FILES, UnlistedMedia, find_unlisted
+from energon_packed.records.video import VIDEO_PLACEHOLDER
 
-VIDEO_PLACEHOLDER = "<video>"
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 # Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")

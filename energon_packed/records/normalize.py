@@ -37,12 +37,13 @@ from energon_packed.records.fields import (
     unsupported,
     unsupported_field,
 )
-from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media, read_media, references
+from energon_packed.records.media_fields import Media, read_media, references
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, is_turn, keys_of
 from energon_packed.records.unlisted_media import check_unlisted
+from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 RecordWeight = Literal["refuse", "loss"]
 RECORD_WEIGHT: tuple[RecordWeight, ...] = ("refuse", "loss")

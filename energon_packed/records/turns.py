@@ -44,7 +44,8 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
-from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
+from energon_packed.records.media_fields import Media
+from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 _NUMBERS = ("weight", "loss_weight", "loss_scale")
 _FLAGS = ("loss", "train", "training", "loss_mask")

@@ -32,8 +32,9 @@ from energon_packed.records.fields import (
     unsupported,
 )
 from energon_packed.records.media import MediaReference
-from energon_packed.records.media_fields import VIDEO_PLACEHOLDER, Media
+from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
+from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 SEVERAL_CAPTIONS = "several captions: the first is the target"
 _PROMPTS = ("prompt", "question")

@@ -1,0 +1,54 @@
+"""VideoReference: a video file of a record, and the frames of it that a sample has (FrameSelection).
+
+A record names a file. Measuring selects its frames from the packets of the file, without decoding, by the settings of
+the vision family. A pack stores the file and the selection, so that training decodes exactly these frames, whatever
+the settings of the encoder are then.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from energon_packed.records.media import MediaReference
+
+VIDEO_PLACEHOLDER = "<video>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameSelection:
+    """Frames of a video file.
+
+    Attributes:
+        indices: frames in order of presentation, from 0; not decreasing.
+        timestamps: time of presentation of each of them in seconds, from that of frame 0.
+        fps: average frames per second of the file.
+        num_frames: frames of the file.
+        height, width: pixels of an upright frame.
+        resized: (height, width) that frames are resized to; None for families that resize them as images.
+        settings: resolved settings that selected them, by the names of the processors, such as {"fps": 2.0}.
+    """
+
+    indices: tuple[int, ...]
+    timestamps: tuple[float, ...]
+    fps: float
+    num_frames: int
+    height: int
+    width: int
+    resized: tuple[int, int] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoReference:
+    """A video file of a sample.
+
+    Attributes:
+        file: the bytes.
+        frames: the selected frames; None in a record, before it is measured.
+        settings: settings of the record for this video, by the names of the processors, such as {"fps": 1.0}; they
+            win over the settings of the vision family.
+    """
+
+    file: MediaReference
+    frames: FrameSelection | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
