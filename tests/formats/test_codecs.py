@@ -22,8 +22,7 @@ from energon_packed import (
     StoredVideo,
     VideoReference,
 )
-from energon_packed.flavors import load_pack
-from tests.internals import CODECS, codec_for, codec_of
+from tests.internals import CODECS, codec_for, codec_of, load_pack
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
     lambda text: "<image>" not in text and "<video>" not in text
