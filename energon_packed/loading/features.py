@@ -22,8 +22,8 @@ INDEX = "input_ids"
 
 
 def is_features(value: Any) -> bool:
-    """Whether a value is a dict with the token ids of one sample, and neither messages nor images."""
-    return isinstance(value, dict) and "input_ids" in value and "messages" not in value and "images" not in value
+    """Whether a value is a dict with the token ids of one sample, and neither messages nor images nor videos."""
+    return isinstance(value, dict) and "input_ids" in value and not {"messages", "images", "videos"} & value.keys()
 
 
 def from_features(feature: dict[str, Any]) -> EncodedSample:
