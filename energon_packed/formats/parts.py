@@ -188,6 +188,12 @@ def image_count(names: Iterable[str]) -> int:
     return sum(name.rpartition(".")[2].lower() not in _NO_IMAGES and not is_video_part(name) for name in names)
 
 
+def video_count(names: Iterable[str]) -> int:
+    """Return how many videos the member names of a pack have."""
+    stems = (name.partition(".")[0].split("_") for name in names if is_video_part(name))
+    return len({(stem[0], stem[1]) for stem in stems})
+
+
 def _stored(raw: RawPack, name: str) -> StoredImage:
     return StoredImage(name.rpartition(".")[2], _content(raw, name), name)
 
