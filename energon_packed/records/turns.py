@@ -48,7 +48,7 @@ from energon_packed.records.fields import (
 from energon_packed.records.media_fields import Media, has_tags
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
 from energon_packed.records.video_fields import (
-    SETTINGS,
+    FILE_FIELDS,
     VIDEO_KEYS,
     check_video_fields,
     is_video_file,
@@ -106,7 +106,7 @@ _FIELDS = {
     "text": frozenset(("type", "text")),
     "image": frozenset(("type", *_PART_IMAGES)),
     "video": frozenset(("type", "video", "frames")),
-    "video file": frozenset(("type", *VIDEO_KEYS, *SETTINGS)),
+    "video file": FILE_FIELDS,
 }
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import Record, is_given, shown, unsupported_field, unused_fields
 from energon_packed.records.media import MediaReference
-from energon_packed.records.unlisted_media import IMAGE_FILES, IMAGE_OBJECT
+from energon_packed.records.unlisted_media import IMAGE_FILES
 from energon_packed.records.video import SIGNATURE_BYTES, VideoReference, has_video_suffix, is_video_content
 
 Video = VideoReference | list[MediaReference]
@@ -38,17 +38,18 @@ _ALIASES = {"nframes": "num_frames"}
 SETTINGS = ("fps", *_COUNTS)
 _CUT = "the frames of the whole file are sampled; cut the clip into a file of its own, or remove the field"
 _SIZE = "write min_pixels and max_pixels of the video instead"
-PARTS_OF_FILE = (
+# They select a part of a video file in qwen-vl-utils, InternVL, VideoChat2 and LLaVA-NeXT.
+_PARTS_OF_FILE = (
     *("video_start", "video_end", "start", "end", "start_time", "end_time", "start_frame", "end_frame", "clip"),
     *("start_sec", "end_sec", "start_second", "end_second"),
 )
-"""Fields that select a part of a video file in other projects (qwen-vl-utils, InternVL, VideoChat2, LLaVA-NeXT)."""
 _UNSUPPORTED = {
-    **dict.fromkeys(PARTS_OF_FILE, _CUT),
+    **dict.fromkeys(_PARTS_OF_FILE, _CUT),
     **dict.fromkeys(("resized_height", "resized_width"), _SIZE),
     "do_sample_frames": "frames are always sampled; write num_frames of the video, or pass a list of its frames",
 }
-_KNOWN = IMAGE_OBJECT - {"image"} | {"type", "video", "video_url", *SETTINGS}
+FILE_FIELDS = frozenset(("type", *VIDEO_KEYS, *SETTINGS, *_UNSUPPORTED))
+"""Fields of a content part or object with a video file that are read or checked."""
 _LARGEST = 1e12
 _DATA_URL = re.compile(r"data:([^;,\s]*)")
 _LISTED = (".gif",)  # an image in other fields, and decoded as a video by FFmpeg
@@ -118,7 +119,7 @@ def read_video(value: Any, root: str | None, settings: Mapping[str, Any] | None 
     if not isinstance(value, Mapping):
         return VideoReference(file=MediaReference.from_value(value, root, kind="video"), settings=dict(settings or {}))
     check_video_fields(value, "a video")
-    unused_fields(value, _KNOWN, "a video")  # only for its rejections, as for image objects
+    unused_fields(value, FILE_FIELDS, "a video")  # only for its rejections, as for image objects
     inner = next((value[key] for key in VIDEO_KEYS if is_given(value.get(key))), None)
     if isinstance(inner, Mapping) and any(isinstance(deep, Mapping) for deep in inner.values()):
         raise RecordError(Reason.MISSING_VIDEO, "a video is nested in several objects; use a path, url or bytes")
