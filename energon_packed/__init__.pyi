@@ -27,6 +27,7 @@ from .flavors import PackedTokensSample as PackedTokensSample
 from .formats import Codec as Codec
 from .formats import StoredImage as StoredImage
 from .formats import StoredSample as StoredSample
+from .formats import StoredVideo as StoredVideo
 from .formats import register_codec as register_codec
 from .formats import set_media_root as set_media_root
 from .integrations.accelerate import prepare_loader as prepare_loader

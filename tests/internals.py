@@ -100,6 +100,7 @@ PLACES = {
     # errors: bases and messages of errors
     "EngineMismatch": "errors:EngineMismatch",
     # flavors: what Energon calls of a dataset
+    "load_pack": "flavors:load_pack",
     "captioning_sample_loader": "flavors.packed_captioning:sample_loader",
     # files: untrusted text as messages show it
     "visible": "files:visible",
