@@ -42,8 +42,8 @@ class TarContents:
 
     Attributes:
         name: file name of the tar.
-        counts: number of packs, samples, images, videos, selected frames and tokens, and of supervised tokens of the encoded samples; and the
-            sum of the checksums of their loss weights.
+        counts: number of packs, samples, images, videos, selected frames and tokens, and of supervised tokens of the
+            encoded samples; and the sum of the checksums of their loss weights.
         samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         changed: packs with a referenced image that changed, by file and change.
