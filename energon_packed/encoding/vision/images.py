@@ -27,6 +27,7 @@ from PIL import Image, ImageOps
 
 from energon_packed.errors import Reason, RecordError, ResourceError
 from energon_packed.records import MediaReference
+from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 from energon_packed.system import raise_resource_error
 
 _ORIENTATION = 0x0112  # EXIF 2.3, 4.6.4 A: tag 274
@@ -40,10 +41,7 @@ MAX_BYTES = 1 << 30
 _DECODER_BYTES = 16
 """Bytes per pixel of the buffers of a decoder: four components, which OpenJPEG decodes to 32 bits each."""
 _SIXTEEN_BITS = ("PNG", "PPM", "JPEG2000")  # formats whose integers of 32 bits in Pillow are 16 bits in the file
-SIGNATURE_BYTES = 1024
-"""Bytes at the start of a file that are searched for its format."""
-_IMAGE_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"hevc", b"hevx", b"mif1", b"msf1")  # of HEIF and AVIF
-_SIGNATURES = {b"FLV": "flv", b"\x00\x00\x01\xba": "mpg", b"\x30\x26\xb2\x75": "wmv", b"OggS": "ogv"}
+_SIGNATURE_BYTES = 1024  # bytes at the start of a file that are searched for its format
 QUALITY = 95
 _LARGEST_SIDE = 65_500  # pixels, of Pillow's encoder
 
@@ -96,47 +94,19 @@ def load_image(reference: MediaReference) -> Image.Image:
 def sniff_extension(data: bytes) -> str:
     """File extension of an image or video by content.
 
-    Args:
-        data: the file, or at least its first `SIGNATURE_BYTES` if it is a video.
-
     Returns:
-        `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or Pillow's format name; or `mp4`, `mov`, `mkv`, `webm`, `avi`,
-        `ts`, `flv`, `mpg`, `wmv` or `ogv`.
+        `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or Pillow's format name; or that of a `video_extension`.
 
     Raises:
-        RecordError: `corrupt_image`, if it is neither an image nor a video of such a container.
+        RecordError: `corrupt_image`, if it is neither an image nor a video.
     """
     if data.startswith(b"\xff\xd8\xff"):
         return "jpg"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "png"
-    if (container := _container(data[:SIGNATURE_BYTES])) is not None:
+    if (container := video_extension(data[:SIGNATURE_BYTES])) is not None:
         return container
     return read_header(MediaReference(data=data)).extension
-
-
-def is_video(start: bytes) -> bool:
-    """Whether the first `SIGNATURE_BYTES` of a file are those of a video container."""
-    return _container(start) is not None
-
-
-def _container(start: bytes) -> str | None:
-    """File extension of a video container by its first bytes; None for other files."""
-    box = start[4:8]  # ISO/IEC 14496-12: files of QuickTime before 2000 start without `ftyp`
-    if box == b"ftyp":
-        brand = start[8:12]
-        return None if brand in _IMAGE_BRANDS else "mov" if brand == b"qt  " else "mp4"
-    if box in (b"moov", b"mdat", b"free", b"wide", b"skip"):
-        return "mov"
-    if start.startswith(b"\x1a\x45\xdf\xa3"):  # EBML, RFC 8794; the document type is in the header
-        return "webm" if b"webm" in start[:64] else "mkv"
-    if start.startswith(b"RIFF") and start[8:12] == b"AVI ":
-        return "avi"
-    # ISO/IEC 13818-1: packets of 188 bytes, each with the sync byte first; in .m2ts, each after 4 bytes of time
-    for first, second in ((0, 188), (4, 196)):
-        if len(start) > second and start[first] == start[second] == 0x47:
-            return "ts"
-    return next((name for signature, name in _SIGNATURES.items() if start.startswith(signature)), None)
 
 
 def is_upright(data: bytes) -> bool:
@@ -325,7 +295,7 @@ def _unidentified(reference: MediaReference) -> str:
     """Describe a file that Pillow cannot read."""
     with reference.open() as stream:
         try:
-            start = stream.read(SIGNATURE_BYTES)
+            start = stream.read(_SIGNATURE_BYTES)
         except OSError as error:
             raise_resource_error(error, reference.label)
             raise

@@ -19,11 +19,12 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from energon_packed.encoding.vision.images import SIGNATURE_BYTES, is_video, read_header, sniff_extension
+from energon_packed.encoding.vision.images import read_header, sniff_extension
 from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import StoredImage
 from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
+from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote
 
@@ -123,7 +124,7 @@ def _type_and_size(reference: MediaReference) -> tuple[str, int]:
     """File extension by content, and bytes, from the header of an image or the start of a video."""
     with reference.open() as stream:
         start, size = stream.read(SIGNATURE_BYTES), stream.seek(0, os.SEEK_END)
-    if is_video(start):
-        return sniff_extension(start), size
+    if (extension := video_extension(start)) is not None:
+        return extension, size
     header = read_header(reference)
     return header.extension, header.num_bytes
