@@ -48,6 +48,9 @@ PLACES = {
     "write_dataset": "demo:write_dataset",
     "write_tokenizer": "demo:write_tokenizer",
     "CHATML_TEMPLATE": "demo.tokenizer:CHATML_TEMPLATE",
+    "write_video": "demo.videos:write_video",
+    "set_matrix": "demo.videos:set_matrix",
+    "ROTATIONS": "demo.videos:ROTATIONS",
     # encoding: what decides tokens, one step at a time, against Transformers and Jinja; limits against hostile images
     "StoredTokens": "encoding:StoredTokens",
     "TESTED": "encoding.vision.processors:TESTED",

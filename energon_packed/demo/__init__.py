@@ -2,6 +2,7 @@
 
 dataset.py    folder and seed  data.jsonl and its images
 tokenizer.py  strings          folder with a tokenizer, a chat template and image settings
+videos.py     RGB frames       a video file, with PyAV
 """
 
 from energon_packed.demo.dataset import DemoDataset, write_dataset

@@ -40,15 +40,23 @@ class FrameSelection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoReference:
-    """A video file of a sample.
+    """A video of a sample: a video file, or the selected frames of one as images (`pack --extract-frames`).
 
     Attributes:
-        file: the bytes.
-        frames: the selected frames; None in a record, before it is measured.
+        file: the video file; None if only the frames are stored.
+        frames: the selected frames; None in a record, before it is measured. Always set if there is no `file`.
+        images: without a `file`, an image for each of the `frames`, of their height and width. They are frames of a
+            video: the model gets them as it gets the frames of a file.
         settings: settings of the record for this video, by the names of the processors, such as {"fps": 1.0}; they
             win over the settings of the vision family.
     """
 
-    file: MediaReference
+    file: MediaReference | None
     frames: FrameSelection | None = None
+    images: tuple[MediaReference, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> tuple[MediaReference, ...]:
+        """The video file, or the images of its frames."""
+        return self.images if self.file is None else (self.file,)
