@@ -225,7 +225,12 @@ class ChatEncoder(Processor):
             return sample
         grids = NO_IMAGES if pixels.video_grids is None else pixels.video_grids.numpy()
         positions = self.vision.position_ids(
-            sample.input_ids, self.image_token_id, pixels.grids, self.rules.video_token_id, grids, pixels.second_per_grid_ts
+            sample.input_ids,
+            self.image_token_id,
+            pixels.grids,
+            self.rules.video_token_id,
+            grids,
+            pixels.second_per_grid_ts,
         )
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.video_values is not None:

@@ -344,7 +344,7 @@ class Processor(ABC):
 
     def _measure(self, conversation: Conversation, keep_tokens: bool) -> Measurement:
         try:
-            files = [video.file for video in conversation.videos]
+            files = [file for video in conversation.videos for file in video.files]
             media = sum(len(m.read()) for m in (*conversation.images, *files, *conversation.patch_positions))
             sample = self._weighted(conversation, self.encode(conversation))
         except RecordError as error:

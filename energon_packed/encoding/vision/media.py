@@ -195,10 +195,15 @@ def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelecti
     """Return the frames of a video and its size in bytes."""
     # What was packed is trained, whatever the settings of this family are.
     if video.frames is not None:
-        with video.file.open() as stream:
-            return video.frames, stream.seek(0, 2)
+        return video.frames, sum([_num_bytes(file) for file in video.files])
+    assert video.file is not None, "a video without a file has its frames"
     info = read_video_info(video.file)
     return vision.select_frames(info, video.settings), info.num_bytes
+
+
+def _num_bytes(file: MediaReference) -> int:
+    with file.open() as stream:
+        return stream.seek(0, 2)
 
 
 def _video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
@@ -214,24 +219,30 @@ def _in_text_order(conversation: Conversation, images: Sequence[T], videos: Sequ
         return [*images, *chain.from_iterable(videos)]
     of_images, of_videos = iter(images), iter(videos)
     names = [name for text in _texts(conversation) for name in _PLACEHOLDERS.findall(text)]
-    return list(chain.from_iterable([[next(of_images)] if name == IMAGE_PLACEHOLDER else next(of_videos) for name in names]))
+    return list(
+        chain.from_iterable([[next(of_images)] if name == IMAGE_PLACEHOLDER else next(of_videos) for name in names])
+    )
 
 
 def _texts(conversation: Conversation) -> list[str]:
     return [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
 
 
-def with_frames_as_images(conversation: Conversation, vision: VisionFamily, frames: Sequence[FrameSelection]) -> Conversation:
+def with_frames_as_images(
+    conversation: Conversation, vision: VisionFamily, frames: Sequence[FrameSelection]
+) -> Conversation:
     """Return a conversation whose videos are images, one for each selected frame, to render its text.
 
-    The images of a video are references to the file itself, since only their number counts.
+    Only the number of the images of a video counts: they refer to its file.
     """
     selections = iter(frames)
 
     def spelled(text: str) -> str:
         return re.sub(VIDEO_PLACEHOLDER, lambda _: vision.frames_text(next(selections)), text)
 
-    files = [[video.file] * len(selection.indices) for video, selection in zip(conversation.videos, frames, strict=True)]
+    files = [
+        [video.files[0]] * len(selection.indices) for video, selection in zip(conversation.videos, frames, strict=True)
+    ]
     return replace(
         conversation,
         messages=tuple([message._replace(content=spelled(message.content)) for message in conversation.messages]),
@@ -263,7 +274,10 @@ def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
     for image in conversation.images:
         load_image(image)
     for video in conversation.videos:
-        check_video(video.file)
+        if video.file is not None:
+            check_video(video.file)
+        for frame in video.images:
+            load_image(frame)
     return len(conversation.images)
 
 
@@ -309,7 +323,10 @@ def _decoded(
 
 def _frames(video: VideoReference, selection: FrameSelection) -> Iterator[UInt8]:
     """Yield the selected frames of a video, upright RGB, uint8 (height, width, 3) each."""
-    return decode_frames(video.file, selection)
+    if video.file is not None:
+        yield from decode_frames(video.file, selection)
+    for frame in video.images:
+        yield np.asarray(load_image(frame))
 
 
 def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pixels) -> Int64 | None:

@@ -128,9 +128,7 @@ class Pixels:
         return [int(count) for count in self.grids.prod(axis=1)]
 
 
-def expanded(
-    ids: Int64, labels: Int64, tokens: Sequence[int | None], runs: Sequence[ImageRun]
-) -> tuple[Int64, Int64]:
+def expanded(ids: Int64, labels: Int64, tokens: Sequence[int | None], runs: Sequence[ImageRun]) -> tuple[Int64, Int64]:
     """Replace each image token and video token by the tokens of its image or video.
 
     Args:
