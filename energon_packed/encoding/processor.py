@@ -373,8 +373,8 @@ class StoredTokens(Processor):
         ids, labels = conversation.input_ids, conversation.labels
         if ids is None or conversation.images or conversation.videos:
             raise ConfigError(
-                f"sample {conversation.id} has {'text' if ids is None else 'images or videos'}, which an encoder must turn into "
-                "tokens and pixels: pass ChatEncoder.from_pretrained(...)"
+                f"sample {conversation.id} has {'text' if ids is None else 'images or videos'}, which an encoder must "
+                "turn into tokens and pixels: pass ChatEncoder.from_pretrained(...)"
             )
         batch = TokenBatch(ids, ids if labels is None else labels, np.array([0, len(ids)]), conversation.loss_weights)
         weights = batch.scaled([conversation.weight]).loss_weights

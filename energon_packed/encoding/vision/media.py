@@ -1,8 +1,8 @@
 """Media of a conversation: images, videos and .npy files -> token counts and bytes, or pixels and positions.
 
 Token counts come from the headers of images and from the packets of videos, without decoding. The frames of a video
-are those that were selected when it was packed, or else those that the family selects now. For a family without a video
-token, frames are images.
+are those that were selected when it was packed, or else those that the family selects now. For a family without a
+video token, frames are images.
 
 Patch positions are .npy files of integers (patches, 3) as (t, h, w): a file per image, or a single file for all frames
 of a video. Patches are in one of two orders:
