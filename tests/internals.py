@@ -100,6 +100,7 @@ PLACES = {
     # errors: bases and messages of errors
     "EngineMismatch": "errors:EngineMismatch",
     # flavors: what Energon calls of a dataset
+    "load_pack": "flavors:load_pack",
     "captioning_sample_loader": "flavors.packed_captioning:sample_loader",
     # files: untrusted text as messages show it
     "visible": "files:visible",
@@ -198,6 +199,8 @@ PLACES = {
     "parse_json": "records.fields:parse_json",
     "mapping": "records.mapping",
     "NO_PLACEHOLDER": "records.normalize:NO_PLACEHOLDER",
+    "VIDEO_SUFFIXES": "records.video:VIDEO_SUFFIXES",
+    "is_video_content": "records.video:is_video_content",
     "CALLS_IN_TEXT": "records.tools:CALLS_IN_TEXT",
     "TOOLS_IN_TEXT": "records.tools:TOOLS_IN_TEXT",
     # shards: files of a dataset, to read, damage and repair them

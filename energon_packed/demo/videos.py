@@ -16,6 +16,7 @@ from energon_packed.errors import ConfigError
 
 _MUXERS = {"mkv": "matroska", "ts": "mpegts", "mpg": "mpeg", "wmv": "asf"}  # extensions that are no name of a muxer
 _PIXEL_FORMATS = {"mjpeg": "yuvj420p", "prores": "yuv422p10le", "prores_ks": "yuv422p10le"}
+_OPTIONS = {"libx264": {"preset": "ultrafast"}}  # the decisions of slower presets differ between runs
 _SAMPLE_RATE = 44_100  # hertz of the audio track
 ROTATIONS = {  # clockwise degrees that a player rotates by -> a, b, c, d of the matrix, ISO/IEC 14496-12, 6.2.2
     0: (1, 0, 0, 1),
@@ -67,7 +68,9 @@ def write_video(
     # Without `bitexact`, muxers write the version of FFmpeg and random numbers.
     settings = {"fflags": "+bitexact", **(muxer_options or {})}
     with av.open(str(path), "w", format=muxer or _MUXERS.get(extension, extension), container_options=settings) as out:
-        stream: Any = out.add_stream(codec, rate=rate, options={"threads": "1", **(options or {})})
+        stream: Any = out.add_stream(
+            codec, rate=rate, options={"threads": "1"} | _OPTIONS.get(codec, {}) | dict(options or {})
+        )
         stream.codec_context.time_base = 1 / rate
         stream.pix_fmt = pixel_format or _PIXEL_FORMATS.get(codec, "yuv420p")
         tone: Any = (
