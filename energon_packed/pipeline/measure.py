@@ -29,6 +29,7 @@ from energon_packed.pipeline.chunks import (
     KINDS,
     SCHEMA,
     STATUSES,
+    VIDEO_COLUMNS,
     WEIGHTED,
     Chunk,
     MediaFiles,
@@ -233,7 +234,7 @@ class Measurer:
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk in batches of records and write its files."""
-        columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS)}
         counts: StringCounts = {name: Counter() for name in COUNTED}
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
