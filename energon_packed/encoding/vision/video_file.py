@@ -48,7 +48,7 @@ _MOST_BETWEEN_PACKETS = 1 << 28  # bytes that are read for one packet, as large 
 _OPEN_MEMORY = 1 << 29  # bytes that reading of header and index may allocate
 _MOST_WAITING = 1 << 26  # bytes of packets that are kept until the next keyframe is known
 _WORTH_A_SEEK = 1 << 20  # bytes of packets; reading them takes as long as a seek
-_BLOCK, _REMOTE_BLOCK = 1 << 16, 1 << 20  # bytes per read: a request of an object takes longer than 1 MiB
+_BLOCK, _REMOTE_BLOCK = 1 << 15, 1 << 20  # bytes per read: a request of an object takes longer than 1 MiB
 # Names of the demuxers; other formats of FFmpeg read other files (playlists), devices, or images.
 _DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf"
 _CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv or wmv"
@@ -249,6 +249,9 @@ class _Video:
         _check_pixels(width, height)
         self.stored_size = (height, width)
         self.time_base: Fraction = stream.time_base
+        for other in container.streams:
+            if other.index != stream.index and hasattr(other, "discard"):  # since PyAV 18
+                other.discard = av.stream.Discard.all
         self.is_interlaced = getattr(self.context, "field_order", 0) > 1
         # AVI and others store times of decoding, which are not those of presentation if frames are reordered.
         self.has_times = self.demuxer in _TIMED or not self.context.has_b_frames
@@ -414,10 +417,15 @@ def _packet_times(video: _Video) -> _Times:
         # Decoders may drop frames before the first keyframe: they need frames that are not in the file.
         if time is not None and first is not None and time < first:
             shows = False
-        for _ in range(_num_shown(video.codec, memoryview(packet)) if hides else 1):
-            dts.append(_NO_TIME if packet.dts is None else packet.dts)
-            is_complete = is_complete and time is not None
-            pts.append(time or 0)
+        count = _num_shown(video.codec, memoryview(packet)) if hides else 1
+        if not count:
+            continue
+        if time is None:
+            time, is_complete = 0, False
+        decoded = packet.dts
+        for _ in range(count):
+            pts.append(time)
+            dts.append(_NO_TIME if decoded is None else decoded)
     return _Times(pts, dts, is_complete, shows)
 
 
