@@ -27,6 +27,7 @@ from .flavors import PackedTokensSample as PackedTokensSample
 from .formats import Codec as Codec
 from .formats import StoredImage as StoredImage
 from .formats import StoredSample as StoredSample
+from .formats import StoredVideo as StoredVideo
 from .formats import register_codec as register_codec
 from .formats import set_media_root as set_media_root
 from .integrations.accelerate import prepare_loader as prepare_loader
@@ -85,10 +86,12 @@ from .pipeline import pack as pack
 from .records import Adapter as Adapter
 from .records import Conversation as Conversation
 from .records import FieldMap as FieldMap
+from .records import FrameSelection as FrameSelection
 from .records import MediaReference as MediaReference
 from .records import Message as Message
 from .records import PartialConversation as PartialConversation
 from .records import RecordFormat as RecordFormat
+from .records import VideoReference as VideoReference
 from .records import normalize as normalize
 from .records import register_record_format as register_record_format
 from .shards import PackingManifest as PackingManifest

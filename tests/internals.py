@@ -48,6 +48,9 @@ PLACES = {
     "write_dataset": "demo:write_dataset",
     "write_tokenizer": "demo:write_tokenizer",
     "CHATML_TEMPLATE": "demo.tokenizer:CHATML_TEMPLATE",
+    "write_video": "demo.videos:write_video",
+    "set_matrix": "demo.videos:set_matrix",
+    "ROTATIONS": "demo.videos:ROTATIONS",
     # encoding: what decides tokens, one step at a time, against Transformers and Jinja; limits against hostile images
     "StoredTokens": "encoding:StoredTokens",
     "TESTED": "encoding.vision.processors:TESTED",
@@ -97,6 +100,7 @@ PLACES = {
     # errors: bases and messages of errors
     "EngineMismatch": "errors:EngineMismatch",
     # flavors: what Energon calls of a dataset
+    "load_pack": "flavors:load_pack",
     "captioning_sample_loader": "flavors.packed_captioning:sample_loader",
     # files: untrusted text as messages show it
     "visible": "files:visible",
@@ -195,6 +199,8 @@ PLACES = {
     "parse_json": "records.fields:parse_json",
     "mapping": "records.mapping",
     "NO_PLACEHOLDER": "records.normalize:NO_PLACEHOLDER",
+    "VIDEO_SUFFIXES": "records.video:VIDEO_SUFFIXES",
+    "is_video_content": "records.video:is_video_content",
     "CALLS_IN_TEXT": "records.tools:CALLS_IN_TEXT",
     "TOOLS_IN_TEXT": "records.tools:TOOLS_IN_TEXT",
     # shards: files of a dataset, to read, damage and repair them

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_packed.demo.videos import write_video
+from tests.internals import ROTATIONS, set_matrix, write_video
 
 Frame = NDArray[np.uint8]
 _ROWS, _COLUMNS = 3, 4  # blocks of a frame: the first is always light, the others are the bits of the number
@@ -33,12 +33,6 @@ CODECS = {
 }
 """Encoders, and the extensions of the containers that can store their packets."""
 COMBINATIONS = [(codec, extension) for codec, extensions in CODECS.items() for extension in extensions]
-ROTATIONS = {  # clockwise degrees that a player rotates by -> a, b, c, d of the matrix, ISO/IEC 14496-12, 6.2.2
-    0: (1, 0, 0, 1),
-    90: (0, 1, -1, 0),
-    180: (-1, 0, 0, -1),
-    270: (0, -1, 1, 0),
-}
 
 
 def numbered(number: int, width: int = 64, height: int = 48) -> Frame:
@@ -135,23 +129,6 @@ def make_video(
         a, b, c, d = ROTATIONS[rotation]
         set_matrix(path, a, b, c, d, *stored)
     return path
-
-
-def set_matrix(path: Path, a: float, b: float, c: float, d: float, width: int = 0, height: int = 0) -> None:
-    """Store the matrix (a b; c d) of a display in the track headers of an mp4: ISO/IEC 14496-12, 6.2.2 and 8.3.2.
-
-    `width` and `height` are the sides of a stored frame, for the offset that keeps the picture at positive positions.
-    """
-    data = bytearray(path.read_bytes())
-    at = -1
-    while (at := data.find(b"tkhd", at + 1)) >= 0:
-        version = data[at + 4]
-        matrix = at + 4 + (52 if version else 40)
-        x, y = max(0.0, -(a * width), -(c * height)), max(0.0, -(b * width), -(d * height))
-        numbers = [round(value * 65536) for value in (a, b)], [round(value * 65536) for value in (c, d)]
-        offsets = [round(value * 65536) for value in (x, y)]
-        data[matrix : matrix + 36] = struct.pack(">9i", *numbers[0], 0, *numbers[1], 0, *offsets, 1 << 30)
-    path.write_bytes(data)
 
 
 def decoded(path: Path) -> list[tuple[float | None, Frame]]:

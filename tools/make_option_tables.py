@@ -24,7 +24,7 @@ TABLES: dict[str, tuple[str, type[Any]]] = {
     "verify": ("inspect.md", EncoderSettings),
 }
 _WITHOUT_DEFAULTS = (EncoderSettings,)  # `verify` reads options that are not passed from packing.json
-_GROUPS = ("Input", "Tokens", "Images", "Packing", "Output", "Run")
+_GROUPS = ("Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run")
 
 
 def table(cls: type[Any]) -> str:

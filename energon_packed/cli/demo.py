@@ -16,6 +16,8 @@ from energon_packed.pipeline import PackOptions
 
 _MAX_REJECT_RATE = 0.5  # some generated records are invalid on purpose
 _SHOWN_BATCHES = 3
+_SHOWN = ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid_thw", "pixel_values_videos",
+          "video_grid_thw", "second_per_grid_ts")  # fmt: skip
 
 
 @click.command()
@@ -23,7 +25,8 @@ _SHOWN_BATCHES = 3
               show_default=True, help="Folder for everything that the demo creates.")  # fmt: skip
 @click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
 @click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens in one row.")
-def command(output_dir: Path, records: int, seq_len: int) -> None:
+@click.option("--videos", is_flag=True, help="Also generate videos; needs pip install 'energon-packed[video]'.")
+def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
     """Generate a small dataset and a tokenizer, pack it, and load one epoch of padding-free batches.
 
     Works without a network: images and conversations are generated, and the tokenizer is trained on them.
@@ -34,9 +37,10 @@ def command(output_dir: Path, records: int, seq_len: int) -> None:
     # The demo packs with `overwrite`, which must not replace a dataset of the user.
     if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):
         raise ConfigError(f"{output_dir} contains a dataset that the demo did not write. Pass another `output_dir`.")
-    console.print(f"Drawing images and writing {records} conversations to {source} ...", soft_wrap=True)
-    data = write_dataset(source, records=records)
-    tokenizer = write_tokenizer(source / "tokenizer", data.texts)
+    media = "images and videos" if videos else "images"
+    console.print(f"Drawing {media} and writing {records} conversations to {source} ...", soft_wrap=True)
+    data = write_dataset(source, records=records, videos=videos)
+    tokenizer = write_tokenizer(source / "tokenizer", data.texts, videos=videos)
     arguments = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
     arguments += ["--max-reject-rate", _MAX_REJECT_RATE]
     console.print(f"\n$ energon-packed {shlex.join(map(str, arguments))}\n", soft_wrap=True)
@@ -59,11 +63,7 @@ def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
     batches = samples = tokens = supervised = 0
     for batch in loader:
         if batches < _SHOWN_BATCHES:
-            shapes = {
-                name: tuple(value.shape)
-                for name in ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid_thw")
-                if (value := getattr(batch, name)) is not None
-            }
+            shapes = {name: tuple(value.shape) for name in _SHOWN if (value := getattr(batch, name, None)) is not None}
             console.print(f"  batch {batches}: {batch.num_samples} samples, " +
                           ", ".join(f"{name} {shape}" for name, shape in shapes.items()), soft_wrap=True)  # fmt: skip
         batches += 1

@@ -22,7 +22,7 @@ from energon_packed.storage import as_path, is_remote
 
 MESSAGES = "Messages"
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
-_GROUPS = ("Options", "Input", "Tokens", "Images", "Packing", "Output", "Run", "Table", MESSAGES)
+_GROUPS = ("Options", "Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run", "Table", MESSAGES)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 

@@ -1,6 +1,7 @@
 """Generate a synthetic dataset and a tokenizer offline, for `energon-packed demo`, tests and benchmarks.
 
-dataset.py    folder and seed  data.jsonl and its images
+dataset.py    folder and seed  data.jsonl, its images and videos
+clips.py      random values    a video of the dataset
 tokenizer.py  strings          folder with a tokenizer, a chat template and image settings
 videos.py     RGB frames       a video file, with PyAV
 """

@@ -1,7 +1,7 @@
-"""Generate the demo dataset: a folder and a seed in, data.jsonl and its images out.
+"""Generate the demo dataset: a folder and a seed in, data.jsonl and its images and videos out.
 
-The conversations are about generated images and simple arithmetic, in several record formats. Some records are invalid
-on purpose. The same seed always results in the same records.
+The conversations are about generated images and videos and simple arithmetic, in several record formats. Some records
+are invalid on purpose. The same seed always results in the same records.
 """
 
 import json
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
+
+from energon_packed.demo.clips import draw_changing, draw_moving
 
 Record = dict[str, Any]
 _PLACES = ("library", "harbour", "market", "workshop", "garden", "station", "kitchen", "observatory")
@@ -99,27 +101,36 @@ class DemoDataset:
     texts: list[str]
 
 
-def write_dataset(folder: Path, *, records: int = 400, broken: int = 6, seed: int = 0) -> DemoDataset:
-    """Write `records` lines to `folder/data.jsonl` and their images to `folder/images`.
+def write_dataset(
+    folder: Path, *, records: int = 400, broken: int = 6, seed: int = 0, videos: bool = False
+) -> DemoDataset:
+    """Write `records` lines to `folder/data.jsonl`, their images to `folder/images` and videos to `folder/videos`.
 
     Args:
         folder: created if missing.
         records: number of lines, including invalid lines.
         broken: number of invalid lines: malformed JSON, missing and truncated images, unknown roles and others.
         seed: the same seed produces the same files.
+        videos: three of ten records have videos, and two of eight invalid records.
+
+    Raises:
+        ConfigError: `videos` without PyAV.
     """
     rng = random.Random(seed)
     images = folder / "images"
     images.mkdir(parents=True, exist_ok=True)
     # The records cycle through all formats, so that a dataset of any size contains each of them.
-    makers = (_text_only, _story, _caption, _compare, _typed_parts, _several_turns, _sharegpt)
+    makers = [_text_only, _story, _caption, _compare, _typed_parts, _several_turns, _sharegpt]
+    if videos:
+        (folder / "videos").mkdir(exist_ok=True)
+        makers += [_moving_video, _changing_video, _video_and_image]
     lines, texts = [], []
     for index in range(records - broken):
         record = makers[index % len(makers)](rng, images, index)
         record["id"] = f"demo-{index:05d}"
         lines.append(json.dumps(record))
         texts += _strings(record)
-    bad = _broken_lines(images)
+    bad = _broken_lines(images) + (_broken_videos(folder / "videos") if videos else [])
     for index in range(broken):
         # Invalid records are spread over the file, as in real data.
         lines.insert(rng.randrange(len(lines) + 1), bad[index % len(bad)])
@@ -216,6 +227,55 @@ def _sharegpt(rng: random.Random, images: Path, index: int) -> Record:
             {"from": "gpt", "value": ", ".join(sorted(words))},
         ]
     }
+
+
+def _moving_video(rng: random.Random, images: Path, index: int) -> Record:
+    video = draw_moving(rng, images.with_name("videos"), f"{index:05d}", index, COLORS)
+    return {
+        "messages": [
+            {"role": "user", "content": "<video>\nWhat moves, and where?"},
+            {"role": "assistant", "content": video.description()},
+        ],
+        "videos": [f"videos/{video.name}"],
+    }
+
+
+def _changing_video(rng: random.Random, images: Path, index: int) -> Record:
+    video = draw_changing(rng, images.with_name("videos"), f"{index:05d}", index, COLORS)
+    part: Record = {"type": "video", "video": f"videos/{video.name}"}
+    if index % 2:
+        part["fps"] = 4.0  # a setting of the record, for this video
+    return {
+        "messages": [
+            {"role": "user", "content": [part, {"type": "text", "text": "When does the color change?"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": video.description()}]},
+        ]
+    }
+
+
+def _video_and_image(rng: random.Random, images: Path, index: int) -> Record:
+    image = _draw(rng, images, index)
+    video = draw_moving(rng, images.with_name("videos"), f"{index:05d}", index, COLORS)
+    count = image.count(video.shape)
+    return {
+        "conversations": [
+            {"from": "human", "value": "<image>\n<video>\nHow often is the figure of the video in the picture?"},
+            {"from": "gpt", "value": f"The figure is a {video.shape}. I count {count} in the picture."},
+        ],
+        "images": [f"images/{image.name}"],
+        "videos": [f"videos/{video.name}"],
+    }
+
+
+def _broken_videos(videos: Path) -> list[str]:
+    # A video that was not copied completely, and a video that is not there.
+    whole = sorted(videos.glob("*.mkv"))[0].read_bytes()
+    (videos / "cut.mkv").write_bytes(whole[: len(whole) // 2])
+    turns = [{"role": "user", "content": "<video>Hi"}, {"role": "assistant", "content": "Hello."}]
+    return [
+        json.dumps({"id": "broken-cut-video", "messages": turns, "videos": ["videos/cut.mkv"]}),
+        json.dumps({"id": "broken-missing-video", "messages": turns, "videos": ["videos/none.mp4"]}),
+    ]
 
 
 def _broken_lines(images: Path) -> list[str]:

@@ -35,9 +35,20 @@ _PREPROCESSOR = {
     "min_pixels": 56 * 56,
     "max_pixels": 28 * 28 * 256,
 }
+# Limits of each frame, small for the same reason.
+_VIDEO_PREPROCESSOR = {
+    "video_processor_type": "Qwen2VLVideoProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "patch_size": 14,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 16},
+}
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 2000, vision: bool = True) -> Path:
+def write_tokenizer(
+    folder: Path, texts: Iterable[str], *, vocab_size: int = 2000, vision: bool = True, videos: bool = False
+) -> Path:
     """Train a tokenizer and save it.
 
     Args:
@@ -45,6 +56,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 200
         texts: strings to train on.
         vocab_size: number of tokens, including special tokens.
         vision: also save Qwen2.5-VL image settings (preprocessor_config.json).
+        videos: also save Qwen2.5-VL video settings (video_preprocessor_config.json).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -71,4 +83,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str], *, vocab_size: int = 200
     wrapped.save_pretrained(str(folder))
     if vision:
         (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSOR, indent=2) + "\n", encoding="utf-8")
+    if videos:
+        settings = json.dumps(_VIDEO_PREPROCESSOR, indent=2) + "\n"
+        (folder / "video_preprocessor_config.json").write_text(settings, encoding="utf-8")
     return folder

@@ -3,6 +3,7 @@
 The same frames and settings result in the same bytes, with the same build of PyAV.
 """
 
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -15,7 +16,14 @@ from energon_packed.errors import ConfigError
 
 _MUXERS = {"mkv": "matroska", "ts": "mpegts", "mpg": "mpeg", "wmv": "asf"}  # extensions that are no name of a muxer
 _PIXEL_FORMATS = {"mjpeg": "yuvj420p", "prores": "yuv422p10le", "prores_ks": "yuv422p10le"}
+_OPTIONS = {"libx264": {"preset": "ultrafast"}}  # the decisions of slower presets differ between runs
 _SAMPLE_RATE = 44_100  # hertz of the audio track
+ROTATIONS = {  # clockwise degrees that a player rotates by -> a, b, c, d of the matrix, ISO/IEC 14496-12, 6.2.2
+    0: (1, 0, 0, 1),
+    90: (0, 1, -1, 0),
+    180: (-1, 0, 0, -1),
+    270: (0, -1, 1, 0),
+}
 
 
 def write_video(
@@ -60,7 +68,9 @@ def write_video(
     # Without `bitexact`, muxers write the version of FFmpeg and random numbers.
     settings = {"fflags": "+bitexact", **(muxer_options or {})}
     with av.open(str(path), "w", format=muxer or _MUXERS.get(extension, extension), container_options=settings) as out:
-        stream: Any = out.add_stream(codec, rate=rate, options={"threads": "1", **(options or {})})
+        stream: Any = out.add_stream(
+            codec, rate=rate, options={"threads": "1"} | _OPTIONS.get(codec, {}) | dict(options or {})
+        )
         stream.codec_context.time_base = 1 / rate
         stream.pix_fmt = pixel_format or _PIXEL_FORMATS.get(codec, "yuv420p")
         tone: Any = (
@@ -80,6 +90,23 @@ def write_video(
         if tone is not None:
             _add_tone(av, out, tone, float(count / rate))
     return path
+
+
+def set_matrix(path: Path, a: float, b: float, c: float, d: float, width: int = 0, height: int = 0) -> None:
+    """Store the matrix (a b; c d) of a display in the track headers of an mp4: ISO/IEC 14496-12, 6.2.2 and 8.3.2.
+
+    `width` and `height` are the sides of a stored frame, for the offset that keeps the picture at positive positions.
+    """
+    data = bytearray(path.read_bytes())
+    at = -1
+    while (at := data.find(b"tkhd", at + 1)) >= 0:
+        version = data[at + 4]
+        matrix = at + 4 + (52 if version else 40)
+        x, y = max(0.0, -(a * width), -(c * height)), max(0.0, -(b * width), -(d * height))
+        numbers = [round(value * 65536) for value in (a, b)], [round(value * 65536) for value in (c, d)]
+        offsets = [round(value * 65536) for value in (x, y)]
+        data[matrix : matrix + 36] = struct.pack(">9i", *numbers[0], 0, *numbers[1], 0, *offsets, 1 << 30)
+    path.write_bytes(data)
 
 
 def _add_tone(av: Any, out: Any, stream: Any, seconds: float) -> None:

@@ -133,6 +133,13 @@ class ChatEncoder(Processor):
         min_pixels: int | None = None,
         max_pixels: int | None = None,
         patch_order: PatchOrder = "auto",
+        fps: float | None = None,
+        num_frames: int | None = None,
+        min_frames: int | None = None,
+        max_frames: int | None = None,
+        video_min_pixels: int | None = None,
+        video_max_pixels: int | None = None,
+        total_pixels: int | None = None,
         loss_on: LossOn = "assistant",
         tokenizer_engine: EngineName = "auto",
         allow_special_in_text: bool = False,
@@ -151,6 +158,11 @@ class ChatEncoder(Processor):
             patch_size, merge_size: pixels of a patch side, patches merged along each side into one token.
             min_pixels, max_pixels: limits of the resized image in pixels.
             patch_order: order of patches in .npy files of positions: `row`, `block`, or `auto` (by their content).
+            fps: selected frames per second of a video file, at least `min_frames` and at most `max_frames`.
+            num_frames: number of selected frames, in place of `fps`.
+            min_frames, max_frames: limits of the number of frames that `fps` selects.
+            video_min_pixels, video_max_pixels: limits of a resized frame of a video file in pixels.
+            total_pixels: limit of all its resized frames together; a pair of frames counts as one.
             loss_on: `assistant` (every assistant turn), `last` (only the last) or `all` (all text).
             tokenizer_engine: `tokenizers`, `fastokens`, or `auto`: fastokens if it passes the equivalence test.
             allow_special_in_text: special tokens written in record text are control tokens instead of plain text.
@@ -355,10 +367,12 @@ class ChatEncoder(Processor):
         """Yield the hex digests of the data that this encoder reads, or would read with other settings of text.
 
         The first is its own digest. The others are of data that was packed with the lengths of images only
-        (`length_config`), and of data of version 6. Version 6 differs only in samples with special tokens in their
-        text, which are rare, and the loader compares the length of each sample.
+        (`length_config`) or without settings of videos, and of data of version 6. Version 6 differs only in samples
+        with special tokens in their text, which are rare, and the loader compares the length of each sample.
         """
         source, vision = self.parts.chat_template, self.vision
+        # Left out if they are those of the family, so that fingerprints from before videos stay valid.
+        videos = {"videos": vision.video_config()} if vision and vision.video_config() else {}
         parts: dict[str, Any] = {
             "tokenizer": self.text_tokenizer.serialized,
             "special": self.parts.special_tokens,
@@ -367,7 +381,8 @@ class ChatEncoder(Processor):
         }
         if self.renderer.template.needs_image_parts:  # earlier releases rendered images as strings
             parts["image_parts"] = True
-        images = [vision.config(), vision.length_config()] if vision else [None]
+        configs = [vision.config(), vision.length_config()] if vision else []
+        images = [*[config | videos for config in configs], *(configs if videos else [])] or [None]
         allow_special = self.renderer.special is None if allow_special is None else allow_special
         versions = [_SPECIAL_IN_TEXT] if allow_special else [_VERSION, _SPECIAL_IN_TEXT]
         for version, image in product(versions, images):

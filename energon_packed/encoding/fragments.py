@@ -74,9 +74,12 @@ def split_sample(sample: EncodedSample, max_length: int, overlap: int, num_image
         num_images: images of the sample; None for those that it has.
 
     Raises:
-        RecordError: `overlong`, if a row has no place to split the sample; `no_supervised_tokens` without a target.
+        RecordError: `overlong`, if a row has no place to split the sample, or if it has a video file;
+            `no_supervised_tokens` without a target.
     """
     input_ids, labels, total = sample.input_ids, sample.labels, len(sample)
+    if sample.video_token_id is not None and (input_ids == sample.video_token_id).any():
+        raise RecordError(Reason.OVERLONG, f"{total} tokens; a sample with video files cannot be split")
     num_images = sample.num_images if num_images is None else num_images
     # Start and end of each run of image tokens: int64 (images, 2).
     is_image = np.zeros(total, dtype=bool) if sample.image_token_id is None else input_ids == sample.image_token_id

@@ -4,7 +4,7 @@ An encoder returns an EncodedSample for each conversation (arrays of one sample)
 columns of several samples end to end, with their boundaries. A row of stored tokens is an EncodedRow from the start.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -91,6 +91,11 @@ def weight_checksums(
     return (np.diff(sums[bounds]) & np.uint64(2**63 - 1)).view(np.int64)
 
 
+def _first(values: Iterable[Any]) -> Any:
+    """First value that is not None, or None."""
+    return next((value for value in values if value is not None), None)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncodedSample:
     """One encoded sample of L tokens.
@@ -146,6 +151,16 @@ class EncodedSample:
         return 0 if self.image_grid_thw is None else len(self.image_grid_thw)
 
     @property
+    def num_videos(self) -> int:
+        """Number of video files with a grid; families without a video token count their frames as images."""
+        return 0 if self.video_grid_thw is None else len(self.video_grid_thw)
+
+    @property
+    def num_patches(self) -> int:
+        """Number of patches of its images and video files."""
+        return sum([int(g.prod(dim=1).sum()) for g in (self.image_grid_thw, self.video_grid_thw) if g is not None])
+
+    @property
     def num_supervised(self) -> int:
         """Number of targets, as `targets_per_sample` counts them."""
         return int(targets_per_sample(self.labels, np.array([0, len(self)]))[0])
@@ -172,16 +187,17 @@ class EncodedSample:
         """Truncate to the first `max_length` tokens; return the sample itself if it is short enough.
 
         Raises:
-            RecordError: `overlong`, if truncation would remove part of an image; `no_supervised_tokens`, if no target
-                remains.
+            RecordError: `overlong`, if truncation would remove part of an image or a video; `no_supervised_tokens`,
+                if no target remains.
         """
         if len(self) <= max_length:
             return self
         # An image is removed as a whole or not at all: its pixels would have more features than tokens.
-        if self.image_token_id is not None and (self.input_ids[max_length:] == self.image_token_id).any():
-            raise RecordError(
-                Reason.OVERLONG, f"{len(self)} tokens; truncation to {max_length} would remove part of an image"
-            )
+        for kind, token in (("an image", self.image_token_id), ("a video", self.video_token_id)):
+            if token is not None and (self.input_ids[max_length:] == token).any():
+                raise RecordError(
+                    Reason.OVERLONG, f"{len(self)} tokens; truncation to {max_length} would remove part of {kind}"
+                )
         cut = replace(self, **self.token_columns(slice(max_length)))
         if cut.num_supervised == 0:
             raise RecordError(
@@ -205,6 +221,7 @@ class EncodedRow(Sequence[EncodedSample]):
         token_type_ids: int64 (T,), 1 at image tokens, or None.
         loss_weights: float32 (T,), loss weight of each token, which counts only at targets; None if all weights are 1.
         image_token_id: token that represents image features, or None.
+        video_token_id: token that represents video features, or None.
         dummy: of the first sample that has a dummy, or None.
         source: dataset that all samples come from, or None.
     """
@@ -217,6 +234,7 @@ class EncodedRow(Sequence[EncodedSample]):
     token_type_ids: npt.NDArray[np.int64] | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
     image_token_id: int | None = None
+    video_token_id: int | None = None
     dummy: EncodedSample | None = None
     source: SampleSource | None = None
     _joined: Sequence[EncodedSample] | None = field(default=None, repr=False)
@@ -242,7 +260,9 @@ class EncodedRow(Sequence[EncodedSample]):
             # A sample without types has only text, which has type 0.
             token_type_ids=join_columns([(sample.token_type_ids, len(sample)) for sample in samples], np.int64(0)),
             loss_weights=join_columns([(sample.loss_weights, len(sample)) for sample in samples], np.float32(1)),
-            dummy=next((sample.dummy for sample in samples if sample.dummy is not None), None),
+            image_token_id=_first(sample.image_token_id for sample in samples),
+            video_token_id=_first(sample.video_token_id for sample in samples),
+            dummy=_first(sample.dummy for sample in samples),
             _joined=samples,
         )
 
@@ -250,7 +270,8 @@ class EncodedRow(Sequence[EncodedSample]):
     def _samples(self) -> Sequence[EncodedSample]:
         if self._joined is not None:
             return self._joined
-        shared = {"image_token_id": self.image_token_id, "dummy": self.dummy, "source": self.source}
+        names = ("image_token_id", "video_token_id", "dummy", "source")
+        shared = {name: getattr(self, name) for name in names}
         samples = []
         for ident, (start, end) in zip(self.ids, pairwise(self.cu_seqlens.tolist()), strict=True):
             sample = object.__new__(EncodedSample)  # a third of the time of the dataclass's __init__
@@ -271,11 +292,19 @@ class EncodedRow(Sequence[EncodedSample]):
         return [0] * len(self) if self._joined is None else [sample.num_images for sample in self._joined]
 
     @property
+    def num_videos(self) -> list[int]:
+        """Video files of each sample, as `EncodedSample.num_videos`."""
+        return [0] * len(self) if self._joined is None else [sample.num_videos for sample in self._joined]
+
+    @property
     def pictured(self) -> Sequence[EncodedSample]:
         """All samples, if any of them has pixels, grids or other inputs of a vision tower; else an empty tuple."""
         samples = self._joined or ()
         for sample in samples:
+            # Loops over names would take several times as long, for every row of text.
             if not (sample.image_grid_thw is None and sample.pixel_values is None and sample.vision_inputs is None):
+                return samples
+            if not (sample.video_grid_thw is None and sample.pixel_values_videos is None):
                 return samples
         return ()
 

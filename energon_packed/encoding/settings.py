@@ -15,14 +15,15 @@ from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.encoding.vision.families import PATCH_ORDERS, PatchOrder
 from energon_packed.options import check, option
 
-TOKENS, IMAGES = "Tokens", "Images"
+TOKENS, IMAGES, VIDEOS = "Tokens", "Images", "Videos"
 _token_option = partial(option, group=TOKENS, decides="lengths")
 _image_option = partial(option, group=IMAGES, decides="lengths")
+_video_option = partial(option, group=VIDEOS, decides="lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSettings:
-    """Settings of a ChatEncoder. An image setting that is None is decided by the processor folder or the family.
+    """Settings of a ChatEncoder. The processor folder or the family decides an image or video setting that is None.
 
     The order of the fields is their order in packing.json.
 
@@ -53,6 +54,19 @@ class EncoderSettings:
         "auto", help="Order of patches in the .npy files of patch_positions; auto: detected from their content.",
         choices=PATCH_ORDERS,
     )  # fmt: skip
+    fps: float | None = _video_option(
+        None, help="Selected frames per second of a video file.", shown_default="2, or 1"
+    )
+    num_frames: int | None = _video_option(
+        None, help="Number of selected frames of a video file, in place of --fps.", minimum=1
+    )
+    min_frames: int | None = _video_option(None, help="Minimum number of frames that --fps selects.", minimum=1)
+    max_frames: int | None = _video_option(None, help="Maximum number of frames that --fps selects.", minimum=1)
+    video_min_pixels: int | None = _video_option(None, help="Minimum pixels of a resized frame.", minimum=1)
+    video_max_pixels: int | None = _video_option(None, help="Maximum pixels of a resized frame.", minimum=1)
+    total_pixels: int | None = _video_option(
+        None, help="Maximum pixels of all resized frames of a video file; a pair of frames counts as one.", minimum=1
+    )
     loss_on: LossOn = _token_option(
         "assistant", help="Supervised text: every assistant turn, only the last assistant turn, or all text.",
         choices=LOSS_ON,

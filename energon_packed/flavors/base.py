@@ -16,7 +16,7 @@ from energon_packed.records import Conversation
 
 
 class TokenRow(NamedTuple):
-    """Row of tokenized text without images.
+    """Row of tokenized text without images and videos.
 
     Attributes:
         ids: ids of the S samples.
@@ -50,7 +50,7 @@ class PackSample(Sample):
         return [sample.length for sample in self.stored_samples()]
 
     def token_row(self) -> TokenRow | None:
-        """Return the row if it is tokenized text without images; None otherwise."""
+        """Return the row if it is tokenized text without images and videos; None otherwise."""
         return None
 
 
@@ -79,7 +79,7 @@ def fatal_media_errors() -> Iterator[None]:
 
 
 def flavor_fields(codec: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the columns of a codec as fields of a flavor: images as bytes, tuples as lists.
+    """Read the columns of a codec as fields of a flavor: images as bytes, tuples as lists, videos as StoredVideos.
 
     Args:
         codec: a codec with `fields`.
@@ -93,7 +93,8 @@ def flavor_fields(codec: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
         fields = codec.fields(raw)
     positions = fields["patch_positions"] and [list(files) for files in fields["patch_positions"]]
     images = [[image.data for image in sample] for sample in fields["images"]]
-    return {**fields, "images": images, "patch_positions": positions}
+    videos = fields.get("video_files") and [list(files) for files in fields["video_files"]]
+    return {**fields, "images": images, "patch_positions": positions, "video_files": videos}
 
 
 def codec_fields(sample: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -101,9 +102,10 @@ def codec_fields(sample: Any, names: Iterable[str]) -> dict[str, Any]:
 
     Args:
         sample: sample of a flavor.
-        names: names of its columns, without `images` and `patch_positions`.
+        names: names of its columns, without `images`, `patch_positions` and `video_files`.
     """
     images = [tuple([StoredImage("", data) for data in files]) for files in sample.images]
     # `and` keeps None and an empty list as they are.
     positions = sample.patch_positions and [tuple(files) for files in sample.patch_positions]
-    return {name: getattr(sample, name) for name in names} | {"images": images, "patch_positions": positions}
+    media = {"images": images, "patch_positions": positions, "video_files": sample.video_files}
+    return {name: getattr(sample, name) for name in names} | media

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.energon import edataclass
 
 from energon_packed.flavors.base import PackSample, flavor_fields
-from energon_packed.formats import StoredImage, StoredSample
+from energon_packed.formats import StoredImage, StoredSample, StoredVideo
 from energon_packed.formats.multi_mix_qa import SingleMultiMixCodec
 
 _CODEC = SingleMultiMixCodec()
@@ -22,18 +22,22 @@ class MultiMixQASample(PackSample):
         images: bytes of the images.
         patch_positions: bytes of the .npy files.
         length: number of tokens, or None.
+        video_files: video files, with their selected frames.
     """
 
     sample: dict[str, Any]
     images: list[bytes]
     patch_positions: list[bytes]
     length: int | None = None
+    video_files: list[StoredVideo] | None = None
 
     def stored_samples(self) -> list[StoredSample]:
         """Return the only sample."""
         images = tuple([StoredImage("", data) for data in self.images])
         positions = [tuple(self.patch_positions)]
-        return _CODEC.samples({"samples": [self.sample], "images": [images], "patch_positions": positions})
+        videos = None if self.video_files is None else [self.video_files]
+        columns = {"images": [images], "patch_positions": positions, "video_files": videos}
+        return _CODEC.samples({"samples": [self.sample], **columns})
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,7 +45,9 @@ def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields = flavor_fields(_CODEC, raw)
     sample = fields["samples"][0]
     images, positions = fields["images"][0], fields["patch_positions"][0]
-    return {"sample": sample, "images": images, "patch_positions": positions, "length": sample.get("length")}
+    videos = fields["video_files"] and fields["video_files"][0]
+    media = {"images": images, "patch_positions": positions, "video_files": videos}
+    return {"sample": sample, **media, "length": sample.get("length")}
 
 
 def part_filter(part: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.energon import edataclass
 
 from energon_packed.flavors.base import PackSample, codec_fields, flavor_fields
-from energon_packed.formats import StoredSample
+from energon_packed.formats import StoredSample, StoredVideo
 from energon_packed.formats.captioning import COLUMNS, CaptioningCodec
 
 _CODEC = CaptioningCodec()
@@ -32,6 +32,7 @@ class PackedCaptioningSample(PackSample):
         timestamp_decimal: decimals of frame timestamps, or None.
         fps: frames per second, or None.
         videos: whether the images are frames of a video, or None.
+        video_files: video files of each sample, with their selected frames, or None.
         weights: weight of each turn in the loss (0 is context), or None.
         record_weights: factor of the loss weights of each sample, None for 1, or None.
         truncate: tokens that longer samples were truncated to, or None.
@@ -49,6 +50,7 @@ class PackedCaptioningSample(PackSample):
     timestamp_decimal: list[int | None] | None = None
     fps: list[float | None] | None = None
     videos: list[bool] | None = None
+    video_files: list[list[StoredVideo]] | None = None
     weights: list[list[float] | None] | None = None
     record_weights: list[float | None] | None = None
     truncate: int | None = None

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.energon import edataclass
 
 from energon_packed.flavors.base import PackSample, codec_fields, flavor_fields
-from energon_packed.formats import StoredSample
+from energon_packed.formats import StoredSample, StoredVideo
 from energon_packed.formats.multi_mix_qa import MultiMixCodec
 
 _CODEC = MultiMixCodec()
@@ -22,12 +22,14 @@ class PackedMultiMixQASample(PackSample):
         images: bytes of the images of each sample.
         patch_positions: bytes of the .npy files of each sample.
         lengths: tokens of each sample.
+        video_files: video files of each sample, with their selected frames, or None.
     """
 
     samples: list[dict[str, Any]]
     images: list[list[bytes]]
     patch_positions: list[list[bytes]]
     lengths: list[int | None]
+    video_files: list[list[StoredVideo]] | None = None
 
     def stored_samples(self) -> list[StoredSample]:
         """Return the samples in order."""

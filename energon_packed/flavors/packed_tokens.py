@@ -8,7 +8,7 @@ import numpy.typing as npt
 from megatron.energon import edataclass
 
 from energon_packed.flavors.base import PackSample, TokenRow, codec_fields, flavor_fields
-from energon_packed.formats import StoredSample
+from energon_packed.formats import StoredSample, StoredVideo
 from energon_packed.formats.tokens import TokensCodec
 
 _CODEC = TokensCodec()
@@ -26,6 +26,7 @@ class PackedTokensSample(PackSample):
         ids: ids of the samples.
         patch_positions: bytes of the .npy files of each sample, or None.
         loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
+        video_files: video files of each sample, with their selected frames, or None.
     """
 
     input_ids: npt.NDArray[np.int32]
@@ -35,6 +36,7 @@ class PackedTokensSample(PackSample):
     ids: list[str | None]
     patch_positions: list[list[bytes]] | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
+    video_files: list[list[StoredVideo]] | None = None
 
     def stored_samples(self) -> list[StoredSample]:
         """Return the tokenized samples in order."""
@@ -45,8 +47,8 @@ class PackedTokensSample(PackSample):
         return list(np.diff(self.cu_seqlens).tolist())
 
     def token_row(self) -> TokenRow | None:
-        """Return the row if it has no images; None otherwise."""
-        if any(self.images):
+        """Return the row if it has no images and no videos; None otherwise."""
+        if any(self.images) or self.video_files:
             return None
         # Whole arrays rather than samples: text packs skip the conversion of each sample.
         ids, labels = self.input_ids.astype(np.int64), self.labels.astype(np.int64)

@@ -5,6 +5,7 @@ parts.py         JSON and media files of a pack, shared by the codecs below
 captioning.py    PackedCaptioningSample
 multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
 tokens.py        PackedTokensSample
+videos.py        selected frames of videos as JSON, and names of their parts
 references.py    media of a pack that are in other files: their location, read and checked
 third_party.py   the layout for LLaVA-OneVision-2, and LoongForge's packs, which are only read
 
@@ -13,7 +14,7 @@ A custom flavor is one subclass of `Codec` with `@register_codec`.
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats.captioning import CaptioningCodec
-from energon_packed.formats.codec import Codec, Part, RawPack, StoredImage, StoredSample
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredImage, StoredSample, StoredVideo
 from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
 from energon_packed.formats.parts import read_object
 from energon_packed.formats.references import set_media_root
@@ -77,6 +78,7 @@ __all__ = [
     "RawPack",
     "StoredImage",
     "StoredSample",
+    "StoredVideo",
     "codec_for",
     "codec_of",
     "register_codec",

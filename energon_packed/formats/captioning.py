@@ -1,11 +1,13 @@
 """Codec of PackedCaptioningSample: samples of prompts, captions and images to the parts of a pack, and back.
 
     {key}.json       images, prompts, captions, sample_count, ids, systems, lengths
-                     and, if present: patch_positions, timestamp_decimal, fps, videos, weights (of each turn in the
+                     and, if present: patch_positions, timestamp_decimal, fps, videos (the images are frames),
+                     video_files (see videos.py), weights (of each turn in the
                      loss, the system prompt first: 0 is context), record_weights (of each sample in the loss),
                      truncate, truncated
     {key}.img{i}_{j}.{ext}   original bytes of image j of sample i
     {key}.img{i}_{j}.npy     its patch positions, if present
+    {key}.vid{i}_{j}.{ext}   video file j of sample i
 
 `prompts[i]` and `captions[i]` are the turns of sample i. A plain text, whose tokens are all supervised, has no prompt
 and one caption.
@@ -21,7 +23,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_packed.errors import FormatError, Reason, RecordError
-from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, byte_references, media_references
+from energon_packed.formats.codec import (
+    Codec,
+    Part,
+    RawPack,
+    StoredSample,
+    byte_references,
+    media_references,
+    video_references,
+)
 from energon_packed.formats.parts import (
     member_names,
     names_by_sample,
@@ -30,6 +40,7 @@ from energon_packed.formats.parts import (
     read_images,
     read_json,
     read_object,
+    read_videos,
     write_json,
     write_media,
 )
@@ -74,10 +85,10 @@ class CaptioningCodec(Codec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        media, images, positions = write_media(samples)
+        media = write_media(samples)
         conversations = [sample.conversation for sample in samples]
         value: dict[str, Any] = {
-            "images": images,
+            "images": media.images,
             "prompts": [[text for role, text, _, _ in c.messages if role == "user"] for c in conversations],
             "captions": [
                 [text for role, text, _, _ in c.messages if role == "assistant"] if c.text is None else [c.text]
@@ -92,17 +103,18 @@ class CaptioningCodec(Codec):
         }
         value |= optional(
             {
-                "patch_positions": positions,
+                "patch_positions": media.positions,
                 "timestamp_decimal": [c.timestamp_decimal for c in conversations],
                 "fps": [c.fps for c in conversations],
                 "videos": [c.video for c in conversations],
+                "video_files": media.videos,
                 "weights": [_weights(c) for c in conversations],
                 "record_weights": [None if c.weight == 1 else c.weight for c in conversations],
             }
         )
         if samples[0].truncate is not None:  # an option of the run, so all samples have the same value
             value |= {"truncate": samples[0].truncate, "truncated": [sample.is_truncated for sample in samples]}
-        return [("json", write_json(value)), *media]
+        return [("json", write_json(value)), *media.parts]
 
     def read(self, raw: RawPack) -> list[StoredSample]:
         """Convert the parts of one pack to its samples; absent optional keys become None."""
@@ -133,6 +145,7 @@ class CaptioningCodec(Codec):
             "captions": captions,
             "sample_count": len(captions),
             "patch_positions": _positions(raw, value.get("patch_positions")),
+            "video_files": read_videos(raw, value.get("video_files")),
             "truncate": value.get("truncate"),
             **{name: value.get(name) for name in COLUMNS},
         }
@@ -148,6 +161,7 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
     sample = {name: fields[name][i] if fields[name] else None for name in COLUMNS}
     images = fields["images"][i]
     positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
+    videos = tuple(fields["video_files"][i]) if fields["video_files"] else ()
     prompts, captions = fields["prompts"][i], fields["captions"][i]
     messages = [Message(role, text) for role, text in _alternating(prompts, captions)]
     if sample["systems"] is not None:
@@ -163,6 +177,7 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         weight=1.0 if sample["record_weights"] is None else sample["record_weights"],
         images=media_references(images),
         patch_positions=byte_references(positions),
+        videos=video_references(videos),
         video=bool(sample["videos"]),
         fps=sample["fps"],
         timestamp_decimal=sample["timestamp_decimal"],
@@ -174,6 +189,7 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         is_truncated=bool(sample["truncated"]),
         images=images,
         patch_positions=positions,
+        videos=videos,
     )
 
 

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from energon_packed.errors import FormatError
 from energon_packed.formats.references import MEDIA_PART, Locator, complete_parts
-from energon_packed.records import Conversation, MediaReference
+from energon_packed.records import Conversation, FrameSelection, MediaReference, VideoReference
 
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An encoded image of a sample.
+    """An encoded image of a sample, or a video file.
 
     Attributes:
         extension: file extension of its format, without a dot.
@@ -38,16 +38,37 @@ class StoredImage:
         return len(self.data) if self.locator is None else self.locator.size
 
 
+@dataclass(frozen=True, slots=True)
+class StoredVideo:
+    """A video of a sample: the video file, or the selected frames as images.
+
+    Attributes:
+        frames: the selected frames.
+        file: the video file; None if only the frames are stored.
+        images: without a file, an image for each of the frames.
+    """
+
+    frames: FrameSelection
+    file: StoredImage | None = None
+    images: tuple[StoredImage, ...] = ()
+
+    @property
+    def files(self) -> tuple[StoredImage, ...]:
+        """The video file, or the images of the frames."""
+        return self.images if self.file is None else (self.file,)
+
+
 class StoredSample(NamedTuple):
     """One sample of a pack: the input of `Codec.write` and the result of `Codec.read`.
 
     Attributes:
-        conversation: the sample. Read back, its media are the bytes in `images` and `patch_positions`.
+        conversation: the sample. Read back, its media are the bytes in `images`, `patch_positions` and `videos`.
         length: tokens after truncation; None if the packer recorded no lengths.
         truncate: tokens that longer samples were truncated to, or None.
         is_truncated: the sample was longer than `truncate`.
         images: images of the conversation, in order.
         patch_positions: bytes of each .npy file.
+        videos: videos of the conversation, in order.
     """
 
     conversation: Conversation
@@ -56,6 +77,7 @@ class StoredSample(NamedTuple):
     is_truncated: bool = False
     images: tuple[StoredImage, ...] = ()
     patch_positions: tuple[bytes, ...] = ()
+    videos: tuple[StoredVideo, ...] = ()
 
 
 def media_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, ...]:
@@ -68,8 +90,22 @@ def byte_references(files: tuple[bytes, ...]) -> tuple[MediaReference, ...]:
     return tuple([MediaReference(data=data) for data in files])
 
 
+def video_references(videos: tuple[StoredVideo, ...]) -> tuple[VideoReference, ...]:
+    """Return the bytes of videos, and their selected frames, as references of a conversation."""
+    return tuple(
+        [
+            VideoReference(
+                file=None if video.file is None else MediaReference(data=video.file.data),
+                frames=video.frames,
+                images=media_references(video.images),
+            )
+            for video in videos
+        ]
+    )
+
+
 _READERS = {"read", "lengths", "fields", "samples"}  # methods of a codec that parse a pack, which may be damaged
-_MEDIA = re.compile(r"img\w*\.\w+")
+_MEDIA = re.compile(r"(?:img|vid)\w*\.\w+")
 T = TypeVar("T")
 Part = tuple[str, bytes]
 """(part name, content): `("json", b"...")` becomes the member `{key}.json`."""

@@ -6,8 +6,9 @@
                  text
                  input_ids and labels, and loss_weights (one per token) if any is not 1
              and, if present: record_weight (factor of the loss weights), tools, patch_positions, video, fps,
-             timestamp_decimal, truncate, truncated
-{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample; i is 0 in a single sample
+             timestamp_decimal, video_files (see videos.py), truncate, truncated
+{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}   as in PackedCaptioningSample; i is 0 in a single
+             sample
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,10 @@ from energon_packed.formats.codec import (
     RawPack,
     StoredImage,
     StoredSample,
+    StoredVideo,
     byte_references,
     media_references,
+    video_references,
 )
 from energon_packed.formats.parts import (
     has_value,
@@ -30,6 +33,7 @@ from energon_packed.formats.parts import (
     read_images,
     read_json,
     read_object,
+    read_videos,
     write_json,
     write_media,
 )
@@ -58,16 +62,18 @@ class MultiMixCodec(Codec):
 
     def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
         """Return the samples in columns as `fields` returns them."""
-        columns = zip(fields["samples"], fields["images"], fields["patch_positions"], strict=True)
+        videos = fields["video_files"] or [()] * len(fields["samples"])
+        columns = zip(fields["samples"], fields["images"], fields["patch_positions"], videos, strict=True)
         return [_sample(*column) for column in columns]
 
     def fields(self, raw: RawPack) -> dict[str, Any]:
-        """Return the columns of a pack: SAMPLE objects, `images` as StoredImage, bytes of .npy files."""
+        """Return the columns of a pack: SAMPLE objects, `images` as StoredImage, bytes of .npy files, StoredVideos."""
         samples = self._objects(raw)
         return {
             "samples": samples,
             "images": read_images(raw, [sample.get("images", []) for sample in samples]),
             "patch_positions": read_files(raw, [sample.get("patch_positions", []) for sample in samples]),
+            "video_files": read_videos(raw, [sample.get("video_files") for sample in samples]),
         }
 
     def lengths(self, raw: RawPack) -> list[int | None]:
@@ -101,9 +107,11 @@ class SingleMultiMixCodec(MultiMixCodec):
 
 def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str, Any]]]:
     """Return the media parts and the SAMPLE objects."""
-    media, images, positions = write_media(samples)
+    media = write_media(samples)
     values = []
-    for sample, image_names, position_names in zip(samples, images, positions, strict=True):
+    videos = media.videos or [[]] * len(samples)
+    columns = zip(samples, media.images, media.positions, videos, strict=True)
+    for sample, image_names, position_names, video_entries in columns:
         c = sample.conversation
         value: dict[str, Any] = {"id": c.id, "length": sample.length}
         if c.input_ids is not None:
@@ -122,16 +130,22 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
             "video": c.video,
             "fps": c.fps,
             "timestamp_decimal": c.timestamp_decimal,
+            "video_files": video_entries,
             "truncate": sample.truncate,
             "truncated": sample.is_truncated,
         }
         # Absent rather than null: most samples have none of these fields.
         value.update({name: item for name, item in more.items() if has_value([item])})
         values.append(value)
-    return media, values
+    return media.parts, values
 
 
-def _sample(value: Mapping[str, Any], images: tuple[StoredImage, ...], positions: tuple[bytes, ...]) -> StoredSample:
+def _sample(
+    value: Mapping[str, Any],
+    images: tuple[StoredImage, ...],
+    positions: tuple[bytes, ...],
+    videos: Sequence[StoredVideo],
+) -> StoredSample:
     conversation = Conversation(
         id=value.get("id"),
         messages=tuple([_message(message) for message in value.get("messages") or ()]),
@@ -142,6 +156,7 @@ def _sample(value: Mapping[str, Any], images: tuple[StoredImage, ...], positions
         weight=value.get("record_weight", 1.0),
         images=media_references(images),
         patch_positions=byte_references(positions),
+        videos=video_references(tuple(videos)),
         tools=value.get("tools"),
         video=bool(value.get("video")),
         fps=value.get("fps"),
@@ -154,6 +169,7 @@ def _sample(value: Mapping[str, Any], images: tuple[StoredImage, ...], positions
         is_truncated=bool(value.get("truncated")),
         images=images,
         patch_positions=positions,
+        videos=tuple(videos),
     )
 
 

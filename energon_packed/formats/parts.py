@@ -2,6 +2,7 @@
 
     write_json, read_json, read_object       the `json` part
     write_media, read_images, read_files     image and .npy parts
+    read_videos                              video parts, and their fields in the json (videos.py)
     names_by_sample, member_names            third-party packs whose JSON has other names than their members
 
 LLaVA-OneVision-2's packer lists `img000_sub000.jpg` and stores `img0_0.jpg`; LLaVA-OneVision-1.5's packer lists paths
@@ -17,16 +18,19 @@ LLaVA-OneVision-2, `4_convert_packedsample_to_wds.py` of its 1.5 examples.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSample
+from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSample, StoredVideo
 from energon_packed.formats.references import MEDIA_PART
+from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.records import IMAGE_PLACEHOLDER
 
-_NO_IMAGES = ("npy", "json", "txt")  # extensions of parts that are not images; any other extension is an image
+_VIDEOS = ("mp4", "mov", "mkv", "webm", "avi", "ts", "flv")
+# Extensions of parts that are not images; any other extension is an image.
+_NO_IMAGES = ("npy", "json", "txt", *_VIDEOS)
 _Position = tuple[int, int, int]  # (sample i, image j of the sample, image k of the pack)
 _STEMS: tuple[Callable[[_Position], str], ...] = (
     lambda position: f"img{position[0]}_{position[1]}",
@@ -77,31 +81,66 @@ def optional(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     return {name: column for name, column in columns.items() if has_value(column)}
 
 
-def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], list[list[str]], list[list[str]]]:
-    """Return the media parts of a pack, and the image names and .npy names of each sample.
+class WrittenMedia(NamedTuple):
+    """Media parts of a pack, and their entries in its json.
 
-    Images with a locator are listed in the part `media.json`, which is then the first of the parts.
+    Attributes:
+        parts: the parts.
+        images, positions: image names and .npy names of each sample.
+        videos: `video_files` of each sample, as in videos.py; [] if no sample has a video.
+    """
+
+    parts: list[Part]
+    images: list[list[str]]
+    positions: list[list[str]]
+    videos: list[list[dict[str, Any]]]
+
+
+def write_media(samples: Sequence[StoredSample]) -> WrittenMedia:
+    """Return the media parts of a pack.
+
+    Files with a locator are listed in the part `media.json`, which is then the first of the parts.
     """
     parts: list[Part] = []
     references: dict[str, Any] = {}
     images: list[list[str]] = []
     positions: list[list[str]] = []
+    videos: list[list[dict[str, Any]]] = []
     for i, sample in enumerate(samples):
-        if not sample.images and not sample.patch_positions:  # text: most samples of many datasets
+        videos.append([])
+        if not sample.images and not sample.patch_positions and not sample.videos:  # most samples of many datasets
             images.append([])
             positions.append([])
             continue
         images.append([f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)])
         positions.append([f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))])
-        for name, image in zip(images[-1], sample.images, strict=True):
-            references[name] = None if image.locator is None else image.locator.as_dict()
-            if image.locator is None:
-                parts.append((name, image.data))
+        _add_files(zip(images[-1], sample.images, strict=True), parts, references)
         parts += zip(positions[-1], sample.patch_positions, strict=True)
         references |= dict.fromkeys(positions[-1])
+        for j, video in enumerate(sample.videos):
+            entry, files = _named_video(f"vid{i}_{j}", video)
+            videos[-1].append(entry)
+            _add_files(files, parts, references)
     if any(references.values()):
         parts.insert(0, (MEDIA_PART, write_json(references)))
-    return parts, images, positions
+    return WrittenMedia(parts, images, positions, videos if any(videos) else [])
+
+
+def _add_files(files: Iterable[tuple[str, StoredImage]], parts: list[Part], references: dict[str, Any]) -> None:
+    for name, file in files:
+        references[name] = None if file.locator is None else file.locator.as_dict()
+        if file.locator is None:
+            parts.append((name, file.data))
+
+
+def _named_video(name: str, video: StoredVideo) -> tuple[dict[str, Any], list[tuple[str, StoredImage]]]:
+    """Return the entry of `video_files`, and the files by part name."""
+    frames = frames_as_dict(video.frames)
+    if video.file is not None:
+        part = f"{name}.{video.file.extension}"
+        return {"part": part, **frames}, [(part, video.file)]
+    named = [(f"{name}_{k}.{image.extension}", image) for k, image in enumerate(video.images)]
+    return {"parts": [part for part, _ in named], **frames}, named
 
 
 def read_images(raw: RawPack, names: Any) -> list[tuple[StoredImage, ...]]:
@@ -110,12 +149,7 @@ def read_images(raw: RawPack, names: Any) -> list[tuple[StoredImage, ...]]:
     Raises:
         FormatError: a member is missing, or a decoder has converted it from bytes.
     """
-    return [
-        tuple([StoredImage(name.rpartition(".")[2], _content(raw, name), name) for name in _names(listed)])
-        if listed
-        else ()
-        for listed in names
-    ]
+    return [tuple([_stored(raw, name) for name in _names(listed)]) if listed else () for listed in names]
 
 
 def read_files(raw: RawPack, names: Any) -> list[tuple[bytes, ...]]:
@@ -123,9 +157,39 @@ def read_files(raw: RawPack, names: Any) -> list[tuple[bytes, ...]]:
     return [tuple([_content(raw, name) for name in _names(listed)]) for listed in names]
 
 
+def read_videos(raw: RawPack, listed: Any) -> list[tuple[StoredVideo, ...]] | None:
+    """Return the videos of each sample; None if the pack has none.
+
+    Args:
+        raw: the pack.
+        listed: `video_files` of each sample, or None.
+
+    Raises:
+        FormatError: a member is missing, or a decoder has converted it from bytes.
+        ValueError, LookupError, TypeError: an entry is damaged.
+    """
+    if not has_value(listed or ()):
+        return None
+    return [tuple([_read_video(raw, entry) for entry in entries or ()]) for entries in listed]
+
+
+def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> StoredVideo:
+    frames = frames_from_dict(entry)
+    if "part" in entry:
+        return StoredVideo(frames, _stored(raw, entry["part"]))
+    images = tuple([_stored(raw, name) for name in entry["parts"]])
+    if len(images) != len(frames.indices):
+        raise ValueError(f"a video has {len(images)} images for {len(frames.indices)} frames")
+    return StoredVideo(frames, images=images)
+
+
 def image_count(names: Iterable[str]) -> int:
-    """Return how many of the member names are images of a pack."""
-    return sum(name.rpartition(".")[2].lower() not in _NO_IMAGES for name in names)
+    """Return how many of the member names are images of a pack; frames of videos are no images of their own."""
+    return sum(name.rpartition(".")[2].lower() not in _NO_IMAGES and not is_video_part(name) for name in names)
+
+
+def _stored(raw: RawPack, name: str) -> StoredImage:
+    return StoredImage(name.rpartition(".")[2], _content(raw, name), name)
 
 
 def _names(listed: Any) -> list[str]:

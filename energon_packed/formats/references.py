@@ -297,12 +297,13 @@ def _packed(locator: Locator, raw: Mapping[str, Any], part: str) -> PackedImage:
 
 
 def _place(raw: Mapping[str, Any], part: str) -> str:
-    """Pack, part, index and id of the sample of an image, for messages."""
-    number = part.removeprefix("img").partition("_")[0]
+    """Pack, part, index and id of the sample of an image or video, for messages."""
+    kind = "a video" if part.startswith("vid") else "an image"
+    number = part.removeprefix("img").removeprefix("vid").partition("_")[0]
     try:
         value = raw["json"] if isinstance(raw["json"], Mapping) else orjson.loads(raw["json"])
         samples = value.get("samples") or [value]
         ident = value["ids"][int(number)] if "ids" in value else samples[int(number)]["id"]
     except (LookupError, ValueError, TypeError, AttributeError):  # the json of a custom codec
         ident = None
-    return f"{raw.get('__key__')}: {part}, an image of sample {number}" + ("" if ident is None else f" ({ident})")
+    return f"{raw.get('__key__')}: {part}, {kind} of sample {number}" + ("" if ident is None else f" ({ident})")

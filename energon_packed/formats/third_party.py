@@ -58,6 +58,11 @@ class LlavaOnevision2Codec(CaptioningCodec):
     def check(self, conversation: Conversation) -> None:
         """Reject conversations that are not pairs of prompt and caption, and content that the reader would change."""
         super().check(conversation)
+        if conversation.videos:
+            raise RecordError(
+                Reason.UNSUPPORTED_MEDIA,
+                f"{_READER} takes images only; omit `layout` for records with video files",
+            )
         if conversation.text is not None:
             raise RecordError(
                 Reason.MISSING_FIELD, f"{_READER} takes pairs of prompt and caption only, and this is a document"
@@ -101,7 +106,7 @@ class LlavaOnevision2Codec(CaptioningCodec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        media, images, positions = write_media(samples)
+        media = write_media(samples)
         conversations = [sample.conversation for sample in samples]
         prompts, captions = (
             [[message.content for message in c.messages if message.role == role] for c in conversations]
@@ -109,16 +114,18 @@ class LlavaOnevision2Codec(CaptioningCodec):
         )
         # The reader indexes `patch_positions` and `timestamp_decimal` of every sample, so both are always written.
         value: dict[str, Any] = {
-            "images": images,
+            "images": media.images,
             "prompts": prompts,
             "captions": captions,
             "sample_count": len(samples),
-            "patch_positions": [names or [""] * len(listed) for names, listed in zip(positions, images, strict=True)],
+            "patch_positions": [
+                names or [""] * len(listed) for names, listed in zip(media.positions, media.images, strict=True)
+            ],
             "timestamp_decimal": [c.timestamp_decimal or 1 for c in conversations],
         }
         value |= optional({"fps": [c.fps for c in conversations], "videos": [c.video for c in conversations]})
         value |= {"ids": [c.id for c in conversations], "lengths": [sample.length for sample in samples]}
-        return [("json", write_json(value)), *media]
+        return [("json", write_json(value)), *media.parts]
 
 
 class LoongForgeCodec(Codec):

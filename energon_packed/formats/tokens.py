@@ -6,8 +6,8 @@
 {key}.labels.npy       int32 (T,), in place of loss_spans if a label differs from its token
 {key}.weighted_spans.npy   (K,) of start int32, end int32, weight float32: supervised tokens [start, end) and their
                        loss weight, in place of loss_spans, or beside labels, if a weight is not 1
-{key}.json             sample_count, ids, images, and patch_positions if present
-{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy   as in PackedCaptioningSample
+{key}.json             sample_count, ids, images, and patch_positions and video_files (see videos.py) if present
+{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}   as in PackedCaptioningSample
 """
 
 import io
@@ -21,8 +21,24 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, byte_references, media_references
-from energon_packed.formats.parts import has_value, read_files, read_images, read_json, write_json, write_media
+from energon_packed.formats.codec import (
+    Codec,
+    Part,
+    RawPack,
+    StoredSample,
+    byte_references,
+    media_references,
+    video_references,
+)
+from energon_packed.formats.parts import (
+    has_value,
+    read_files,
+    read_images,
+    read_json,
+    read_videos,
+    write_json,
+    write_media,
+)
 from energon_packed.records import Conversation
 from energon_packed.records.conversation import is_loss_weight
 from energon_packed.seqlens import cu_seqlens_from_lengths
@@ -52,7 +68,7 @@ class TokensCodec(Codec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        media, images, positions = write_media(samples)
+        media = write_media(samples)
         rows = [_tokens(sample.conversation) for sample in samples]
         input_ids = np.concatenate([ids for ids, _, _ in rows])
         labels = np.concatenate([labels for _, labels, _ in rows])
@@ -63,10 +79,12 @@ class TokensCodec(Codec):
         value: dict[str, Any] = {
             "sample_count": len(samples),
             "ids": [sample.conversation.id for sample in samples],
-            "images": images,
+            "images": media.images,
         }
-        if has_value(positions):
-            value["patch_positions"] = positions
+        if has_value(media.positions):
+            value["patch_positions"] = media.positions
+        if media.videos:
+            value["video_files"] = media.videos
         # Labels repeat the ids, so a few spans replace 4 bytes per token. Records with custom labels need the array.
         supervised = labels != _IGNORE
         targets: list[Part] = []
@@ -83,7 +101,7 @@ class TokensCodec(Codec):
             ("cu_seqlens.npy", _dump(cu_seqlens_from_lengths([len(ids) for ids, _, _ in rows]))),
             *targets,
             ("json", write_json(value)),
-            *media,
+            *media.parts,
         ]
 
     def read(self, raw: RawPack) -> list[StoredSample]:
@@ -96,6 +114,7 @@ class TokensCodec(Codec):
         for i, (start, end) in enumerate(pairwise(fields["cu_seqlens"].tolist())):
             images = fields["images"][i]
             positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
+            videos = tuple(fields["video_files"][i]) if fields["video_files"] else ()
             conversation = Conversation(
                 id=fields["ids"][i],
                 input_ids=fields["input_ids"][start:end].astype(np.int64),
@@ -103,14 +122,21 @@ class TokensCodec(Codec):
                 loss_weights=None if weights is None else weights[start:end],
                 images=media_references(images),
                 patch_positions=byte_references(positions),
+                videos=video_references(videos),
             )
             samples.append(
-                StoredSample(conversation=conversation, length=end - start, images=images, patch_positions=positions)
+                StoredSample(
+                    conversation=conversation,
+                    length=end - start,
+                    images=images,
+                    patch_positions=positions,
+                    videos=videos,
+                )
             )
         return samples
 
     def fields(self, raw: RawPack) -> dict[str, Any]:
-        """Return the int32 arrays of the row, `images` as StoredImage, bytes of .npy files, and ids."""
+        """Return the int32 arrays of the row, `images` as StoredImage, bytes of .npy files, videos, and ids."""
         value = read_json(raw)
         input_ids = _load(raw, "input_ids.npy")
         weights = None
@@ -135,6 +161,7 @@ class TokensCodec(Codec):
             "cu_seqlens": _load(raw, "cu_seqlens.npy"),
             "images": read_images(raw, value["images"]),
             "patch_positions": read_files(raw, value["patch_positions"]) if value.get("patch_positions") else None,
+            "video_files": read_videos(raw, value.get("video_files")),
             "ids": value["ids"],
         }
 

@@ -15,6 +15,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import field, fields
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -25,6 +26,10 @@ from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.transport import send_by_value
 from energon_packed.loading.ranks import all_reduce_mean
+
+_PIXELS = ("pixel_values", "pixel_values_videos")
+_IMAGE_ARGUMENTS = ("pixel_values", "image_grid_thw", "patch_positions", "token_type_ids")
+_VIDEO_ARGUMENTS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
 @send_by_value
@@ -54,10 +59,16 @@ class PackedBatch(Batch):
             it for every row, because Megatron's ranks must agree on whether it exists.
         pixel_values: (patches, patch_dim) of all images in order, float32 or the collator's `pixel_dtype`; or None.
         image_grid_thw: int64 (images, 3), or None.
+        pixel_values_videos: (patches, patch_dim) of all video files in order, of the dtype of `pixel_values`; or None.
+        video_grid_thw: int64 (videos, 3), or None.
+        second_per_grid_ts: float32 (videos,), seconds of each step of the grid in time, for models with this argument;
+            or None.
         patch_positions: int64 (patches, 3), or None.
         ids: names of the S samples.
         sources: dataset and subflavors of each sample, None if unknown.
         num_images: images of each sample.
+        num_videos: video files of each sample; those whose frames are images for the model count as images.
+        image_token_id, video_token_id: tokens that represent image and video features, or None.
         vision_inputs: arguments of vision towers with inputs other than `pixel_values` (patches, patch_dim) and
             `image_grid_thw`, by name; or None.
         vision_dims: the dimension along which the tensors of the samples are joined, by name of the argument.
@@ -89,6 +100,12 @@ class PackedBatch(Batch):
     loss_weights: torch.Tensor | None = None
     loss_mask_scale: float = 1.0
     has_targets: bool = True
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thw: torch.Tensor | None = None
+    second_per_grid_ts: torch.Tensor | None = None
+    num_videos: list[int] = field(default_factory=list)
+    image_token_id: int | None = None
+    video_token_id: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -113,18 +130,18 @@ class PackedBatch(Batch):
 
         Args:
             device: target device; None keeps the present device.
-            dtype: floating-point type of `pixel_values`; ids, labels, boundaries and positions keep their types, and
-                `loss_mask` stays float32, since it is summed.
+            dtype: floating-point type of `pixel_values` and `pixel_values_videos`; ids, labels, boundaries and
+                positions keep their types, and `loss_mask` stays float32, since it is summed.
             non_blocking: copy from pinned memory without waiting.
 
         Raises:
             BatchError: `dtype` is not a floating-point type.
         """
         if dtype is not None and not dtype.is_floating_point:
-            raise BatchError(f"`dtype` must be a floating-point type, got {dtype}. It converts only `pixel_values`.")
+            raise BatchError(f"`dtype` must be a floating-point type, got {dtype}. It converts only pixels.")
 
         def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, dtype if name == "pixel_values" else None, non_blocking=non_blocking)
+            return tensor.to(device, dtype if name in _PIXELS else None, non_blocking=non_blocking)
 
         return self._with_tensors(moved)
 
@@ -159,6 +176,10 @@ class PackedBatch(Batch):
         `max_length_*` are for flash attention and gated delta rules. `seq_idx`, int32 (1, T), the segment index of
         each token, is for convolutions and state spaces; it is present if the row has several segments.
         Some models ignore these boundaries: see `check_isolation`.
+
+        If the row has images and videos, the images are passed as videos of one step, and `input_ids` has video tokens
+        in place of image tokens. Features, logits and gradients are the same, and the model runs its vision tower once
+        for each row, as FSDP and ZeRO-3 require of all ranks.
 
         The loss that Transformers computes from `labels` is the mean over the targets of this row, all with the same
         weight. For several micro batches or ranks, set `num_items_in_batch` to `step_targets(batches)`. For other
@@ -202,7 +223,7 @@ class PackedBatch(Batch):
             segments = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
             tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU
             inputs["seq_idx"] = torch.repeat_interleave(segments, bounds.diff(), output_size=tokens)[None]
-        return inputs | {name: value for name, value in self._vision_arguments().items() if value is not None}
+        return inputs | {name: value for name, value in self._in_one_call().items() if value is not None}
 
     def loss(self, logits: torch.Tensor, *, targets: torch.Tensor | float | None = None) -> torch.Tensor:
         """Cross entropy weighted by `loss_mask`: sum(loss * loss_mask) / sum(loss_mask), a scalar.
@@ -243,25 +264,27 @@ class PackedBatch(Batch):
         Pixels are views of the row. The label of a first token is -100, as it is never a target.
         """
         starts, lengths = self._bounds().tolist(), self.cu_seqlens.diff().tolist()
-        pixels, positions, types = self.pixel_values, self.patch_positions, self.token_type_ids
-        weights = self.loss_weights
-        samples, image, patch = [], 0, 0
+        types, weights = self.token_type_ids, self.loss_weights
+        images = _media_slices(self.image_grid_thw, self.num_images, len(self.ids))
+        videos = _media_slices(self.video_grid_thw, self.num_videos, len(self.ids))
+        samples = []
         for index, ident in enumerate(self.ids):
             row = slice(starts[index], starts[index] + lengths[index])
-            images = slice(image, image + self.num_images[index])
-            grid = None if self.image_grid_thw is None or images.start == images.stop else self.image_grid_thw[images]
-            # A grid is (time, height, width) in patches, so its product is the patches of the image.
-            patches = slice(patch, patch + (0 if grid is None else int(grid.prod(dim=1).sum())))
-            image, patch = images.stop, patches.stop
+            (image_grids, image_patches), (video_grids, video_patches) = images[index], videos[index]
             samples.append(
                 EncodedSample(
                     id=ident,
                     input_ids=self.input_ids[0, row].cpu().numpy(),
                     labels=self.labels[0, row].cpu().numpy(),
-                    pixel_values=None if grid is None or pixels is None else pixels[patches],
-                    image_grid_thw=grid,
+                    image_token_id=self.image_token_id,
+                    pixel_values=_part(self.pixel_values, image_patches),
+                    image_grid_thw=_part(self.image_grid_thw, image_grids),
+                    video_token_id=self.video_token_id,
+                    pixel_values_videos=_part(self.pixel_values_videos, video_patches),
+                    video_grid_thw=_part(self.video_grid_thw, video_grids),
+                    second_per_grid_ts=_array(_part(self.second_per_grid_ts, video_grids), torch.float64),
                     position_ids=self.position_ids[1:, 0, row].cpu().numpy() if self.position_ids.ndim == 3 else None,
-                    patch_positions=None if grid is None or positions is None else positions[patches].cpu().numpy(),
+                    patch_positions=_array(_part(self.patch_positions, image_patches)),
                     vision_inputs=self._vision_inputs_of(index),
                     token_type_ids=None if types is None else types[0, row].cpu().numpy(),
                     loss_weights=None if weights is None else weights[0, row].cpu().numpy(),
@@ -329,8 +352,45 @@ class PackedBatch(Batch):
 
     def _vision_arguments(self) -> dict[str, torch.Tensor | None]:
         """Arguments of vision-language models, None for those that this row does not have."""
-        names = ("pixel_values", "image_grid_thw", "patch_positions", "token_type_ids")
-        return {name: getattr(self, name) for name in names} | (self.vision_inputs or {})
+        return {name: getattr(self, name) for name in _IMAGE_ARGUMENTS + _VIDEO_ARGUMENTS} | (self.vision_inputs or {})
+
+    def _in_one_call(self) -> dict[str, torch.Tensor | None]:
+        """`_vision_arguments` with which the model runs the vision tower once, also for images and videos in a row.
+
+        Qwen-VL models run the tower for the images of a row, and again for its videos. Ranks whose rows have different
+        kinds of media would then run different numbers of collective operations (FSDP, ZeRO-3). An image is a video of
+        one step to the tower, and only the features replace the tokens. In a row with both, images are therefore
+        passed as videos, in the order of the tokens.
+        """
+        arguments = self._vision_arguments()
+        image, video = self.image_token_id, self.video_token_id
+        pixels, grids = arguments["pixel_values"], arguments["image_grid_thw"]
+        videos, video_grids = arguments["pixel_values_videos"], arguments["video_grid_thw"]
+        if image is None or video is None or self.patch_positions is not None:
+            return arguments
+        if pixels is None or grids is None or videos is None or video_grids is None:
+            return arguments
+        is_image, is_video = self.input_ids[0] == image, self.input_ids[0] == video
+        patches = [grid.prod(dim=1) for grid in (grids, video_grids)]
+        merged = torch.cat(patches).sum() // (is_image.sum() + is_video.sum())  # patches of a token
+        first = [
+            flags.nonzero()[:, 0][(counts.cumsum(0) - counts) // merged]
+            for flags, counts in zip((is_image, is_video), patches, strict=True)
+        ]
+        order = torch.cat(first).argsort()  # of the media, by their first tokens
+        pieces = zip((pixels, videos), patches, strict=True)
+        parts = [part for values, counts in pieces for part in torch.split(values, counts.tolist())]
+        seconds = self.second_per_grid_ts
+        if seconds is not None:  # the value for an image has no effect, as it has a single step
+            seconds = torch.cat([seconds.new_ones(len(grids)), seconds])[order]
+        return arguments | {
+            "input_ids": torch.where(is_image, video, self.input_ids),
+            "pixel_values": None,
+            "image_grid_thw": None,
+            "pixel_values_videos": torch.cat([parts[index] for index in order.tolist()]),
+            "video_grid_thw": torch.cat([grids, video_grids])[order],
+            "second_per_grid_ts": seconds,
+        }
 
     def _thd_metadata(self) -> dict[str, Any]:
         """Boundaries of the samples, as Megatron names them."""
@@ -416,6 +476,32 @@ def target_weights(batch: PackedBatch | Mapping[str, Any]) -> torch.Tensor:
         return batch.loss_mask[:, 1:] / batch.loss_mask_scale
     mask: torch.Tensor = batch["loss_mask"] if "loss_mask" in batch else batch["labels"] != IGNORE_INDEX
     return mask[..., 1:].float()
+
+
+def _media_slices(grids: torch.Tensor | None, counts: list[int], samples: int) -> list[tuple[slice, slice]]:
+    """Slices of each sample in the grids and in the patches of a row; empty for samples without media.
+
+    Args:
+        grids: int64 (media, 3), or None.
+        counts: images or video files of each sample; () without.
+        samples: number of samples.
+    """
+    if grids is None or not any(counts):
+        return [(slice(0, 0), slice(0, 0))] * samples
+    # A grid is (time, height, width) in patches, so its product is the patches of the image.
+    media = [0, *accumulate(counts)]
+    patches = [0, *accumulate(grids.prod(dim=1).tolist())]
+    return [(slice(start, stop), slice(patches[start], patches[stop])) for start, stop in pairwise(media)]
+
+
+def _part(tensor: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    """Slice of a tensor; None for an empty slice."""
+    return None if tensor is None or part.start == part.stop else tensor[part]
+
+
+def _array(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> Any:
+    """A tensor as an array, or None."""
+    return None if tensor is None else tensor.cpu().to(dtype).numpy()
 
 
 def _shifted(row: torch.Tensor, last: float) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """Collators: a list of EncodedSamples (or an EncodedRow) in, one PackedBatch out, padding-free unless requested.
 
-Subclasses of `Collator` implement `collate`; `PaddingFreeCollator` is the default. Rows without images can get a
-dummy image (`DummyImages`), so that the vision tower runs on every rank:
+Subclasses of `Collator` implement `collate`; `PaddingFreeCollator` is the default. Rows without images and videos can
+get a dummy image (`DummyImages`), so that the vision tower runs on every rank:
 
     rank 0   |-- text --|-- image --|             forward and backward through the vision tower
     rank 1   |-- text --|-- text --|(dummy)       the same collective operations, with zero gradient
 
 DDP and FSDP reduce gradients, and FSDP gathers weights, in operations that every rank must join. A rank whose row has
-no image skips the vision tower, and the other ranks wait for it forever. The dummy is the row's tail segment: padding
-with its own boundaries, without a target.
+no image and no video skips the vision tower, and the other ranks wait for it forever. The dummy is the row's tail
+segment: padding with its own boundaries, without a target.
 """
 
 import logging
@@ -124,10 +124,11 @@ class PaddingFreeCollator(Collator):
             sum(loss * loss_mask) / sum(loss_mask). In a step of several rows, `step_targets` and PackedTrainer weight
             each target with f(n_i), divided by the sum of these weights over the step; Megatron sums `loss_mask`, so
             that a sample counts equally only among the samples of its row.
-        pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values`; bfloat16 needs half the memory, and a
-            model in bfloat16 rounds to it anyway. None keeps the dtype of the image processor, float32.
-        dummy_images: which rows without images get a minimal dummy image, as padding in the tail segment, so that
-            every rank runs the vision tower: `auto` (rows of a vision encoder, when several processes train),
+        pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values` and `pixel_values_videos`; bfloat16 needs
+            half the memory, and a model in bfloat16 rounds to it anyway. None keeps the dtype of the image processor,
+            float32.
+        dummy_images: which rows without images and videos get a minimal dummy image, as padding in the tail segment,
+            so that every rank runs the vision tower: `auto` (rows of a vision encoder, when several processes train),
             `always`, `never`, or `encoder.dummy` itself for features. It changes no loss and no gradient.
 
     Raises:
@@ -188,9 +189,9 @@ class PaddingFreeCollator(Collator):
         lengths = np.diff(row.cu_seqlens).astype(np.int64)
         padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
         room = None if self.pad_to is None else self.pad_to - int(padded.sum())
-        num_images = row.num_images
+        num_images, num_videos = row.num_images, row.num_videos
         possible = self.dummy_images.candidate(row.dummy)
-        dummy = None if any(num_images) else self.dummy_images.fit(possible, room)
+        dummy = None if any(num_images) or any(num_videos) else self.dummy_images.fit(possible, room)
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
         bounds = cu_seqlens_from_lengths(segments)
@@ -242,10 +243,14 @@ class PaddingFreeCollator(Collator):
             max_seqlen=int(segments.max()),
             padding_mask=None if padding is None else _row(padding),
             **(_images(with_images, self.pixel_dtype) if with_images else {}),
+            **(_videos(with_images, self.pixel_dtype) if with_images else {}),
             **(_vision_inputs(with_images, self.pixel_dtype) if with_images else {}),
             ids=list(row.ids),
             sources=row.sources,
             num_images=num_images,
+            num_videos=num_videos,
+            image_token_id=row.image_token_id,
+            video_token_id=row.video_token_id,
             token_type_ids=_token_types(row, real, dummy, bounds),
         )
 
@@ -364,9 +369,25 @@ def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict
         raise BatchError("Some samples with images have patch positions and some do not. Use one encoder for all.")
     positions = [torch.from_numpy(s.patch_positions) for s in with_grid if s.patch_positions is not None]
     return {
-        "pixel_values": _pixel_row(samples, dtype),
+        "pixel_values": _pixel_row([sample.pixel_values for sample in samples], dtype),
         "image_grid_thw": _joined([s.image_grid_thw for s in with_grid if s.image_grid_thw is not None]),
         "patch_positions": _joined(positions),
+    }
+
+
+def _videos(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
+    """Pixels, grids and seconds of all video files of a row."""
+    with_grid = [sample for sample in samples if sample.video_grid_thw is not None]
+    if not with_grid:
+        return {}
+    seconds = [s.second_per_grid_ts for s in with_grid if s.second_per_grid_ts is not None]
+    if seconds and len(seconds) < len(with_grid):
+        raise BatchError("Some samples with videos have second_per_grid_ts and some do not. Use one encoder for all.")
+    return {
+        "pixel_values_videos": _pixel_row([sample.pixel_values_videos for sample in samples], dtype),
+        "video_grid_thw": _joined([s.video_grid_thw for s in with_grid if s.video_grid_thw is not None]),
+        # Processors return float32, and M-RoPE positions depend on the rounding.
+        "second_per_grid_ts": torch.from_numpy(np.concatenate(seconds).astype(np.float32)) if seconds else None,
     }
 
 
@@ -376,7 +397,8 @@ def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) 
     if not inputs:
         return {}
     dims = {tuple(values.dims.items()) for values in inputs}
-    if any(sample.image_grid_thw is not None for sample in samples) or len(dims) > 1:
+    has_grid = any(not (s.image_grid_thw is None and s.video_grid_thw is None) for s in samples)
+    if has_grid or len(dims) > 1:
         raise BatchError("Images of different vision families cannot share a row. Use one encoder for all samples.")
     values, places = VisionInputs.joined(inputs)
     if dtype is not None:
@@ -404,9 +426,9 @@ def _token_types(
     return _row(types)
 
 
-def _pixel_row(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> torch.Tensor | None:
+def _pixel_row(pixels: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor | None:
     """Pixels of all samples, (patches, patch_dim)."""
-    parts = [sample.pixel_values for sample in samples if sample.pixel_values is not None]
+    parts = [values for values in pixels if values is not None]
     if not parts:
         return None
     shapes = {tuple(part.shape[1:]) for part in parts}

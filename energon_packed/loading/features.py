@@ -22,8 +22,8 @@ INDEX = "input_ids"
 
 
 def is_features(value: Any) -> bool:
-    """Whether a value is a dict with the token ids of one sample, and neither messages nor images."""
-    return isinstance(value, dict) and "input_ids" in value and "messages" not in value and "images" not in value
+    """Whether a value is a dict with the token ids of one sample, and neither messages nor images nor videos."""
+    return isinstance(value, dict) and "input_ids" in value and not {"messages", "images", "videos"} & value.keys()
 
 
 def from_features(feature: dict[str, Any]) -> EncodedSample:
@@ -32,8 +32,8 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
     Args:
         feature: `input_ids` (L,), a list, array or tensor of integers; `labels` of the same length, else all tokens
             are targets, as for `transformers.DataCollatorWithFlattening`; `loss_weights` of the same length;
-            `attention_mask`, whose zeros are padding and are removed; `id`; `pixel_values` and `image_grid_thw`; other
-            keys are ignored.
+            `attention_mask`, whose zeros are padding and are removed; `id`; `pixel_values` and `image_grid_thw`;
+            `pixel_values_videos`, `video_grid_thw` and `second_per_grid_ts`; other keys are ignored.
 
     Raises:
         BatchError: there is no token, the lengths differ, or a loss weight is invalid.
@@ -64,6 +64,11 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
         loss_weights=weights,
         pixel_values=feature.get("pixel_values"),
         image_grid_thw=feature.get("image_grid_thw"),
+        pixel_values_videos=feature.get("pixel_values_videos"),
+        video_grid_thw=feature.get("video_grid_thw"),
+        second_per_grid_ts=None
+        if (seconds := feature.get("second_per_grid_ts")) is None
+        else np.asarray(seconds, float),
     )
 
 

@@ -150,6 +150,13 @@ class Conversation:
         """`text`, `image` or `video`, the groups of `group_by='media'`."""
         return "video" if self.video or self.videos else "image" if self.images else "text"
 
+    @property
+    def media_files(self) -> tuple[MediaReference, ...]:
+        """Images, then the files of the videos: all media but `patch_positions`."""
+        if not self.videos:
+            return self.images
+        return (*self.images, *[file for video in self.videos for file in video.files])
+
     def _check_videos(self) -> None:
         texts = [self.text] if self.text is not None else [message.content for message in self.messages]
         placeholders = sum([text.count(VIDEO_PLACEHOLDER) for text in texts])

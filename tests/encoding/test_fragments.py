@@ -116,6 +116,13 @@ def test_tiles_that_share_an_image_are_not_divided() -> None:
         split_sample(sample(tiles, images=1), 16, 1)
 
 
+def test_samples_with_videos_are_not_split() -> None:
+    whole = replace(sample([10, 11, IMAGE + 1, *range(20, 50)]), video_token_id=IMAGE + 1)
+    with pytest.raises(RecordError, match="33 tokens; a sample with video files cannot be split"):
+        split_sample(whole, 16, 1)
+    assert len(split_sample(replace(whole, video_token_id=IMAGE + 2), 16, 1)) == 3
+
+
 def test_positions_of_a_fragment_start_at_0() -> None:
     whole = sample(list(range(10, 40)))
     moved = EncodedSample(

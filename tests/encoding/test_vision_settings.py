@@ -34,10 +34,10 @@ def facts(vision: VisionFamily) -> tuple[Any, ...]:
 
 def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     folder = (3136, 28 * 28 * 256)
-    assert facts(vision_of(tokenizer_dir)) == ("Qwen2VLVision", 14, 2, 2, folder)
+    assert facts(vision_of(tokenizer_dir)) == ("Qwen25VLVision", 14, 2, 2, folder)
     assert vision_of(tokenizer_dir).warnings == ()
     vision = vision_of(tokenizer_dir, image_processor=QWEN, factor=32, min_pixels=4096, max_pixels=4_000_000)
-    assert facts(vision) == ("Qwen2VLVision", 16, 2, 2, (4096, 4_000_000))
+    assert facts(vision) == ("Qwen25VLVision", 16, 2, 2, (4096, 4_000_000))
     assert vision.warnings == (
         f"image options win over {tokenizer_dir}: `factor` 32 (28), `min_pixels` 4096 (3136), "
         "`max_pixels` 4000000 (200704)",
@@ -45,7 +45,7 @@ def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     image = Image.fromarray(np.zeros((320, 640, 3), dtype=np.uint8))
     assert vision.pixels([image])[1].tolist() == [[1, 20, 40]]  # of 16 pixels, not of 14
     vision = vision_of(tokenizer_dir, merge_size=3)
-    assert facts(vision) == ("Qwen2VLVision", 14, 3, 2, folder)
+    assert facts(vision) == ("Qwen25VLVision", 14, 3, 2, folder)
     assert vision.warnings == (f"image options win over {tokenizer_dir}: `merge_size` 3 (2)",)
     vision = vision_of(tokenizer_dir, vision_family="qwen3_vl")
     assert facts(vision)[0] == "Qwen3VLVision"
@@ -111,7 +111,7 @@ def test_a_full_model_folder(
         tmp_path, image_processor=QWEN, factor=48, min_pixels=3136, max_pixels=4_000_000
     )
     assert encoder.vision is not None
-    family = "LlavaOnevision2Vision" if model == "llava_onevision2" else "Qwen2VLVision"  # by the model type
+    family = "LlavaOnevision2Vision" if model == "llava_onevision2" else "Qwen25VLVision"  # by the model type
     assert facts(encoder.vision) == (family, 16, 3, 1, (3136, 4_000_000))
     assert encoder.vision.warnings == (f"image options win over {tmp_path}: `max_pixels` 4000000 (2000000)",)
     talk = normalize({"messages": turns_of("Hi", "Hello.")})
@@ -126,7 +126,7 @@ def test_a_size_of_height_and_width_is_refused_in_one_line(
     settings = {"image_processor_type": image_processor_type, "size": {"height": 384, "width": 384}}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     message = (
-        f"of {tmp_path} has a `size` of height 384, width 384.*, but Qwen2VLVision needs .* register a VisionFamily"
+        f"of {tmp_path} has a `size` of height 384, width 384.*, but Qwen25VLVision needs .* register a VisionFamily"
     )
     with pytest.raises(ConfigError, match=message):
         ChatEncoder.from_pretrained(tokenizer_dir, tmp_path, image_processor=QWEN)

@@ -10,10 +10,23 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from energon_packed import Conversation, FormatError, MediaReference, Message, RecordError, StoredImage, StoredSample
-from tests.internals import CODECS, codec_for, codec_of
+from energon_packed import (
+    Conversation,
+    FormatError,
+    FrameSelection,
+    MediaReference,
+    Message,
+    RecordError,
+    StoredImage,
+    StoredSample,
+    StoredVideo,
+    VideoReference,
+)
+from tests.internals import CODECS, codec_for, codec_of, load_pack
 
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(lambda text: "<image>" not in text)
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20).filter(
+    lambda text: "<image>" not in text and "<video>" not in text
+)
 NUMBER = st.integers(-5, 200)
 
 
@@ -24,14 +37,32 @@ def npy(rows: int) -> bytes:
 
 
 @st.composite
-def conversations(draw: Any, kind: str, images: int) -> dict[str, Any]:
-    """Fields of a conversation that says something, with `images` placeholders."""
+def stored_videos(draw: Any) -> StoredVideo:
+    """A video file, or the images of its frames."""
+    indices = tuple(sorted(draw(st.lists(st.integers(0, 500), min_size=1, max_size=5))))
+    frames = FrameSelection(
+        indices=indices,
+        timestamps=tuple(index / 29.97 for index in indices),
+        fps=draw(st.sampled_from([29.97, 25.0])),
+        num_frames=501,
+        height=draw(st.integers(1, 99)),
+        width=draw(st.integers(1, 99)),
+        resized=draw(st.none() | st.just((28, 56))),
+        settings=draw(st.sampled_from([{}, {"fps": 2.0, "max_frames": 768}])),
+    )
+    if draw(st.booleans()):
+        return StoredVideo(frames, StoredImage(draw(st.sampled_from(["mp4", "webm"])), draw(st.binary(max_size=30))))
+    return StoredVideo(frames, images=tuple(StoredImage("jpg", bytes([index % 256])) for index in indices))
+
+
+@st.composite
+def conversations(draw: Any, kind: str, marks: str) -> dict[str, Any]:
+    """Fields of a conversation that says something, with the placeholders `marks`."""
     if kind == "tokens":
         ids = np.array(draw(st.lists(st.integers(0, 200), min_size=1, max_size=12)), dtype=np.int64)
         if draw(st.booleans()):
             return {"input_ids": ids, "labels": np.where(draw(st.booleans()), ids, -100)}
         return {"input_ids": ids, "labels": np.array(draw(st.lists(NUMBER, min_size=len(ids), max_size=len(ids))))}
-    marks = "<image>" * images
     if kind == "text":
         return {"text": marks + draw(TEXT) + "."}
     messages = []
@@ -55,7 +86,9 @@ def stored_samples(draw: Any, kinds: tuple[str, ...], truncate: int | None, with
     data = draw(st.lists(st.binary(min_size=1, max_size=30), max_size=3))
     images = tuple(StoredImage(draw(st.sampled_from(["jpg", "png", "webp"])), content) for content in data)
     positions = tuple(npy(n + 1) for n in range(len(images))) if draw(st.booleans()) else ()
-    fields = draw(conversations(draw(st.sampled_from(kinds)), len(images)))
+    videos = tuple(draw(st.lists(stored_videos(), max_size=2)))
+    marks = "<image>" * len(images) + "<video>" * len(videos)
+    fields = draw(conversations(draw(st.sampled_from(kinds)), marks))
     if with_extras:
         fields |= {"video": draw(st.booleans()), "fps": draw(st.none() | st.sampled_from([2.0, 29.97]))}
         fields["timestamp_decimal"] = draw(st.none() | st.integers(0, 3))
@@ -63,6 +96,14 @@ def stored_samples(draw: Any, kinds: tuple[str, ...], truncate: int | None, with
         id=draw(TEXT),
         images=tuple(MediaReference(data=content) for content in data),
         patch_positions=tuple(MediaReference(data=content) for content in positions),
+        videos=tuple(
+            VideoReference(
+                file=video.file and MediaReference(data=video.file.data),
+                frames=video.frames,
+                images=tuple(MediaReference(data=image.data) for image in video.images),
+            )
+            for video in videos
+        ),
         **fields,
     )
     length = len(conversation.input_ids) if conversation.input_ids is not None else draw(st.integers(1, 99))
@@ -73,6 +114,7 @@ def stored_samples(draw: Any, kinds: tuple[str, ...], truncate: int | None, with
         is_truncated=truncate is not None and draw(st.booleans()),
         images=images,
         patch_positions=positions,
+        videos=videos,
     )
 
 
@@ -92,6 +134,8 @@ def test_read_returns_the_written_samples(data: Any, name: str) -> None:
     raw = {"__key__": "k", **dict(codec.write(samples))}
     assert codec_of(raw) is codec
     assert codec.read(raw) == samples
+    loaded = load_pack(codec, raw).stored_samples()  # as Energon does
+    assert [(s.conversation, s.videos) for s in loaded] == [(s.conversation, s.videos) for s in samples]
     assert codec.lengths({"__key__": "k", codec.lengths_part: raw[codec.lengths_part]}) == [s.length for s in samples]
     assert all(codec.part_filter(part) for part in raw if part != "__key__")
 
@@ -120,6 +164,48 @@ def test_a_missing_member_is_named(name: str) -> None:
     raw.pop("img0_0.jpg")
     with pytest.raises(FormatError, match="k names img0_0.jpg, which is not in the tar"):
         codec.read(raw)
+
+
+@pytest.mark.parametrize("name", sorted(CODECS))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"frames": [0, 5]}, "frames are"),  # of 5
+        ({"frames": [3, 1]}, "frames are"),
+        ({"frames": [], "timestamps": []}, "frames are"),
+        ({"frames": [0, True]}, "True is not an integer"),
+        ({"timestamps": [0.0]}, "timestamps of 2 frames"),
+        ({"timestamps": [0.0, None]}, "TypeError"),
+        ({"size": [0, 4]}, "0 x 4 pixels"),
+        ({"size": [4]}, "not enough values"),
+        ({"resized": [1 << 20, 1 << 20]}, "1048576 x 1048576 pixels"),
+        ({"fps": -1}, "fps is -1"),
+        ({"settings": []}, "settings are"),
+        ({"num_frames": None}, "None is not an integer"),
+        ({"part": "vid0_1.mp4"}, "k names vid0_1.mp4, which is not in the tar"),
+        ({"part": None}, "k is damaged"),
+    ],
+)
+def test_damaged_frames_of_a_video_are_refused(name: str, changes: dict[str, Any], message: str) -> None:
+    codec = codec_for(name)
+    frames = FrameSelection(indices=(0, 4), timestamps=(0.0, 0.4), fps=10.0, num_frames=5, height=4, width=4)
+    ids = np.array([1, 2, 3])
+    fields: dict[str, Any] = {"input_ids": ids, "labels": ids} if codec.stores_tokens else {"text": "<video>."}
+    sample = StoredSample(
+        conversation=Conversation(id="a", videos=(VideoReference(file=MediaReference(data=b"x")),), **fields),
+        length=3,
+        videos=(StoredVideo(frames, StoredImage("mp4", b"x")),),
+    )
+    raw = {"__key__": "k", **dict(codec.write([sample]))}
+    assert set(raw) > {"vid0_0.mp4", "json"}
+    value = json.loads(raw["json"])
+    listed = value["samples"][0] if "samples" in value else value
+    entry = listed["video_files"][0]
+    while isinstance(entry, list):
+        entry = entry[0]
+    entry |= changes
+    with pytest.raises(FormatError, match=message):
+        codec.read(raw | {"json": json.dumps(value).encode()})
 
 
 def test_third_party_arrays_are_read_and_pickles_are_refused() -> None:

@@ -2,11 +2,13 @@
 
 ARGUMENTS: OUT TOKENIZER STEPS
 
-The row of rank r in step s has an image where bit r of s is set, so that every combination comes.
+The row of rank r in step s has an image where bit r of s is set, so that every combination comes. Rows of `media_rows`
+have images and videos, in every combination.
 """
 
 import io
 import sys
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from energon_packed import ChatEncoder, EncodedSample, PaddingFreeCollator, normalize
 from tests.integrations.launched import report
+from tests.loading.clips import Clips
 from tests.loading.models import tiny_model
 
 MODELS = {"qwen2_5_vl": 14, "qwen3_vl": 16}  # and the pixels of a patch side
@@ -55,17 +58,31 @@ def _noise(step: int, rank: int) -> bytes:
     return stream.getvalue()
 
 
-def losses(wrapped: Any, encoder: ChatEncoder, collator: PaddingFreeCollator, steps: int, rank: int) -> list[float]:
+def media_rows(name: str, model: Any) -> list[tuple[list[EncodedSample], list[EncodedSample]]]:
+    """Rows of both ranks in each step: text, an image, a video, or both, in all pairs of different rows."""
+    clips = Clips(name, model)
+    kinds = [("text", kind) for kind in ("text", "image", "video", "image video")]
+    return [(clips.samples(left), clips.samples(right)) for left, right in combinations(kinds, 2)]
+
+
+def losses(wrapped: Any, collator: PaddingFreeCollator, rows: list[list[EncodedSample]]) -> list[float]:
     """The loss of this rank in every step of stochastic gradient descent."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     found = []
-    for step in range(steps):
-        loss = wrapped(**collator.collate(samples(encoder, step, rank)).transformers_inputs()).loss
+    for row in rows:
+        loss = wrapped(**collator.collate(row).transformers_inputs()).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         found.append(loss.item())
     return found
+
+
+def _sharded(name: str, encoder: ChatEncoder) -> Any:
+    sharded = trained(name, encoder)
+    for module in (*sharded.model.visual.blocks, *sharded.model.language_model.layers, sharded):
+        fully_shard(module)
+    return sharded
 
 
 def main() -> None:
@@ -75,14 +92,16 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name in MODELS:
         encoder = encoder_of(name, tokenizer)
-        model = torch.nn.parallel.DistributedDataParallel(trained(name, encoder))
-        found[name] = losses(model, encoder, PaddingFreeCollator(), int(steps), rank)
-        sharded = trained(name, encoder)
-        for module in (*sharded.model.visual.blocks, *sharded.model.language_model.layers, sharded):
-            fully_shard(module)
-        found[f"{name} sharded"] = losses(sharded, encoder, PaddingFreeCollator(), 4, rank)
+        rows = [samples(encoder, step, rank) for step in range(int(steps))]
+        plain = trained(name, encoder)
+        clips = [row[rank] for row in media_rows(name, plain)]
+        model = torch.nn.parallel.DistributedDataParallel(plain)
+        found[name] = losses(model, PaddingFreeCollator(), rows)
+        found[f"{name} sharded"] = losses(_sharded(name, encoder), PaddingFreeCollator(), rows[:4])
+        collator = PaddingFreeCollator(dummy_images=encoder.dummy)
+        found[f"{name} videos"] = losses(_sharded(name, encoder), collator, clips)
     try:  # no rank has an image in step 0
-        losses(model, encoder, PaddingFreeCollator(dummy_images="never"), 2, rank)
+        losses(model, PaddingFreeCollator(dummy_images="never"), rows[:2])
     except RuntimeError as error:
         found["without dummy images"] = str(error)
     report(out, found)

@@ -10,6 +10,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
@@ -55,6 +57,21 @@ def tiny_model(name: str, encoder: ChatEncoder, attention: str) -> Any:
             vision_end_token_id=token("<|vision_end|>"),
         )
         model_class = Qwen3VLForConditionalGeneration
+    elif name == "qwen2_vl":
+        config = Qwen2VLConfig(
+            text_config={
+                **_SIZE,
+                **_HEADS,
+                **vocabulary,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
+            },
+            vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2},
+            image_token_id=token("<|image_pad|>"),
+            video_token_id=token("<|video_pad|>"),
+            vision_start_token_id=token("<|vision_start|>"),
+            vision_end_token_id=token("<|vision_end|>"),
+        )
+        model_class = Qwen2VLForConditionalGeneration
     else:
         config = Qwen2_5_VLConfig(
             text_config={

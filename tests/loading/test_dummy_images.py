@@ -9,7 +9,7 @@ import torch
 from energon_packed import BatchError, ChatEncoder, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator
 from tests.integrations.launched import run_script
 from tests.internals import megatron_batch
-from tests.loading.dummy_script import MODELS, encoder_of, samples, trained
+from tests.loading.dummy_script import MODELS, encoder_of, media_rows, samples, trained
 
 STEPS = 20
 
@@ -61,6 +61,22 @@ def test_losses_of_two_ranks_equal_the_run_without_dummy_images(
         assert two_ranks[rank][name] == pytest.approx([losses[rank] for losses in expected], rel=1e-5)
         assert two_ranks[rank][f"{name} sharded"] == pytest.approx([one[rank] for one in expected[:4]], rel=1e-5)
     assert expected[-1][0] < 0.9 * expected[0][0]
+
+
+def test_ranks_with_images_and_videos_equal_the_run_in_one_process(
+    name: str, vision_encoder: ChatEncoder, two_ranks: list[dict[str, Any]]
+) -> None:
+    """FSDP: a rank with images and videos runs the vision tower as often as a rank with text, an image or a video."""
+    model = trained(name, vision_encoder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step, rows in enumerate(media_rows(name, model)):
+        optimizer.zero_grad()
+        for rank, row in enumerate(rows):
+            batch = collated(row, dummy_images="never")
+            loss = model(**batch.transformers_inputs()).loss
+            (loss / 2).backward()
+            assert two_ranks[rank][f"{name} videos"][step] == pytest.approx(loss.item(), rel=1e-5)
+        optimizer.step()
 
 
 def test_without_dummy_images_the_ranks_fail(two_ranks: list[dict[str, Any]]) -> None:

@@ -63,6 +63,15 @@ def test_split_is_the_inverse_of_collating(pack_demo: Any, encoder: ChatEncoder,
     )
 
 
+def test_features_have_videos() -> None:
+    media = {"pixel_values_videos": torch.rand(8, 3), "video_grid_thw": torch.tensor([[2, 2, 2]])}
+    row = [*PLAIN, PLAIN[0] | media | {"second_per_grid_ts": [0.5]}]
+    inputs = PaddingFreeCollator()(row)
+    assert all(torch.equal(inputs[name], value) for name, value in media.items())
+    assert inputs["second_per_grid_ts"].tolist() == [0.5]
+    assert not media.keys() & PaddingFreeCollator()(PLAIN).keys()
+
+
 def test_sources_name_data_set_and_subflavors(pack_demo: Any, encoder: ChatEncoder, tmp_path: Path) -> None:
     shards = pack_demo().shards
     recipe = tmp_path / "blend.yaml"

@@ -292,6 +292,19 @@ def test_images_and_patches_of_a_row_are_limited(packer: Callable[..., Packer], 
     assert loader.failures.counts == {"overlong": 1}
 
 
+@pytest.mark.parametrize("packer", [PoolPacker, SequentialPacker])
+def test_patches_of_videos_count_in_the_limit_and_videos_are_no_images(packer: Callable[..., Packer]) -> None:
+    grid = torch.tensor([[2, 1, 2]])
+    data = [
+        feature(number) | {"video_grid_thw": grid, "pixel_values_videos": torch.zeros(4, 3)} for number in range(4)
+    ]
+    data.append(images(1, 4))
+    batches = list(DataflowLoader(MapDistributor(data, shuffle=False), packer=packer(1000, max_patches=8)))
+    assert sorted(sum(batch.num_images) + sum(batch.num_videos) for batch in batches) == [1, 2, 2]
+    batches = list(DataflowLoader(MapDistributor(data), packer=packer(1000, max_images=1)))
+    assert [batch.num_samples for batch in batches] == [5]
+
+
 def test_a_packer_that_loses_a_sample_raises() -> None:
     class Loses(Packer):
         buffer_size = 4

@@ -1,4 +1,4 @@
-"""VisionFamily: image preprocessing of a model: (height, width) -> token count, RGB images -> pixels and positions.
+"""VisionFamily: image and video preprocessing of a model: sizes -> token counts, RGB images -> pixels and positions.
 
 The built-in families are at the end. To add a family, register a small class with its configuration names and its
 differences from the base class:
@@ -12,15 +12,29 @@ differences from the base class:
 import json
 import sys
 from abc import ABC
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.vision.positions import ImageRun, Pixels, mrope_positions
+from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, mrope_positions
+from energon_packed.encoding.vision.video_sampling import (
+    FRAME_SETTINGS,
+    PIXEL_SETTINGS,
+    FramePatches,
+    VideoSettings,
+    arange_indices,
+    enlarged,
+    frame_limit,
+    linspace_indices,
+    resized_size,
+    uniform_indices,
+)
 from energon_packed.errors import ConfigError, Reason, RecordError
+from energon_packed.records import IMAGE_PLACEHOLDER, FrameSelection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +42,11 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
+    from energon_packed.encoding.vision.video_file import VideoInfo
+
 Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+UInt8 = npt.NDArray[np.uint8]
 PatchOrder = Literal["auto", "row", "block"]
 PATCH_ORDERS: tuple[PatchOrder, ...] = ("auto", "row", "block")
 
@@ -50,6 +68,12 @@ class VisionFamily(ABC):
         ambiguous_layouts: pairs (patch size, merge size) that `factor` may mean, if there are several: lengths are
             the same for all of them, pixels are not, so an error is raised when pixels are needed.
         patch_order: order of patches in .npy files: `row`, `block`, or `auto` (by the content of the file).
+        video_token: token whose run represents a video file; None if its frames are images of the family.
+        video_placeholder: text of a video in a conversation, with a single `video_token`.
+        videos: settings that select and resize the frames of video files; the class has those of the published models.
+        video_options: names of the settings of `videos` that users and records can set.
+        video_normalization: (mean, standard deviation, rescale factor) of frames if they differ from those of images.
+        video_problem: reason why the settings of the processor folder cannot be used for videos, or "".
         warnings: decisions made while it was loaded, for the user.
     """
 
@@ -69,6 +93,13 @@ class VisionFamily(ABC):
     max_pixels: ClassVar[int] = 28 * 28 * 16384
     ambiguous_layouts: tuple[tuple[int, int], ...] = ()
     patch_order: PatchOrder = "auto"
+    video_token: ClassVar[str | None] = None
+    video_placeholder: ClassVar[str] = ""
+    # Without a video processor, there is nothing to be equal to: a frame per second, as many as LLaVA-OneVision has.
+    videos: VideoSettings = VideoSettings(fps=1.0, max_frames=32)
+    video_options: ClassVar[tuple[str, ...]] = FRAME_SETTINGS
+    video_normalization: tuple[tuple[float, ...], tuple[float, ...], float] | None = None
+    video_problem: str = ""
     warnings: tuple[str, ...] = ()
 
     def __init__(self, image_processor: Any) -> None:
@@ -155,7 +186,149 @@ class VisionFamily(ABC):
         array = grids.numpy().astype(np.int64)
         return Pixels(values, grids, array, [ImageRun(self.num_tokens(int(n))) for n in array.prod(axis=1)])
 
-    def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64 | None:
+    def set_videos(self, folder: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
+        """Set `videos` from the settings of a processor folder and explicit options.
+
+        Args:
+            folder: settings of the video processor in a folder; None if it has none.
+            options: values by the names of `VideoSettings`; they win over the folder.
+
+        Raises:
+            ConfigError: an invalid value, or an option that the family does not have.
+        """
+        videos = self.folder_videos(folder) if folder is not None else type(self).videos
+        if not_used := [name for name in options if name not in self.video_options]:
+            raise ConfigError(
+                f"`{not_used[0]}` of videos must not be set for {type(self).__name__}, whose frames are images. "
+                "Set `min_pixels` and `max_pixels` of images."
+            )
+        self.videos = videos.updated(options)
+
+    def folder_videos(self, folder: Mapping[str, Any]) -> VideoSettings:
+        """Settings of videos from those of the video processor in a folder; the default ignores the folder."""
+        return type(self).videos
+
+    def select_frames(self, info: "VideoInfo", settings: Mapping[str, Any] | None = None) -> FrameSelection:
+        """Select the frames of a video file that a sample has.
+
+        Args:
+            info: the file.
+            settings: settings of the record, by the names of `VideoSettings`; they win over `videos`.
+
+        Raises:
+            RecordError: `corrupt_video`, if the family cannot use a video of this length or size;
+                `unsupported_field`, for settings of the record that are invalid or that the family does not have.
+            ConfigError: the settings of the processor folder cannot be used for videos.
+        """
+        if self.video_problem:
+            raise ConfigError(self.video_problem)
+        settings = settings or {}
+        if not_used := [name for name in settings if name not in self.video_options]:
+            detail = f"{type(self).__name__} has no setting `{not_used[0]}` for a video. Remove it"
+            raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        try:
+            resolved = self.videos.updated(settings)
+        except ConfigError as error:
+            raise RecordError(Reason.UNSUPPORTED_FIELD, f"video settings: {error}") from error
+        try:
+            indices = self.frame_indices(info.num_frames, info.fps, resolved)
+            resized = self.resized_frame(len(indices), info.height, info.width, resolved)
+        except ValueError as error:
+            raise RecordError(Reason.CORRUPT_VIDEO, str(error)) from error
+        return FrameSelection(
+            indices=tuple(indices.tolist()),
+            timestamps=tuple(np.asarray(info.timestamps, dtype=np.float64)[indices].tolist()),
+            fps=info.fps,
+            num_frames=info.num_frames,
+            height=info.height,
+            width=info.width,
+            resized=resized,
+            settings=resolved.plain(),
+        )
+
+    def frame_indices(self, num_frames: int, fps: float, settings: VideoSettings) -> Int64:
+        """Indices of the selected frames, int64 (frames,), of a file with `num_frames` at `fps` frames per second.
+
+        Raises:
+            ValueError: the family cannot use a video of this length.
+        """
+        return uniform_indices(num_frames, fps, settings)
+
+    def resized_frame(self, frames: int, height: int, width: int, settings: VideoSettings) -> tuple[int, int] | None:
+        """(height, width) to which `frames` selected frames are resized; None if they are preprocessed as images.
+
+        Raises:
+            ValueError: the family cannot use frames of this size.
+        """
+        return None
+
+    def frames_text(self, frames: FrameSelection) -> str:
+        """Text of a video in a family without a video token, with an image placeholder for each selected frame."""
+        return IMAGE_PLACEHOLDER * len(frames.indices)
+
+    def video_grid(self, frames: FrameSelection) -> tuple[int, int, int]:
+        """Patches of a video in time, height and width."""
+        assert frames.resized is not None, "families with a video token resize videos"
+        side = int(self.image_processor.patch_size)
+        steps = -(-len(frames.indices) // int(self.image_processor.temporal_patch_size))
+        return steps, frames.resized[0] // side, frames.resized[1] // side
+
+    def video_token_run(self, frames: FrameSelection) -> ImageRun:
+        """Tokens of a video, which replace its single `video_token`."""
+        return ImageRun(self.num_tokens(int(np.prod(self.video_grid(frames)))))
+
+    def preprocess_video(
+        self, frames: FrameSelection, images: Iterable[UInt8]
+    ) -> "tuple[torch.Tensor, tuple[int, int, int]]":
+        """Resize and normalize the selected frames, one at a time.
+
+        Args:
+            frames: the selection.
+            images: its frames in order, upright RGB, uint8 (height, width, 3).
+
+        Returns:
+            (pixel_values_videos, float32 (patches, patch_dim), patches in time, height and width).
+
+        Raises:
+            ValueError: `images` yields fewer or more frames.
+        """
+        assert frames.resized is not None, "families with a video token resize videos"
+        mean, std, rescale_factor = self._normalization
+        patches = FramePatches(
+            len(frames.indices),
+            frames.resized,
+            patch_size=int(self.image_processor.patch_size),
+            merge_size=self.merge_size,
+            temporal_patch_size=int(self.image_processor.temporal_patch_size),
+            mean=mean,
+            std=std,
+            rescale_factor=rescale_factor,
+        )
+        for image in images:
+            patches.add(image)
+        return patches.values(), patches.grid
+
+    @property
+    def _normalization(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
+        """Mean, standard deviation and rescale factor of the frames of videos."""
+        if self.video_normalization is not None:
+            return self.video_normalization
+        processor = self.image_processor
+        return tuple(processor.image_mean), tuple(processor.image_std), float(processor.rescale_factor)
+
+    def second_per_grid_ts(self, frames: Sequence[FrameSelection]) -> Float64 | None:
+        """Seconds of each step of the grid of each video, float64 (videos,); None for models that do not use it."""
+        return None
+
+    def position_ids(
+        self,
+        input_ids: Int64,
+        image_token_id: int,
+        grids: Int64,
+        video_token_id: int | None = None,
+        video_grids: Int64 = NO_IMAGES,
+        second_per_grid_ts: Float64 | None = None,
+    ) -> Int64 | None:
         """M-RoPE positions, int64 (3, L), or None for models that use 0..L-1."""
         return None
 
@@ -188,6 +361,14 @@ class VisionFamily(ABC):
             "family": type(self).__name__,
             "image_processor": json.loads(self.image_processor.to_json_string()),
         } | order
+
+    def video_config(self) -> dict[str, Any]:
+        """Settings of videos that differ from those of the published models, for fingerprints; {} if none does."""
+        own, published = asdict(self.videos), asdict(type(self).videos)
+        config: dict[str, Any] = {name: value for name, value in own.items() if value != published[name]}
+        if self.video_normalization is not None:
+            config["normalization"] = self.video_normalization
+        return config
 
     def length_config(self) -> dict[str, Any]:
         """Settings that determine lengths: the same for all patch and merge sizes of one `factor`."""
@@ -229,18 +410,166 @@ def register_vision(family: type[VisionFamily]) -> type[VisionFamily]:
 
 @register_vision
 class Qwen2VLVision(VisionFamily):
-    """Qwen2-VL and Qwen2.5-VL: 14-pixel patches, 2 x 2 merged, M-RoPE."""
+    """Qwen2-VL: 14-pixel patches, 2 x 2 merged, M-RoPE, and videos in temporal patches of two frames.
 
-    names = ("qwen2vl", "qwen25vl")
+    Frames of video files are selected as `Qwen2VLVideoProcessor(do_sample_frames=True, fps=2)` does, and limited in
+    size as with `cap_pixels_per_frame=True`: these are the limits of qwen_vl_utils, with which the published models
+    were trained and are evaluated. The processor itself selects all frames by default.
+    """
 
-    def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64:
+    names: ClassVar[tuple[str, ...]] = ("qwen2vl",)
+    video_token = "<|video_pad|>"
+    video_placeholder = "<|vision_start|><|video_pad|><|vision_end|>"
+    video_options: ClassVar[tuple[str, ...]] = (*FRAME_SETTINGS, *PIXEL_SETTINGS)
+    videos = VideoSettings(
+        fps=2.0,
+        min_frames=4,
+        max_frames=768,
+        min_pixels=128 * 28 * 28,
+        max_pixels=768 * 28 * 28,
+        total_pixels=int(128_000 * 28 * 28 * 0.9),
+    )
+    _text_tokenizer: Any = None
+
+    def folder_videos(self, folder: Mapping[str, Any]) -> VideoSettings:
+        """Settings of videos from those of the video processor in a folder, with the defaults of the processor.
+
+        Raises:
+            ConfigError: an invalid value.
+        """
+        published, processor = type(self).videos, self.image_processor
+        expected = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}  # 3: bicubic
+        for name, value in expected.items():
+            if folder.get(name, value) != value:
+                self.video_problem = (
+                    f"`{name}` of the video processor must be {value} for {type(self).__name__}, got {folder[name]}. "
+                    "Correct the processor folder."
+                )
+        images = tuple(processor.image_mean), tuple(processor.image_std), float(processor.rescale_factor)
+        own = tuple(folder.get("image_mean") or images[0]), tuple(folder.get("image_std") or images[1])
+        normalization = (*own, float(folder.get("rescale_factor") or images[2]))
+        self.video_normalization = None if normalization == images else normalization
+        frames = {name: folder[name] for name in FRAME_SETTINGS if folder.get(name) is not None}
+        size = {name: value for name, value in (folder.get("size") or {}).items() if value is not None}
+        for name, edge in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
+            if folder.get(name) is not None:  # the processors of Qwen2-VL prefer it
+                size[edge] = folder[name]
+        return replace(published.updated(frames), **self._limits(size, folder))
+
+    def _limits(self, size: Mapping[str, Any], folder: Mapping[str, Any]) -> dict[str, Any]:
+        """Limits in pixels by the names of `VideoSettings`, from `size` of the video processor in a folder."""
+        published = type(self).videos
+        total = int(folder.get("max_video_tokens", 128_000) * self._factor**2 * 0.9)
+        return {
+            "min_pixels": size.get("shortest_edge", published.min_pixels),
+            "max_pixels": size.get("longest_edge", published.max_pixels),
+            "total_pixels": total if folder.get("cap_pixels_per_frame") else None,
+        }
+
+    def frame_indices(self, num_frames: int, fps: float, settings: VideoSettings) -> Int64:
+        """Indices of the selected frames, int64 (frames,)."""
+        return arange_indices(num_frames, fps, settings, int(self.image_processor.temporal_patch_size))
+
+    def resized_frame(self, frames: int, height: int, width: int, settings: VideoSettings) -> tuple[int, int]:
+        """(height, width) of the resized frames, as Qwen2VLVideoProcessor.resize computes it."""
+        least, most = settings.min_pixels or 1, settings.max_pixels or sys.maxsize
+        if settings.total_pixels is not None:
+            share = settings.total_pixels * int(self.image_processor.temporal_patch_size) // frames
+            most = frame_limit(share, least, most)
+        return resized_size(height, width, self._factor, min_pixels=least, max_pixels=most)
+
+    @property
+    def _factor(self) -> int:
+        return int(self.image_processor.patch_size) * self.merge_size
+
+    def check_tokenizer(self, tokenizer: Any) -> None:
+        """Check that the tokenizer has the image token; videos need the video token as well."""
+        super().check_tokenizer(tokenizer)
+        self._text_tokenizer = tokenizer
+
+    def video_token_run(self, frames: FrameSelection) -> ImageRun:
+        """Tokens of a video.
+
+        Raises:
+            ConfigError: the tokenizer has no `video_token`.
+        """
+        if self._text_tokenizer is not None and self._text_tokenizer.token_to_id(self.video_token) is None:
+            raise ConfigError(
+                f"the tokenizer has no {self.video_token} token, which videos need. "
+                "Use the tokenizer of the vision model."
+            )
+        return super().video_token_run(frames)
+
+    def position_ids(
+        self,
+        input_ids: Int64,
+        image_token_id: int,
+        grids: Int64,
+        video_token_id: int | None = None,
+        video_grids: Int64 = NO_IMAGES,
+        second_per_grid_ts: Float64 | None = None,
+    ) -> Int64:
         """M-RoPE positions, int64 (3, L); for text, all three rows increase by one."""
-        return mrope_positions(input_ids, image_token_id, grids, self.merge_size)
+        return mrope_positions(
+            input_ids, image_token_id, grids, self.merge_size, video_token_id=video_token_id, video_grids=video_grids
+        )
+
+
+@register_vision
+class Qwen25VLVision(Qwen2VLVision):
+    """Qwen2.5-VL: as Qwen2-VL, with the seconds of a video in its M-RoPE positions.
+
+    Attributes:
+        tokens_per_second: positions in time per second of video; `vision_config` of config.json.
+    """
+
+    names = ("qwen25vl",)
+    tokens_per_second: float = 2
+
+    def second_per_grid_ts(self, frames: Sequence[FrameSelection]) -> Float64:
+        """Seconds of each step of the grid of each video, float64 (videos,), as Qwen2_5_VLProcessor computes them."""
+        size = int(self.image_processor.temporal_patch_size)
+        # In the order of operations of VideoMetadata.sampled_fps.
+        rates = [len(video.indices) / video.num_frames * video.fps for video in frames]
+        return np.array([size / rate for rate in rates], dtype=np.float64)
+
+    def position_ids(
+        self,
+        input_ids: Int64,
+        image_token_id: int,
+        grids: Int64,
+        video_token_id: int | None = None,
+        video_grids: Int64 = NO_IMAGES,
+        second_per_grid_ts: Float64 | None = None,
+    ) -> Int64:
+        """M-RoPE positions, int64 (3, L); a step of a video in time is `tokens_per_second` times its seconds."""
+        seconds = np.ones(len(video_grids)) if second_per_grid_ts is None else second_per_grid_ts
+        # Batches and processors store the seconds as float32, and the model multiplies them in float32.
+        steps = np.asarray(seconds, dtype=np.float32) * np.float32(self.tokens_per_second)
+        return mrope_positions(
+            input_ids,
+            image_token_id,
+            grids,
+            self.merge_size,
+            video_token_id=video_token_id,
+            video_grids=video_grids,
+            time_steps=steps,
+        )
+
+    def config(self) -> dict[str, Any]:
+        """Settings that determine lengths and pixels; both classes were one, so that the name must not differ."""
+        config = super().config()
+        return config | {"family": Qwen2VLVision.__name__} if "family" in config else config
 
 
 @register_vision
 class Qwen3VLVision(Qwen2VLVision):
-    """Qwen3-VL: as Qwen2-VL, with 16-pixel patches and other pixel statistics."""
+    """Qwen3-VL and Qwen3.5: as Qwen2-VL, with 16-pixel patches, other pixel statistics and timestamps in videos.
+
+    Each temporal patch of a video is `<1.5 seconds><|vision_start|>`, its tokens and `<|vision_end|>`. As in
+    Transformers since 5.12, these tokens replace only the video token: another pair of vision tokens stays around the
+    whole video.
+    """
 
     names = ("qwen3vl", "qwen35")
     patch_size = 16
@@ -248,6 +577,97 @@ class Qwen3VLVision(Qwen2VLVision):
     image_std = (0.5, 0.5, 0.5)
     min_pixels = 256 * 256
     max_pixels = 4096 * 4096
+    videos = VideoSettings(
+        fps=2.0, min_frames=4, max_frames=768, min_total_pixels=4 * 32 * 32, max_total_pixels=24_576 * 32 * 32
+    )
+
+    def _limits(self, size: Mapping[str, Any], folder: Mapping[str, Any]) -> dict[str, Any]:
+        tokens = folder.get("max_video_tokens", 768)
+        return {
+            # Defaults of the processor class, which differ from those of the published folders.
+            "min_total_pixels": size.get("shortest_edge", 128 * 32 * 32),
+            "max_total_pixels": size.get("longest_edge", 768 * 32 * 32),
+            "max_pixels": tokens * self._factor**2 if folder.get("cap_pixels_per_frame") else None,
+        }
+
+    def __init__(self, image_processor: Any) -> None:
+        super().__init__(image_processor)
+        self._timestamp_ids: dict[str, list[int]] = {}
+
+    def frame_indices(self, num_frames: int, fps: float, settings: VideoSettings) -> Int64:
+        """Indices of the selected frames, int64 (frames,)."""
+        return linspace_indices(num_frames, fps, settings, int(self.image_processor.temporal_patch_size))
+
+    def resized_frame(self, frames: int, height: int, width: int, settings: VideoSettings) -> tuple[int, int]:
+        """(height, width) of the resized frames, as Qwen3VLVideoProcessor.resize computes it for all frames."""
+        size = int(self.image_processor.temporal_patch_size)
+        least, most = settings.min_total_pixels or 1, settings.max_total_pixels or sys.maxsize
+        if (settings.total_pixels, settings.max_pixels, settings.min_pixels) != (None, None, None):
+            share = most // frames if settings.total_pixels is None else settings.total_pixels * size // frames
+            most = frame_limit(share, settings.min_pixels or least, settings.max_pixels) * frames
+            least = max(least, (settings.min_pixels or 0) * frames)
+        return resized_size(
+            *enlarged(height, width, self._factor),
+            self._factor,
+            min_pixels=least,
+            max_pixels=most,
+            frames=frames,
+            temporal_patch_size=size,
+        )
+
+    def video_token_run(self, frames: FrameSelection) -> ImageRun:
+        """Tokens of a video: for each temporal patch its time as text, and its video tokens between vision tokens."""
+        tokens = super().video_token_run(frames).length
+        texts = [self._ids_of_timestamp(text) for text in self._timestamps(frames)]
+        length = tokens + sum(len(ids) + 2 for ids in texts)
+
+        def make() -> Int64:
+            start, pad, end = self._special_ids()
+            run = [pad] * (tokens // len(texts))
+            return np.array([i for ids in texts for i in (*ids, start, *run, end)], dtype=np.int64)
+
+        return ImageRun(length, make)
+
+    def _timestamps(self, frames: FrameSelection) -> list[str]:
+        """Text of the time of each temporal patch: the mean of its first and last frame.
+
+        A time is index / fps, as in Qwen3VLProcessor, also for files with a variable frame rate.
+        """
+        size = int(self.image_processor.temporal_patch_size)
+        indices = [*frames.indices, *[frames.indices[-1]] * (-len(frames.indices) % size)]
+        times = [index / frames.fps for index in indices]
+        return [f"<{(times[i] + times[i + size - 1]) / 2:.1f} seconds>" for i in range(0, len(times), size)]
+
+    def _ids_of_timestamp(self, text: str) -> list[int]:
+        # Special tokens are on both sides, so that the ids do not depend on the text around.
+        if text not in self._timestamp_ids:
+            self._timestamp_ids[text] = self._checked_tokenizer().encode(text, add_special_tokens=False).ids
+        return self._timestamp_ids[text]
+
+    def _special_ids(self) -> list[int]:
+        tokenizer = self._checked_tokenizer()
+        return [tokenizer.token_to_id(token) for token in ("<|vision_start|>", self.video_token, "<|vision_end|>")]
+
+    def _checked_tokenizer(self) -> Any:
+        if self._text_tokenizer is None:
+            raise ConfigError(
+                "videos of Qwen3-VL have timestamps as text. Call `check_tokenizer` with the tokenizer first."
+            )
+        return self._text_tokenizer
+
+    def position_ids(
+        self,
+        input_ids: Int64,
+        image_token_id: int,
+        grids: Int64,
+        video_token_id: int | None = None,
+        video_grids: Int64 = NO_IMAGES,
+        second_per_grid_ts: Float64 | None = None,
+    ) -> Int64:
+        """M-RoPE positions, int64 (3, L); each temporal patch of a video is an image, since text is between them."""
+        patches = np.repeat(video_grids, video_grids[:, 0], axis=0)
+        patches[:, 0] = 1
+        return super().position_ids(input_ids, image_token_id, grids, video_token_id, patches)
 
 
 @register_vision

@@ -17,6 +17,9 @@ samples for a row, each argument along its own dimension:
 Text positions increase by one in all three rows. An image starts at the current position in each row and spans its
 grid; the text after it starts at start + max(height, width) of the merged grid. Source: P. Wang et al., "Qwen2-VL",
 2024, section 2.1; tests compare with `get_rope_index` of Qwen2VLModel in Transformers.
+
+A video spans its grid in time as well: t increases by one per step of the grid, or in Qwen2.5-VL by the tokens per
+second of its model. The text after it starts at start + max(height, width) too, as in Transformers since 5.0.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
 NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
 Place = tuple[slice, ...]
 """Slices of the tensor of a row that contain the tensor of a sample."""
@@ -137,7 +141,16 @@ def expanded(ids: Int64, labels: Int64, image_token_id: int | None, runs: Sequen
     return ids, labels
 
 
-def mrope_positions(input_ids: Int64, image_token_id: int, grids: Int64, merge_size: int) -> Int64:
+def mrope_positions(
+    input_ids: Int64,
+    image_token_id: int,
+    grids: Int64,
+    merge_size: int,
+    *,
+    video_token_id: int | None = None,
+    video_grids: Int64 = NO_IMAGES,
+    time_steps: Float32 | None = None,
+) -> Int64:
     """Compute the M-RoPE positions of a sample.
 
     Args:
@@ -145,29 +158,48 @@ def mrope_positions(input_ids: Int64, image_token_id: int, grids: Int64, merge_s
         image_token_id: token whose runs represent images.
         grids: int64 (images, 3), patches in t, h, w before merging.
         merge_size: patches merged along each side into one token.
+        video_token_id: token whose runs represent videos; None without videos.
+        video_grids: int64 (videos, 3), as `grids`.
+        time_steps: float32 (videos,), positions in t from one step of the grid to the next, rounded down; None for 1.
 
     Returns:
         int64 (3, L): rows t, h, w.
 
     Raises:
-        ValueError: the number of image tokens does not match the grids.
+        ValueError: the number of image or video tokens does not match the grids.
     """
-    merged = grids // np.array([1, merge_size, merge_size])
-    counts = merged.prod(axis=1)
-    at = np.flatnonzero(input_ids == image_token_id)
-    if len(at) != counts.sum():
-        raise ValueError(f"`input_ids` has {len(at)} image tokens, but `grids` require {counts.sum()}")
-    # Image tokens of image i follow those of the images before it; text may be between images, not inside them.
-    starts = at[(np.cumsum(counts) - counts)]
+    media = [(*place, 1.0) for place in _places(input_ids, image_token_id, grids, merge_size, "image")]
+    if video_token_id is not None:
+        steps = np.ones(len(video_grids), dtype=np.float32) if time_steps is None else time_steps
+        videos = _places(input_ids, video_token_id, video_grids, merge_size, "video")
+        media += [(*place, step) for place, step in zip(videos, steps, strict=True)]
+        media.sort(key=lambda place: place[0])
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     done = 0  # tokens with a position so far
     position = 0  # of the next token
-    for start, count, (t, h, w) in zip(starts, counts, merged, strict=True):
+    for start, (t, h, w), step in media:
         text = start - done
         positions[:, done:start] = position + np.arange(text)
         position += text
-        positions[:, start : start + count] = position + np.indices((t, h, w)).reshape(3, -1)
+        done = start + t * h * w
+        steps_in_time, rows, columns = np.indices((t, h, w)).reshape(3, -1)
+        if step != 1:
+            steps_in_time = (steps_in_time.astype(np.float32) * step).astype(np.int64)
+        positions[:, start:done] = position + np.stack([steps_in_time, rows, columns])
         position += max(h, w)
-        done = start + count
     positions[:, done:] = position + np.arange(len(input_ids) - done)
     return positions
+
+
+def _places(
+    input_ids: Int64, token: int, grids: Int64, merge_size: int, kind: str
+) -> list[tuple[int, tuple[int, int, int]]]:
+    """First token and merged grid of each image or video."""
+    merged = grids // np.array([1, merge_size, merge_size])
+    counts = merged.prod(axis=1)
+    at = np.flatnonzero(input_ids == token)
+    if len(at) != counts.sum():
+        raise ValueError(f"`input_ids` has {len(at)} {kind} tokens, but `grids` require {counts.sum()}")
+    # Tokens of image i follow those of the images before it; text may be between images, not inside them.
+    starts = at[(np.cumsum(counts) - counts)]
+    return list(zip(starts.tolist(), map(tuple, merged.tolist()), strict=True))

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding.pretrained import find_pretrained
-from energon_packed.encoding.settings import EncoderSettings
-from energon_packed.encoding.vision.families import VisionFamily, ambiguous, vision_families
+from energon_packed.encoding.settings import IMAGES, VIDEOS, EncoderSettings
+from energon_packed.encoding.vision.families import Qwen25VLVision, VisionFamily, ambiguous, vision_families
 from energon_packed.encoding.vision.processors import ProcessorVision
 from energon_packed.errors import ConfigError
 from energon_packed.options import declared
 
 _NEXT_STEP = "use the processor folder of the model, or register a VisionFamily (see 'Vision families' in the docs)"
+_PROCESSOR = "processor_config.json"  # in which newer versions of Transformers save all processors
 _MERGES = (3, 2)  # merge sizes of published models
-_NUMBERS = [option.name for option in declared(EncoderSettings) if option.kind is int]  # sizes and limits of images
+# Sizes and limits of images.
+_NUMBERS = [option.name for option in declared(EncoderSettings) if option.kind is int and option.group == IMAGES]
+_VIDEO_NUMBERS = [option.name for option in declared(EncoderSettings) if option.group == VIDEOS]
 _NAMES = ("model_type", "processor_class", "image_processor_type")  # most specific first
 _Layouts = tuple[tuple[int, int], ...]
 """(patch size, merge size); several such pairs if the settings allow all of them, with the same lengths."""
@@ -43,10 +46,11 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
     folder = None if source is None else find_pretrained(source)
     named = settings.vision_family or settings.image_processor
     numbers = {name: getattr(settings, name) for name in _NUMBERS if getattr(settings, name) is not None}
+    videos = {name: getattr(settings, name) for name in _VIDEO_NUMBERS if getattr(settings, name) is not None}
     of_folder = _processor_settings(folder) if folder is not None else {}
     if not of_folder and named is None:
-        if numbers:
-            names = ", ".join(f"`{name}`" for name in numbers)
+        if numbers or videos:
+            names = ", ".join(f"`{name}`" for name in (*numbers, *videos))
             raise ConfigError(
                 f"{names} need an image processor. Set `image_processor`, `vision_family` or `processor`."
             )
@@ -73,6 +77,12 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
             "the processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
         )
     vision.warnings, vision.patch_order = (*vision.warnings, *notices), settings.patch_order
+    folder_videos = _video_settings(folder) if folder is not None and of_folder else None
+    vision.set_videos(folder_videos, {name.removeprefix("video_"): value for name, value in videos.items()})
+    if isinstance(vision, Qwen25VLVision):
+        model = of_folder.get("config.json", {}).get("vision_config") or {}
+        if model:  # 4: default of Transformers
+            vision.tokens_per_second = model.get("tokens_per_second", 4)
     return vision
 
 
@@ -212,16 +222,32 @@ def _qwen_image_processor() -> Any:
 
 def _processor_settings(folder: Path) -> dict[str, Any]:
     """JSON files of a processor folder by name; {} if it has no image processor."""
+    files = _json_files(folder, "config.json", _PROCESSOR, "preprocessor_config.json")
+    nested = "image_processor" in files.get(_PROCESSOR, {})
+    return files if "preprocessor_config.json" in files or nested else {}
+
+
+def _video_settings(folder: Path) -> dict[str, Any] | None:
+    """Settings of the video processor of a folder, or None.
+
+    Without a file for videos, AutoVideoProcessor reads the limits of images: 16,384 tokens for each frame of the
+    published Qwen2-VL and Qwen2.5-VL, which no trainer uses.
+    """
+    files = _json_files(folder, _PROCESSOR, "video_preprocessor_config.json")
+    nested = files.get(_PROCESSOR, {}).get("video_processor")
+    return nested if nested is not None else files.get("video_preprocessor_config.json")
+
+
+def _json_files(folder: Path, *names: str) -> dict[str, Any]:
+    """JSON files of a folder by name, without those that it does not have."""
     files: dict[str, Any] = {}
-    for name in ("config.json", "processor_config.json", "preprocessor_config.json"):
-        path = folder / name
+    for path in (folder / name for name in names):
         if path.is_file():
             try:
-                files[name] = json.loads(path.read_text(encoding="utf-8"))
+                files[path.name] = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
                 raise ConfigError(f"{path} is not valid JSON: {error}; fix or remove it") from error
-    nested = "image_processor" in files.get("processor_config.json", {})  # as newer versions of Transformers save it
-    return files if "preprocessor_config.json" in files or nested else {}
+    return files
 
 
 def _family(settings: EncoderSettings, of_folder: dict[str, Any]) -> tuple[type[VisionFamily], list[str]]:

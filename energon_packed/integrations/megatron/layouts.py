@@ -8,7 +8,7 @@ Sources: `get_batch_from_iterator` and `get_packed_seq_params` of Megatron-Bridg
 Megatron-LM.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -29,13 +29,19 @@ class VisualInputs:
     Attributes:
         pixel_values: (patches, patch_dim), float32 or the collator's `pixel_dtype`; None on pipeline stages without a
             vision tower.
-        image_grid_thw: int64 (images, 3); every stage computes M-RoPE positions from it.
+        image_grid_thw: int64 (images, 3), or None; every stage computes M-RoPE positions from the grids.
         patch_positions: int64 (patches, 3), or None.
+        pixel_values_videos: (patches, patch_dim), as `pixel_values`, of the video files.
+        video_grid_thw: int64 (videos, 3), or None.
+        second_per_grid_ts: float32 (videos,), for models with this argument; or None.
     """
 
-    pixel_values: torch.Tensor | None
-    image_grid_thw: torch.Tensor
+    pixel_values: torch.Tensor | None = None
+    image_grid_thw: torch.Tensor | None = None
     patch_positions: torch.Tensor | None = None
+    pixel_values_videos: torch.Tensor | None = None
+    video_grid_thw: torch.Tensor | None = None
+    second_per_grid_ts: torch.Tensor | None = None
 
     def normalized_for_model(self) -> dict[str, torch.Tensor]:
         """Return the arguments of the model without None."""
@@ -71,8 +77,8 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
         of the same shape or None, max_seqlen int32 (1,), attention_mask None.
 
     Raises:
-        ConfigError: the layout is unknown, or does not support the row: padding between samples and loss weights with
-            `megatron-lm`, images with `megatron-gpt`.
+        ConfigError: the layout is unknown, or does not support the row: padding between samples, loss weights and
+            video files with `megatron-lm`, images and video files with `megatron-gpt`.
     """
     check_layout(layout)
     if batch.vision_inputs:
@@ -93,10 +99,11 @@ def _bridge(batch: PackedBatch, *, with_pixels: bool) -> dict[str, Any]:
     inputs["loss_mask"] = _countable(inputs["loss_mask"])
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         inputs[name] = torch.tensor(inputs[name], dtype=torch.int32)
-    visual = {name: inputs.pop(name, None) for name in ("pixel_values", "image_grid_thw", "patch_positions")}
+    visual = {field.name: inputs.pop(field.name, None) for field in fields(VisualInputs)}
     if not with_pixels:
-        visual["pixel_values"] = None
-    inputs["visual_inputs"] = None if visual["image_grid_thw"] is None else VisualInputs(**visual)
+        visual["pixel_values"] = visual["pixel_values_videos"] = None
+    has_grids = not (visual["image_grid_thw"] is None and visual["video_grid_thw"] is None)
+    inputs["visual_inputs"] = VisualInputs(**visual) if has_grids else None
     return inputs
 
 
@@ -109,6 +116,11 @@ def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:
         raise ConfigError(
             "layout 'megatron-lm' does not support loss weights, as examples/multimodal uses a loss mask of ones. Set "
             "`loss_weighting` to 'token', or use layout 'bridge' or 'megatron-gpt'."
+        )
+    if batch.video_grid_thw is not None:
+        raise ConfigError(
+            "layout 'megatron-lm' has no place for video files: examples/multimodal reads images only. Use layout "
+            "'bridge', or pack with `extract_frames`, which stores frames as images."
         )
     end = torch.full_like(batch.labels[:, :1], IGNORE_INDEX)
     with_images = batch.pixel_values is not None and batch.image_grid_thw is not None
@@ -127,7 +139,8 @@ def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:
 
 
 def _megatron_gpt(batch: PackedBatch) -> dict[str, Any]:
-    if batch.pixel_values is not None and (not batch.num_images or any(batch.num_images)):  # a dummy image is padding
+    has_images = batch.pixel_values is not None and (not batch.num_images or any(batch.num_images))
+    if has_images or batch.video_grid_thw is not None:  # a dummy image is padding
         raise ConfigError("layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images. Use layout 'bridge'.")
     inputs = batch.megatron_inputs()
     positions = batch.position_ids

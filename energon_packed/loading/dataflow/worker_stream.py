@@ -109,8 +109,8 @@ class BufferedItem:
             tokens += length
             self.squares += length**2
             images += sample.num_images
-            if sample.image_grid_thw is not None:
-                patches += int(sample.image_grid_thw.prod(dim=1).sum())
+            if sample.image_grid_thw is not None or sample.video_grid_thw is not None:
+                patches += sample.num_patches
         self.size = tokens, images, patches
 
 

@@ -11,6 +11,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from energon_packed import ChatEncoder, ConfigError, EncodedSample, PaddingFreeCollator, get_packed_loader
 from tests.conftest import Packer
 from tests.internals import megatron_batch
+from tests.loading.clips import Clips
+from tests.loading.models import tiny_model
 
 
 def random_samples(rng: np.random.Generator) -> list[EncodedSample]:
@@ -67,6 +69,30 @@ def test_every_stage_gets_every_key_and_middle_stages_no_pixels(pack_demo: Packe
     # Qwen-VL models compute M-RoPE positions on every stage from these
     assert torch.equal(middle["visual_inputs"].image_grid_thw, full["visual_inputs"].image_grid_thw)
     assert set(middle["visual_inputs"].normalized_for_model()) == {"image_grid_thw"}
+
+
+def test_videos_in_layouts(encoder: ChatEncoder) -> None:
+    clips = Clips("qwen2_5_vl", tiny_model("qwen2_5_vl", encoder, "sdpa"))
+    batch = PaddingFreeCollator().collate(clips.samples(("text", "image video", "video")))
+    full, middle = megatron_batch(batch, "bridge"), megatron_batch(batch, "bridge", with_pixels=False)
+    assert full["position_ids"].shape == (3, 1, batch.input_ids.shape[1])
+    grids = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+    visual = full["visual_inputs"].normalized_for_model()
+    assert set(visual) == grids | {
+        "pixel_values",
+        "pixel_values_videos",
+    }  # Qwen-VL models of Megatron-Bridge join them
+    assert all(visual[name] is getattr(batch, name) for name in visual)
+    assert set(middle["visual_inputs"].normalized_for_model()) == grids
+    assert not set(visual) & (set(full) | set(middle))
+    only = PaddingFreeCollator().collate(clips.samples(("text", "video")))
+    names = {"pixel_values_videos", "video_grid_thw", "second_per_grid_ts"}
+    assert set(megatron_batch(only, "bridge")["visual_inputs"].normalized_for_model()) == names
+    for row in (batch, only):
+        with pytest.raises(ConfigError, match="layout 'megatron-lm' has no place for video files"):
+            megatron_batch(row, "megatron-lm")
+        with pytest.raises(ConfigError, match="layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images"):
+            megatron_batch(row, "megatron-gpt")
 
 
 def test_padding_mask_is_there_for_every_row_or_for_none() -> None:
