@@ -610,7 +610,7 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
         (
             {"video": "a.mp4", "max_pixels": 9, "caption": "A."},
             "unsupported_field",
-            "into the content part of a video file",
+            "the object of a video file may have min_pixels, max_pixels",
         ),
         (
             {"video": "a.mp4", "nframes": 9, "caption": "A."},
