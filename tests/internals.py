@@ -72,6 +72,8 @@ PLACES = {
     "load_vision": "encoding:load_vision",
     "read_header": "encoding.vision.images:read_header",
     "MAX_PIXELS": "encoding.vision.images:MAX_PIXELS",
+    "FramePatches": "encoding.vision.video_sampling:FramePatches",
+    "VideoSettings": "encoding.vision.video_sampling:VideoSettings",
     "images": "encoding.vision.images",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
     "ProcessorVision": "encoding.vision.processors:ProcessorVision",
