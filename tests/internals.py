@@ -201,6 +201,8 @@ PLACES = {
     "parse_json": "records.fields:parse_json",
     "mapping": "records.mapping",
     "NO_PLACEHOLDER": "records.normalize:NO_PLACEHOLDER",
+    "VIDEO_SUFFIXES": "records.video:VIDEO_SUFFIXES",
+    "is_video_content": "records.video:is_video_content",
     "CALLS_IN_TEXT": "records.tools:CALLS_IN_TEXT",
     "TOOLS_IN_TEXT": "records.tools:TOOLS_IN_TEXT",
     # shards: files of a dataset, to read, damage and repair them

@@ -64,8 +64,11 @@ _REMEDIES = {
     r"system.*|developer.*": "pass it as system",
     r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
-    r".*_pixels|resized_(height|width)": "resize the image, or pass min_pixels and max_pixels as options",
-    r"video(?!.*_ids?$).*|n?frames|max_frames": "pass the frames as videos, one list for each video",
+    r".*_pixels|resized_(height|width)": "resize the image, pass min_pixels and max_pixels as options, or write "
+    "min_pixels, max_pixels or total_pixels into the content part of a video file",
+    r"video(?!.*_ids?$).*": "pass video files or lists of frames as videos",
+    r"n?frames|(min|max)_frames|do_sample_frames": "write it into the content part or the object of the video file, "
+    "or pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",
     r"image_urls?": "nothing is fetched; download the image and give its path as image",
     r"pixel_values(_.*)?|(image|video)_grid_thw": "pixels are computed while training; list the images as images",
@@ -74,6 +77,10 @@ _REMEDIES = {
 }
 _RISKY = re.compile("|".join(f"(?:{pattern})" for pattern in _REMEDIES))
 _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s.-]+")
+_ABOUT_VIDEO = re.compile(
+    r"video_(fps|duration|length|width|height|size|resolution|num_frames|source|title|name|type|category|format|codec|"
+    r"hash|urls?|link|metadata)"
+)
 _MEDIA = re.compile(r"images?|image_urls?|videos?")  # `unlisted_media.py` decides about their other spellings
 
 
@@ -350,11 +357,16 @@ def _plain_name(name: str) -> str:
 
 
 def _is_metadata(name: str, record: Record) -> bool:
-    """Whether a field is harmless: `reasoning` as a flag (Nemotron), `image_url` as the origin of an image (PixMo)."""
+    """Whether a field is harmless: `reasoning` as a flag (Nemotron), `image_url` as the origin of an image (PixMo).
+
+    `video_duration`, `video_url` and similar fields describe a video of the record.
+    """
     # A flag does not contain reasoning that would be lost.
     if _plain_name(name) in ("reasoning", "thinking"):
         return isinstance(record[name], bool) or record[name] in ("on", "off", "yes", "no")
-    return name in ("image_url", "image_urls") and (is_given(record.get("image")) or is_given(record.get("images")))
+    if name in ("image_url", "image_urls"):
+        return is_given(record.get("image")) or is_given(record.get("images"))
+    return _ABOUT_VIDEO.fullmatch(name) is not None and any(is_given(record.get(key)) for key in ("video", "videos"))
 
 
 def _is_media_bytes(value: Any) -> bool:

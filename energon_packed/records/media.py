@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
 _REMOTE_BLOCK = 1 << 16  # the same of an object: a request takes longer than the transfer of more bytes
+_A = {"image": "an image", "video": "a video"}
 
 
 class PackedImage(NamedTuple):
@@ -125,26 +126,33 @@ class MediaReference:
     packed: PackedImage | None = None
 
     @classmethod
-    def from_value(cls, value: object, root: str | None = None) -> "MediaReference":
+    def from_value(cls, value: object, root: str | None = None, *, kind: str = "image") -> "MediaReference":
         """Make a reference from a record's value: path, `file://` or `data:` URL, bytes, {"bytes"/"path"/"url"}.
 
+        Args:
+            value: the value.
+            root: folder that relative paths start from, and that they must stay inside.
+            kind: `image` or `video`, for errors.
+
         Raises:
-            RecordError: `missing_image` if the value does not name media; `unsupported_media` if it is remote.
+            RecordError: `missing_image` or `missing_video` if the value does not name media; `unsupported_media` if it
+                is remote.
         """
+        missing = Reason.MISSING_VIDEO if kind == "video" else Reason.MISSING_IMAGE
         if isinstance(value, MediaReference):
             return value
         # `bytes` first: datasets stores {"bytes", "path"}, and its path is a name without a file.
         if isinstance(value, dict):
             inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), None)
             if isinstance(inner, dict):
-                raise RecordError(Reason.MISSING_IMAGE, "an image is nested in two objects; use a path, url or bytes")
-            return cls.from_value(inner, root)
+                raise RecordError(missing, f"{_A[kind]} is nested in two objects; use a path, url or bytes")
+            return cls.from_value(inner, root, kind=kind)
         if isinstance(value, bytes | bytearray | memoryview):
             return cls(data=bytes(value))
         if not isinstance(value, str) or not value:
-            raise RecordError(Reason.MISSING_IMAGE, f"an image is {shown(value)}; use a path or bytes")
+            raise RecordError(missing, f"{_A[kind]} is {shown(value)}; use a path or bytes")
         if value.startswith("data:"):
-            return cls(data=_data_url(value))
+            return cls(data=_data_url(value, kind))
         if value.startswith("file://"):
             return cls(path=_file_url(value), root=root)
         # Nothing is fetched: a run must not depend on the network, nor contact hosts that a data file names.
@@ -311,15 +319,20 @@ class _Window(RangeStream):
         super().close()
 
 
-def _data_url(value: str) -> bytes:
+def _data_url(value: str, kind: str) -> bytes:
+    missing, corrupt = (
+        (Reason.MISSING_VIDEO, Reason.CORRUPT_VIDEO)
+        if kind == "video"
+        else (Reason.MISSING_IMAGE, Reason.CORRUPT_IMAGE)
+    )
     head, _, body = value.partition(",")
     # Percent-encoded data URLs are valid, but not supported.
     if not head.endswith(";base64"):
-        raise RecordError(Reason.MISSING_IMAGE, f"{shown(value)} is not a base64 data URL")
+        raise RecordError(missing, f"{shown(value)} is not a base64 data URL")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RecordError(Reason.CORRUPT_IMAGE, f"{shown(value)}: {error}") from error
+        raise RecordError(corrupt, f"{shown(value)}: {error}") from error
 
 
 def _file_url(value: str) -> str:

@@ -1,7 +1,8 @@
-"""Media of a record: image and video fields in, MediaReferences in the order of the placeholders out.
+"""Media of a record: image and video fields in, references in the order of the placeholders out.
 
-A video is a list of frame images. All later code sees frames as images: each `<video>` becomes an `<image>` for each
-frame. Fields with media that no code reads are rejected; otherwise their placeholders would be trained on as text.
+A video is a file or a list of frame images. A file keeps its `<video>`. All later code sees frames as images: each
+`<video>` of frames becomes an `<image>` for each frame. Fields with media that no code reads are rejected; otherwise
+their placeholders would be trained on as text.
 """
 
 import re
@@ -13,21 +14,24 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unused_fields
 from energon_packed.records.media import MediaReference
-from energon_packed.records.unlisted_media import IMAGE_OBJECT, VIDEO_FILES, UnlistedMedia, find_unlisted
-from energon_packed.records.video import VIDEO_PLACEHOLDER
+from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
+from energon_packed.records.video import VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, VideoReference
+from energon_packed.records.video_fields import Video, read_video, read_videos, unsupported_media
 
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 # Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
+# ms-swift 2 writes `<video>path</video>`; without the extension of a video file, it is HTML.
+_TAGGED_VIDEO = re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO_SUFFIXES))}))</video>", re.IGNORECASE)
 _IMAGE_FIELDS = ("images", "image")
 _VIDEO_FIELDS = ("video", "videos")
-_MISNAMED_VIDEOS = ("frames", "video_frames", "video_path", "video_paths")
 _UNSUPPORTED = {
     **dict.fromkeys(("audio", "audios"), "remove it, or convert it to text"),
-    **dict.fromkeys(_MISNAMED_VIDEOS, "rename it to videos, with a list of frames for each <video>"),
+    **dict.fromkeys(("frames", "video_frames"), "rename it to videos, with a list of frames for each <video>"),
+    "video_path": "read it with `map=video=video_path`",
+    "video_paths": "read it with `map=videos=video_paths`",
 }
 _BASE64 = "image_base64_str"  # the image field of M3IT
-_VIDEO_FILES = (*VIDEO_FILES, ".ts", ".gif")
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
 
 
@@ -39,10 +43,11 @@ class Media:
         root: folder that relative paths start from.
         images: images of the images field, in order.
         per_turn: number of images in each inner list, if the images field is a list of several lists.
-        videos: frames of each video.
+        videos: videos of the video field, in order: files, and frames of others.
         has_videos: the record has a video field, so each `<video>` in its text is a placeholder.
         is_video: the images are frames of a video.
         inline: images of content parts, in order.
+        inline_videos: video files of content parts, in order.
         unused_fields: fields of turns and content parts that are not read.
         unlisted: fields that refer to media and are not read.
         notes: decisions made while reading, such as the choice of a caption.
@@ -51,19 +56,36 @@ class Media:
     root: str | None
     images: list[MediaReference] = field(default_factory=list)
     per_turn: list[int] | None = None
-    videos: list[list[MediaReference]] = field(default_factory=list)
+    videos: list[Video] = field(default_factory=list)
     has_videos: bool = False
     is_video: bool = False
     inline: list[MediaReference] = field(default_factory=list)
+    inline_videos: list[VideoReference] = field(default_factory=list)
     unlisted: list[UnlistedMedia] = field(default_factory=list)
     unused_fields: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def files(self) -> list[VideoReference]:
+        """The video files of the record, in order."""
+        return self.inline_videos or [video for video in self.videos if isinstance(video, VideoReference)]
+
+    def set_videos(self, videos: list[Video]) -> None:
+        """Set the videos of the video field, and whether the images are frames."""
+        self.videos, self.has_videos = videos, True
+        self.is_video = any(isinstance(video, list) for video in videos)
+
     def take_tagged(self, text: str) -> str:
-        """Replace each `<img>path</img>` of Qwen-VL, with its `Picture 1:`, by `<image>`; keep the references."""
+        """Replace `<img>path</img>` by `<image>` and `<video>path</video>` by `<video>`; keep the references.
+
+        Qwen-VL writes the first, with `Picture 1:` before it, and ms-swift 2 both.
+        """
         for match in _TAGGED.finditer(text):
             self.add_inline(match[1].strip())
-        return _TAGGED.sub(IMAGE_PLACEHOLDER, text)
+        text = _TAGGED.sub(IMAGE_PLACEHOLDER, text)
+        for match in _TAGGED_VIDEO.finditer(text):
+            self.inline_videos.append(read_video(match[1].strip(), self.root))
+        return _TAGGED_VIDEO.sub(VIDEO_PLACEHOLDER, text)
 
     def add_unused(self, record: Record, known: frozenset[str] | None, label: str = "the record") -> None:
         """Count the fields of a record, a turn or a content part that are not read, and keep those with media.
@@ -96,16 +118,17 @@ class Media:
         self.inline.append(MediaReference.from_value(value, self.root))
 
     def place(self, strings: Sequence[str]) -> list[str]:
-        """Replace `<video>` by an `<image>` for each frame; `images` gets all images in placeholder order.
+        """Replace each `<video>` of frames by an `<image>` for each frame; `images` gets all images in text order.
 
         Raises:
-            RecordError: `image_count_mismatch` if the number of `<video>` is not the number of videos.
+            RecordError: `video_count_mismatch` if the number of `<video>` is not the number of videos;
+                `image_count_mismatch` if all videos are lists of frames.
         """
         # Checked here because frames are indistinguishable from images afterwards.
         placeholders = sum(text.count(VIDEO_PLACEHOLDER) for text in strings)
         if placeholders != len(self.videos):
             raise RecordError(
-                Reason.IMAGE_COUNT_MISMATCH,
+                Reason.VIDEO_COUNT_MISMATCH if self.files else Reason.IMAGE_COUNT_MISMATCH,
                 f"{placeholders} {VIDEO_PLACEHOLDER} placeholders for {len(self.videos)} videos",
             )
         images: Iterator[MediaReference] = iter(self.images)  # may run out: Conversation rejects a wrong count later
@@ -113,13 +136,23 @@ class Media:
         ordered: list[MediaReference] = []
 
         def expand(match: re.Match[str]) -> str:
-            frames = next(videos) if match[0] == VIDEO_PLACEHOLDER else [i for i in [next(images, None)] if i]
-            ordered.extend(frames)
-            return IMAGE_PLACEHOLDER * len(frames) if match[0] == VIDEO_PLACEHOLDER else IMAGE_PLACEHOLDER
+            if match[0] == IMAGE_PLACEHOLDER:
+                ordered.extend([image for image in [next(images, None)] if image])
+                return IMAGE_PLACEHOLDER
+            video = next(videos)
+            if isinstance(video, VideoReference):
+                return VIDEO_PLACEHOLDER
+            ordered.extend(video)
+            return IMAGE_PLACEHOLDER * len(video)
 
         strings = [_EITHER.sub(expand, text) for text in strings]
         self.images = [*ordered, *images]
         return strings
+
+
+def has_tags(text: str) -> bool:
+    """Whether a text may have tags with paths, for `Media.take_tagged`."""
+    return "<img>" in text or "</video>" in text
 
 
 def read_media(
@@ -134,8 +167,8 @@ def read_media(
         known: fields that the record format reads itself, so that their names are not wrong.
 
     Raises:
-        RecordError: `unsupported_media` for a video file, audio, or media in a field of another name; `missing_image`;
-            `image_count_mismatch` if the record lists its images twice.
+        RecordError: `unsupported_media` for audio, or media in a field of another name; `missing_image`;
+            `image_count_mismatch` if the record lists its images twice; the errors of `read_videos`.
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
     if is_given(record.get(_BASE64)):
@@ -148,10 +181,10 @@ def read_media(
     # The early return is for speed: most records have no video fields.
     if _BEYOND_IMAGES.isdisjoint(record):
         return media
-    media.videos = _read_videos(record, root, known)
+    media.set_videos(_read_videos(record, root, known))
     # An empty video field counts too: it makes `<video>` a placeholder. In other records `<video>` is an HTML tag.
     media.has_videos = "videos" in record or ("video" in record and not isinstance(record["video"], bool))
-    media.is_video = bool(media.videos) or record.get("video") is True
+    media.is_video |= record.get("video") is True
     return media
 
 
@@ -193,35 +226,15 @@ def _images_per_turn(value: Any) -> list[int] | None:
     return [len(flatten(item)) for item in value]
 
 
-def _read_videos(record: Record, root: str | None, known: frozenset[str]) -> list[list[MediaReference]]:
+def _read_videos(record: Record, root: str | None, known: frozenset[str]) -> list[Video]:
     for key, remedy in _UNSUPPORTED.items():
         if (
             key not in known
             and isinstance(value := record.get(key), str | bytes | list | tuple | Mapping)
             and len(value) > 0
         ):
-            raise _unsupported(f"the field {key} is not supported; {remedy}")
+            raise unsupported_media(f"the field {key} is not supported; {remedy}")
     filled = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
     if len(filled) > 1:
-        raise _unsupported("both video and videos are given; use one")
-    if not filled:
-        return []
-    value = record[filled[0]]
-    if _is_video_file(value) or (isinstance(value, list | tuple) and any(_is_video_file(item) for item in value)):
-        raise _unsupported(f"{filled[0]} holds a video file; pass a list of its frames, video files are not decoded")
-    if not isinstance(value, list | tuple):
-        raise _unsupported(f"{filled[0]} is {type(value).__name__}; pass a list of frames")
-    # A flat list of frames is a single video.
-    videos = value if all(isinstance(item, list | tuple) for item in value) else [value]
-    if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
-        raise _unsupported(f"{filled[0]} must be a list of frames for each {VIDEO_PLACEHOLDER}, none of them empty")
-    return [[MediaReference.from_value(frame, root) for frame in frames] for frames in videos]
-
-
-def _is_video_file(value: Any) -> bool:
-    path = value.get("path") if isinstance(value, Mapping) else value
-    return isinstance(path, str) and path.lower().endswith(_VIDEO_FILES)
-
-
-def _unsupported(detail: str) -> RecordError:
-    return RecordError(Reason.UNSUPPORTED_MEDIA, detail)
+        raise unsupported_media("both video and videos are given; use one")
+    return read_videos(record[filled[0]], filled[0], root) if filled else []

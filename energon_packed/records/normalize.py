@@ -1,9 +1,9 @@
 """`normalize`: a record in any supported record format in, a Conversation out.
 
 The record formats are in `records/record_formats`. Fields that are optional in every format: `system` (or
-`system_prompt`, `system_message`), `tools`, `id`, `image` for a single image, `video` or `videos` as lists of frames
-with one `<video>` each, `patch_positions`, `fps`, `timestamp_decimal`. Other fields are listed in `unused_fields` of
-the conversation; fields that would change training reject the record.
+`system_prompt`, `system_message`), `tools`, `id`, `image` for a single image, `video` or `videos` as files or lists of
+frames with one `<video>` each, `patch_positions`, `fps`, `timestamp_decimal`. Other fields are listed in
+`unused_fields` of the conversation; fields that would change training reject the record.
 
 Most files contain only plain records: turns with a role and a string, perhaps an id. `plain_conversation` reads them
 in a few passes over all turns. It leaves every unusual record to the record formats, which also report errors; both
@@ -37,22 +37,26 @@ from energon_packed.records.fields import (
     unsupported,
     unsupported_field,
 )
-from energon_packed.records.media_fields import Media, read_media, references
+from energon_packed.records.media_fields import Media, has_tags, read_media, references
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, is_turn, keys_of
 from energon_packed.records.unlisted_media import check_unlisted
 from energon_packed.records.video import VIDEO_PLACEHOLDER
+from energon_packed.records.video_fields import check_video_fields
 
 RecordWeight = Literal["refuse", "loss"]
 RECORD_WEIGHT: tuple[RecordWeight, ...] = ("refuse", "loss")
 FPS_STORED = "fps stored, no timestamps in the text"
 """Note of a conversation with frame times that do not appear in its text."""
+FPS_OF_FILE = "fps beside a video file, not used to sample frames"
+"""Note of a conversation with a frame rate that is metadata of its video file."""
 NO_PLACEHOLDER = "no placeholder: images stand before the first user turn"
 """Note of a conversation without placeholders: its images or videos were put before the first user turn."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
 _TAG_START = "<im"  # of `<image>` and `<img>`
+_VIDEO_TAG_END = "</video>"  # of `<video>path</video>`; `<video>` alone is text here
 _TOOL_FIELDS = frozenset(("tools", "functions"))
 _POSITION_FIELDS = ("patch_positions",)
 _SYSTEM_NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
@@ -89,6 +93,8 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
         weight = _record_weight(record)
         known = None if known is None else known | set(RECORD_WEIGHTS)
     media = read_media(record, image_root, with_images=not record_format.reads_images, known=known or frozenset())
+    if media.files:  # before the fields of unknown names, as these have their own remedies
+        check_video_fields(record, "the record")
     media.add_unused(record, known)
     # In this order: the formats collect images of content parts, the system text may contain placeholders and tools.
     draft = record_format.read(record, media)
@@ -103,9 +109,11 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
             check_writable(message.extra, f"the {message.role} turn")
     ident = record.get("id")
     fps = read_number(record.get("fps"), "fps", float)
-    images = tuple(media.inline or media.images)
-    if fps and images:
-        media.notes.append(FPS_STORED)
+    images, videos = tuple(media.inline or media.images), tuple(media.files)
+    if media.inline_videos:
+        check_video_fields(record, "the record")
+    if fps and (images or videos):
+        media.notes.append(FPS_STORED if media.is_video or not videos else FPS_OF_FILE)
     return Conversation(
         id=None if ident is None else str(ident),
         messages=tuple(draft.messages),
@@ -115,6 +123,7 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
         loss_weights=draft.loss_weights,
         weight=weight,
         images=images,
+        videos=videos,
         patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
         tools=tools,
         video=media.is_video,
@@ -154,7 +163,8 @@ def plain_conversation(record: Record, record_format: RecordFormat) -> Conversat
     try:
         names = tuple([turn[keys.role[0]] for turn in turns])
         contents = [turn[keys.content[0]] for turn in turns]
-        has_media = _TAG_START in "".join(contents)  # raises TypeError if a content is not a string
+        joined = "".join(contents)  # raises TypeError if a content is not a string
+        has_media = _TAG_START in joined or _VIDEO_TAG_END in joined
         roles, speakers = _roles(names)
     except (TypeError, KeyError):
         return None
@@ -236,24 +246,29 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
 
     Args:
         draft: the turns or text of a record; changed in place.
-        media: the media of the record; its images are reordered.
+        media: the media of the record; frames of videos are added to its images, in the order of the text.
         record_format: the format of the record; decides whether missing placeholders are usual (no note).
 
     Raises:
         RecordError: media appear both in the turns and in a field, or placeholders and videos do not match.
     """
-    if any("<img>" in message.content for message in draft.messages):  # formats without typed turns
+    if any(has_tags(message.content) for message in draft.messages):  # formats without typed turns
         draft.messages = [message._replace(content=media.take_tagged(message.content)) for message in draft.messages]
     # The order of the two lists relative to each other is not defined.
     if media.inline and media.images:
         raise RecordError(
             Reason.IMAGE_COUNT_MISMATCH, "images stand both in the messages and in the images field; use one"
         )
+    if media.inline_videos and media.videos:
+        raise RecordError(
+            Reason.VIDEO_COUNT_MISMATCH, "videos stand both in the messages and in the videos field; use one"
+        )
     if media.unlisted:
-        used = [*media.images, *media.inline, *(frame for frames in media.videos for frame in frames)]
+        frames = [frame for video in media.videos if isinstance(video, list) for frame in video]
+        used = [*media.images, *media.inline, *frames, *(file for video in media.files for file in video.files)]
         media.notes += check_unlisted(media.unlisted, used, media.root)
     if draft.input_ids is not None:
-        if media.videos:
+        if media.is_video and media.videos:
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; pass the frames as images")
         return
     # The common case: content parts placed all of their images.
@@ -296,12 +311,12 @@ def _mark_videos(texts: list[str], media: Media) -> list[str]:
     images = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
     videos = sum(text.count(VIDEO_PLACEHOLDER) for text in texts)
     # `<image>` for each video, as in LLaVA-Video.
-    if media.videos and not media.images and not videos and images == len(media.videos):
+    if media.videos and not media.images and not media.inline and not videos and images == len(media.videos):
         return [text.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for text in texts]
     # A single `<video>`, and its frames in the images field.
-    if not media.videos and len(media.images) > 1 and videos == 1 and not images:
-        media.videos, media.images = [media.images], []
-        media.has_videos = media.is_video = True
+    if not media.videos and not media.inline_videos and len(media.images) > 1 and videos == 1 and not images:
+        media.set_videos([media.images])
+        media.images = []
     elif media.is_video and not media.videos and len(media.images) > 1 and images == 1 and not videos:
         return [text.replace(IMAGE_PLACEHOLDER, IMAGE_PLACEHOLDER * len(media.images)) for text in texts]
     return texts

@@ -42,10 +42,20 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
     shown,
+    unsupported,
     unsupported_field,
 )
-from energon_packed.records.media_fields import Media
-from energon_packed.records.video import VIDEO_PLACEHOLDER
+from energon_packed.records.media_fields import Media, has_tags
+from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
+from energon_packed.records.video_fields import (
+    FILE_FIELDS,
+    VIDEO_KEYS,
+    check_video_fields,
+    is_video_file,
+    read_settings,
+    read_video,
+    read_videos,
+)
 
 _NUMBERS = ("weight", "loss_weight", "loss_scale")
 _FLAGS = ("loss", "train", "training", "loss_mask")
@@ -57,6 +67,7 @@ CONTENT_FIELDS = ("content", "value", "text")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALL_FIELDS = ("tool_calls", "function_call")
 IMAGE_FIELDS = ("images", "image")
+VIDEO_FIELDS = ("videos", "video")
 FUNCTION_CALL = "function_call"  # the role of a turn whose content is the call
 # Spellings of roles in published datasets; ShareGPT alone has human, gpt, chatgpt, bing and bard.
 ROLE_NAMES = {
@@ -71,12 +82,18 @@ ROLE_NAMES = {
 # Roles whose content is text: `function_call` turns contain JSON and are not plain.
 PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTION_CALL}
 _KNOWN = frozenset(
-    (*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS, *IMAGE_FIELDS)
+    (
+        *(*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS),
+        *(*IMAGE_FIELDS, *VIDEO_FIELDS),
+    )
 )
 _CALL = frozenset(("id", "type", "index", "function"))
 _FUNCTION = frozenset(("name", "arguments", "parameters"))
 _PART_IMAGES = ("image", "image_url", "path", "url", "source")
-_KINDS = {"text": "text", "image": "image", "image_url": "image", "video": "video", "input_text": "text"}
+_KINDS = {
+    **{"text": "text", "input_text": "text", "image": "image", "image_url": "image"},
+    **{"video": "video", "video_url": "video"},
+}
 _AS_CALLS = "write it as tool_calls of the turn"
 _AS_TURN = "write it as a turn of the role tool"
 _AUDIO = "convert audio to text"
@@ -84,12 +101,12 @@ _HINTS = {
     **{"tool_use": _AS_CALLS, "tool_call": _AS_CALLS, "tool_result": _AS_TURN, "tool_response": _AS_TURN},
     **dict.fromkeys(("thinking", "reasoning"), "write it as reasoning_content of the turn"),
     **dict.fromkeys(("audio", "input_audio", "audio_url"), _AUDIO),
-    "video_url": "pass the frames of the video as a list, video files are not decoded",
 }
 _FIELDS = {
     "text": frozenset(("type", "text")),
     "image": frozenset(("type", *_PART_IMAGES)),
     "video": frozenset(("type", "video", "frames")),
+    "video file": FILE_FIELDS,
 }
 
 
@@ -149,8 +166,29 @@ def _message(turn: Record, media: Media) -> Message:
     else:
         if not isinstance(content, str):
             content = read_text("" if content is None else content, f"content of a {role} message")
-        text = media.take_tagged(content) if "<img>" in content else content
-    return Message(role, text if keys.is_plain else _own_images(turn, text, media), extra, weight)
+        text = media.take_tagged(content) if has_tags(content) else content
+    if not keys.is_plain:
+        text = _own_images(turn, _own_videos(turn, text, media), media)
+    return Message(role, text, extra, weight)
+
+
+def _own_videos(turn: Record, text: str, media: Media) -> str:
+    """Add the video files that the turn lists; their placeholders precede the content if it has none."""
+    filled = [key for key in VIDEO_FIELDS if is_given(turn.get(key))]
+    if not filled:
+        return text
+    values = flatten(turn[filled[0]])
+    if not all(is_video_file(value, alone=len(values) == 1) for value in values):
+        raise unsupported(filled[0], "a turn", "pass video files, or the frames of each video as videos of the record")
+    if len(filled) > 1 or (VIDEO_PLACEHOLDER in text and text.count(VIDEO_PLACEHOLDER) != len(values)):
+        raise RecordError(
+            Reason.VIDEO_COUNT_MISMATCH,
+            f"a turn has {' and '.join(filled)} with {len(values)} videos for {text.count(VIDEO_PLACEHOLDER)} "
+            f"{VIDEO_PLACEHOLDER}; give one list and one placeholder per video",
+        )
+    check_video_fields(turn, "a turn")
+    media.inline_videos += [read_video(value, media.root) for value in values]
+    return text if VIDEO_PLACEHOLDER in text else VIDEO_PLACEHOLDER * len(values) + text
 
 
 def _own_images(turn: Record, text: str, media: Media) -> str:
@@ -252,13 +290,13 @@ def _read_part(part: Any, media: Media) -> str:
     if kind is None:
         name = repr(part_type)[:80] if isinstance(part, Mapping) else type(part).__name__
         keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and part_type is None else ""
-        raise missing_field(f"a content part of type {name}{keys}; use text, image, image_url or video")
+        raise missing_field(f"a content part of type {name}{keys}; use text, image, image_url, video or video_url")
+    if kind == "video":
+        return _read_video(part, media)
     media.add_unused(part, _FIELDS[kind], f"a content part of type {kind}")
     if kind == "text":
         text = read_text(part.get("text"), "a text part")
-        return media.take_tagged(text) if "<img>" in text else text
-    if kind == "video":
-        return _read_video(part, media)
+        return media.take_tagged(text) if has_tags(text) else text
     value = next((part[name] for name in _PART_IMAGES if part.get(name)), None)
     if value:
         media.add_inline(value)
@@ -269,21 +307,36 @@ def _kind_of_part(part: Record) -> str | None:
     """`text`, `image` or `video`: by the type of the part, or else by its only field with a value."""
     if part.get("type") is not None:
         return _KINDS.get(part["type"]) if isinstance(part["type"], str) else None
-    kinds = {_KINDS[name] for name in ("text", "image", "image_url", "video") if is_given(part.get(name))}
+    names = ("text", "image", "image_url", "video", "video_url")
+    kinds = {_KINDS[name] for name in names if is_given(part.get(name))}
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def _read_video(part: Mapping[str, Any], media: Media) -> str:
-    frames = part.get("video") or part.get("frames")
-    media.is_video = True
-    # The part is only a placeholder.
-    if not frames and media.videos:
-        return VIDEO_PLACEHOLDER  # its frames are in the videos field
-    if not isinstance(frames, list | tuple) or not frames:
-        raise RecordError(Reason.MISSING_IMAGE, "a video must be a list of frame images; video files are not decoded")
-    for frame in frames:
-        media.add_inline(frame)
-    return IMAGE_PLACEHOLDER * len(frames)
+    """Add the video of a part: a file, with its own settings, or frames; return its placeholders."""
+    value = next((part[name] for name in ("frames", *VIDEO_KEYS) if is_given(part.get(name))), None)
+    if value is None:
+        media.add_unused(part, _FIELDS["video"], "a content part of type video")
+        # The part is only a placeholder: its frames or its file are in the videos field.
+        if media.videos:
+            return VIDEO_PLACEHOLDER
+        raise RecordError(Reason.MISSING_VIDEO, "a content part of type video has no video; use a file or frames")
+    videos = read_videos(value, "video of a content part", media.root)
+    has_files = any(isinstance(video, VideoReference) for video in videos)
+    if has_files:
+        check_video_fields(part, "a content part of type video")
+    media.add_unused(part, _FIELDS["video file" if has_files else "video"], "a content part of type video")
+    settings = read_settings(part) if has_files else {}
+    texts = []
+    for video in videos:
+        if isinstance(video, VideoReference):
+            media.inline_videos.append(read_video(video, media.root, settings))
+            texts.append(VIDEO_PLACEHOLDER)
+        else:
+            media.is_video = True
+            media.inline += video
+            texts.append(IMAGE_PLACEHOLDER * len(video))
+    return "".join(texts)
 
 
 def read_tool_calls(value: Any, label: str) -> list[dict[str, Any]]:

@@ -16,16 +16,15 @@ from typing import Any, NamedTuple
 from energon_packed.errors import Reason, RecordError, ResourceError
 from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
 from energon_packed.records.media import MediaReference
+from energon_packed.records.video import VIDEO_SUFFIXES, VideoReference
 from energon_packed.storage import as_path
 
 IMAGE_URL = "not fetched: URL of an image in the field"
 """Start of the note of a record without an image; the name of the field follows."""
-# Without .ts and .svg: they are also source code, and a path of a code dataset is not media.
-VIDEO_FILES = (".mp4", ".mov", ".avi", ".mkv", ".webm", ".m4v", ".mpg", ".mpeg", ".flv", ".wmv")
-_MEDIA_FILES = (
-    *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2"),
-    *VIDEO_FILES,
-)
+IMAGE_FILES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2")
+# Without .ts, .mts and .svg: they are also source code, and a path of a code dataset is not media.
+_VIDEO_FILES = tuple(suffix for suffix in VIDEO_SUFFIXES if suffix not in (".ts", ".mts"))
+_MEDIA_FILES = (*IMAGE_FILES, *_VIDEO_FILES)
 _DATA_URL = re.compile(r"data:[^,\s]{0,100};base64,")
 _BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD[dl]h|UklGR)[A-Za-z0-9+/\s]{8}")  # JPEG, PNG, GIF, WebP
 _STARTS = frozenset(("data", "/9j/", "iVBO", "R0lG", "UklG"))
@@ -154,7 +153,7 @@ def refers_to_media(name: str, value: Any, root: str | None = None) -> bool:
     if isinstance(value, bytes | bytearray | memoryview):
         return len(value) > 0
     # Images of tars, and images that the `datasets` library has decoded.
-    return isinstance(value, MediaReference) or type(value).__module__.startswith("PIL.")
+    return isinstance(value, MediaReference | VideoReference) or type(value).__module__.startswith("PIL.")
 
 
 @lru_cache(maxsize=4096)
@@ -204,7 +203,7 @@ def check_unlisted(unlisted: Sequence[UnlistedMedia], used: Sequence[MediaRefere
 
     Args:
         unlisted: fields that refer to media and are not read.
-        used: images and frames of the record.
+        used: images, frames and video files of the record.
         root: folder that relative paths start from.
 
     Raises:
@@ -240,14 +239,23 @@ def _first(field: UnlistedMedia) -> Any:
 
 
 def _is_video(field: UnlistedMedia) -> bool:
-    return "video" in field.name.lower() or str(_first(field)).lower().endswith(VIDEO_FILES)
+    return "video" in field.name.lower() or str(_first(field)).lower().endswith(_VIDEO_FILES)
+
+
+def _video_remedy(unlisted: Sequence[UnlistedMedia]) -> str:
+    name, label = unlisted[0].name, unlisted[0].label
+    if label != "the record":
+        return "Rename the field to `video` with an `adapter`"
+    if len({each.name for each in unlisted}) > 1 or not re.fullmatch(r"[\w .-]+", name):
+        return "List the videos as `videos` with an `adapter`"
+    return f"Read it with `map=videos={name}`, or remove the field with an `adapter` if it is only a name"
 
 
 def _remedy(unlisted: Sequence[UnlistedMedia]) -> str:
     field, text = unlisted[0], _first(unlisted[0])
     text = text if isinstance(text, str) else ""
-    if _is_video(field):
-        return "Video files are not decoded: pass the frames as `videos`, with an `adapter`"
+    if _is_video(field) and ("://" not in text[:8] or text.startswith("file:")):
+        return _video_remedy(unlisted)
     if "://" in text[:8] and not text.startswith("file:"):
         return "Nothing is fetched: download it, and add its path as `image` with an `adapter`"
     if _BASE64.match(text):

@@ -3,8 +3,11 @@
 A record names a file. Measuring selects its frames from the packets of the file, without decoding, by the settings of
 the vision family. A pack stores the file and the selection, so that training decodes exactly these frames, whatever
 the settings of the encoder are then.
+
+The module also defines which names and which bytes are those of a video file.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +15,26 @@ from typing import Any
 from energon_packed.records.media import MediaReference
 
 VIDEO_PLACEHOLDER = "<video>"
+VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".flv", ".f4v"),
+    *(".wmv", ".asf", ".3gp", ".3g2", ".ogv", ".vob"),
+)
+"""Extensions of video files."""
+# Brands of ISO base media files that contain images (HEIF, AVIF); all other files of this kind are videos or audio.
+_IMAGE_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis", b"crx ")
+_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")  # first boxes of MP4 and QuickTime
+_SIGNATURE = re.compile(
+    rb"\x1a\x45\xdf\xa3"  # Matroska and WebM
+    rb"|RIFF....AVI "
+    rb"|FLV\x01"
+    rb"|\x30\x26\xb2\x75\x8e\x66\xcf\x11"  # ASF, the container of WMV
+    rb"|\x00\x00\x01[\xba\xb3]"  # MPEG program stream, MPEG video
+    rb"|\x47.{187}\x47"  # MPEG transport stream: packets of 188 bytes
+    rb"|.{4}\x47.{191}\x47",  # and of 192 bytes, with a time before each packet
+    re.DOTALL,
+)
+SIGNATURE_BYTES = 200
+"""Bytes at the start of a file that `is_video_content` needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +83,17 @@ class VideoReference:
     def files(self) -> tuple[MediaReference, ...]:
         """The video file, or the images of its frames."""
         return self.images if self.file is None else (self.file,)
+
+
+def has_video_suffix(name: str) -> bool:
+    """Whether a path or URL ends like a video file; the query of a URL does not count."""
+    if "://" in name:
+        name = name.partition("?")[0]
+    return name.lower().endswith(VIDEO_SUFFIXES)
+
+
+def is_video_content(head: bytes) -> bool:
+    """Whether the first `SIGNATURE_BYTES` bytes of a file are those of a video container."""
+    if head[4:8] in _BOXES:
+        return head[4:8] != b"ftyp" or head[8:12] not in _IMAGE_BRANDS
+    return _SIGNATURE.match(head) is not None

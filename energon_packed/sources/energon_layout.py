@@ -5,9 +5,10 @@ Energon's standard flavors become records:
 
     Captioning             image, caption
     VQA                    image, context, answers (the answer with the largest weight, else the most frequent)
+    VidQA                  video, context, answers
     MultiChoiceVQA         image, context, choices as lettered lines; the letter of the correct choice is the answer
     OCR                    image, text
-    Interleaved            sequence of strings and images, a document
+    Interleaved            sequence of strings, images and videos, a document
     SimilarityInterleaved  strings and images, each image before the string that it matches, a document
     Text                   text
 
@@ -32,7 +33,7 @@ from energon_packed.errors import EnergonPackedError, FormatError, Reason, Recor
 from energon_packed.files import read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
-from energon_packed.records import IMAGE_PLACEHOLDER, MediaReference
+from energon_packed.records import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, MediaReference, VideoReference
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.sample_loader import SampleLoader
 from energon_packed.sources.tar_records import (
@@ -281,8 +282,8 @@ def _value(group: KeyMembers, field: str, description: str, *, is_required: bool
 
 
 def _decoded(group: KeyMembers, member: Member) -> Any:
-    """Decode a part like Energon's default decoder; an image stays a member."""
-    if member.extension in IMAGE_PARTS:
+    """Decode a part like Energon's default decoder; an image or video stays a member."""
+    if member.extension in IMAGE_PARTS or group.is_video(member):
         return member
     if member.extension in JSON_PARTS:
         return group.json(member)
@@ -340,6 +341,8 @@ def _multi_choice(group: KeyMembers, values: Fields) -> dict[str, Any]:
 
 
 def _question(group: KeyMembers, values: Fields, prompt: str, answer: str) -> dict[str, Any]:
+    if "video" in values:
+        return {"videos": _videos(group, values["video"]), "prompts": [prompt], "captions": [answer]}
     return {"images": _images(group, values["image"]), "prompts": [prompt], "captions": [answer]}
 
 
@@ -348,17 +351,21 @@ def _interleaved(group: KeyMembers, values: Fields) -> dict[str, Any]:
     if not isinstance(sequence, list):
         raise RecordError(Reason.MISSING_FIELD, f"{group.key}: sequence is {type(sequence).__name__}, not a list")
     images: list[MediaReference] = []
+    videos: list[VideoReference] = []
     texts: list[str] = []
     for item in sequence:
-        member = group.find(item) if isinstance(item, str) else None
-        if isinstance(item, MediaReference | Member) or (member is not None and member.extension in IMAGE_PARTS):
+        member = group.find(item) if isinstance(item, str) else item if isinstance(item, Member) else None
+        if isinstance(item, VideoReference) or (member is not None and group.is_video(member)):
+            videos += _videos(group, item)
+            texts.append(VIDEO_PLACEHOLDER)
+        elif isinstance(item, MediaReference | Member) or (member is not None and member.extension in IMAGE_PARTS):
             images += _images(group, item)
             texts.append(IMAGE_PLACEHOLDER)
         elif isinstance(item, str):
             texts.append(item)
         else:
             raise RecordError(Reason.MISSING_FIELD, f"{group.key}: sequence holds {type(item).__name__}")
-    return {"text": "".join(texts), "images": images}
+    return {"text": "".join(texts), "images": images, **({"videos": videos} if videos else {})}
 
 
 def _best(scores: Any) -> int | None:
@@ -370,7 +377,9 @@ def _best(scores: Any) -> int | None:
 def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
     for name in ("audio", "video"):
         if values.get(name):
-            raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{group.key} has {name}, which is not supported")
+            raise RecordError(
+                Reason.UNSUPPORTED_MEDIA, f"{group.key} has {name}, which a SimilarityInterleavedSample cannot place"
+            )
     texts, images = values["texts"], _images(group, values["images"])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise RecordError(Reason.MISSING_FIELD, f"{group.key}: texts must be a list of texts")
@@ -394,6 +403,7 @@ def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
 FLAVORS: dict[str, tuple[Callable[[KeyMembers, Fields], dict[str, Any]], tuple[str, ...], tuple[str, ...]]] = {
     "Captioning": (_captioning, ("image", "caption"), ()),
     "VQA": (_vqa, ("image", "context", "answers"), ("answer_weights",)),
+    "VidQA": (_vqa, ("video", "context", "answers"), ("answer_weights",)),
     "MultiChoiceVQA": (_multi_choice, ("image", "context", "choices"), ("correct_choice_idx",)),
     "OCR": (_ocr, ("image", "text"), ()),
     "Interleaved": (_interleaved, ("sequence",), ()),
@@ -424,3 +434,15 @@ def _images(group: KeyMembers, value: Any) -> list[MediaReference]:
     if not isinstance(member, Member) or member.extension not in IMAGE_PARTS:
         raise RecordError(Reason.MISSING_IMAGE, f"{group.key} has no image {str(value)[:80]!r}")
     return [group.reference(member)]
+
+
+def _videos(group: KeyMembers, value: Any) -> list[VideoReference]:
+    """Make references to videos: members, names of members, or lists of both."""
+    if isinstance(value, list):
+        return [video for item in value for video in _videos(group, item)]
+    if isinstance(value, VideoReference):
+        return [value]
+    member = group.find(value) if isinstance(value, str) else value
+    if not isinstance(member, Member) or not group.is_video(member):
+        raise RecordError(Reason.MISSING_VIDEO, f"{group.key} has no video {str(value)[:80]!r}")
+    return [VideoReference(file=group.reference(member))]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from energon_packed.errors import SourceError
 from energon_packed.files import visible
+from energon_packed.records.video import VIDEO_SUFFIXES
 from energon_packed.storage import RemotePath
 
 _DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
@@ -22,7 +23,7 @@ _SUFFIXES = {
     "metadata": ".yaml .yml .toml .ini .cfg .idx",
     "code": ".py .pyc .ipynb .sh",
     "media": ".jpg .jpeg .png .webp .gif .bmp .tif .tiff .ppm .pgm .ico .svg .avif .heic .jxl .jp2 .npy "
-    ".mp4 .m4v .mkv .webm .avi .mov .wav .mp3 .flac .ogg .m4a .opus",
+    f"{' '.join(VIDEO_SUFFIXES)} .wav .mp3 .flac .ogg .m4a .opus",
 }
 _KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
 _NAMES = {

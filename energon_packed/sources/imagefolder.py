@@ -1,6 +1,6 @@
-"""Folders of Hugging Face datasets in; records with image paths, or the rows of Arrow files, out.
+"""Folders of Hugging Face datasets in; records with image or video paths, or the rows of Arrow files, out.
 
-imagefolder    metadata.jsonl or metadata.csv beside images, which `file_name` refers to
+imagefolder    metadata.jsonl or metadata.csv beside images or videos (videofolder), which `file_name` refers to
 save_to_disk   the Arrow streams that state.json lists
 """
 
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import check_inner
+from energon_packed.records.video import has_video_suffix
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.csv import CsvSource
@@ -18,7 +19,7 @@ from energon_packed.sources.folder_entries import ignored_kind
 from energon_packed.sources.json import JsonlSource
 from energon_packed.system import raise_resource_error
 
-_FIELDS = {"file_name": "image", "file_names": "images"}
+_FIELDS = {"file_name": ("image", "video"), "file_names": ("images", "videos")}
 _SUFFIX = "_file_name"
 
 
@@ -53,24 +54,34 @@ class ImageFolderCsvSource(CsvSource):
 
 
 def _with_images(row: SourceRecord) -> SourceRecord:
-    """Rename file name columns to media columns: `file_name` to `image`, `x_file_name` to `x`."""
+    """Rename file name columns to media columns: `file_name` to `image` or `video`, `x_file_name` to `x`."""
     record = row.record
     if not isinstance(record, dict):
         return row
     out: dict[str, Any] = {}
     for name, value in record.items():
-        target = _FIELDS.get(name) or (name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else name)
+        if name in _FIELDS:
+            target = _FIELDS[name][_is_video(value)]
+        else:
+            target = name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else name
         # Neither column is preferred silently.
         if target != name and (target in record or target in out):
-            detail = f"{name} and {target} both name images; keep one"
+            detail = f"{name} and {target} both name {'videos' if 'video' in target else 'images'}; keep one"
             return row._replace(record=None, reject=Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
         out[target] = value
     # The imagefolder reader of Hugging Face documents a text column as the caption of the image.
-    if isinstance(out.get("text"), str) and "image" in out and "captions" not in out and not _has_turns(out):
+    has_media = "image" in out or "video" in out
+    if has_media and isinstance(out.get("text"), str) and "captions" not in out and not _has_turns(out):
         out["captions"] = [out.pop("text")]
     if isinstance(out.get("caption"), str) and "captions" not in out and not _has_turns(out):
         out["captions"] = [out.pop("caption")]
     return row._replace(record=out)
+
+
+def _is_video(value: Any) -> bool:
+    """Whether a file name, or the first of a list, is a video file."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, str) and has_video_suffix(first)
 
 
 def _has_turns(record: dict[str, Any]) -> bool:

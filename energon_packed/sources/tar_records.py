@@ -1,9 +1,10 @@
 """Members of a tar key in, its records out, by the names of the members' parts.
 
     images (jpg png webp ...)   references to byte ranges of the tar, in natural order of their names
-    txt, caption, text          the caption; without an image, a document
-    json                        a conversation of any known record format, with images among the members of the key;
-                                or metadata with a caption
+    videos (mp4 mkv webm ...)   the same
+    txt, caption, text          the caption; without an image or video, a document
+    json                        a conversation of any known record format, with images and videos among the members of
+                                the key; or metadata with a caption
     packs of energon-packed     a Conversation per sample
 
 A text part overrides a caption in the json. Other parts become unused fields, so that a run counts them by name.
@@ -20,27 +21,26 @@ import orjson
 from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
-from energon_packed.records import Conversation, MediaReference
+from energon_packed.records import Conversation, MediaReference, VideoReference
 from energon_packed.records.fields import parse_json
 from energon_packed.records.record_formats import RECORD_FORMATS
+from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_SUFFIXES, is_video_content
 from energon_packed.tarfiles import Member, key_faults, read_content
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 TEXT_PARTS = ("txt", "caption", "text")
 JSON_PARTS = ("json", "jsn")
 INTEGER_PARTS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # of Energon's default decoder
-_OTHER_MEDIA = ("mp4", "mov", "avi", "mkv", "webm", "m4v", "wav", "mp3", "flac", "m4a", "ogg", "opus")
+VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO_SUFFIXES)
+_SOURCE_CODE = ("ts", "mts")  # extensions of TypeScript, too: the content of such a member decides
+_AUDIO_PARTS = ("wav", "mp3", "flac", "m4a", "aac", "wma", "ogg", "oga", "opus", "aif", "aiff")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 _CAPTION_FIELDS = ("caption", "text", "captions")
-_IMAGE_FIELDS = ("images", "image", "videos", "video", "frames")
-_PATH_FIELDS = (
-    *_IMAGE_FIELDS,
-    "image_path",
-    "image_file",
-    "img",
-    "file_name",
-)  # paths from before the tar was written
-_NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "frames", "images")
+_VIDEO_FIELDS = ("videos", "video", "frames")
+_MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path")
+# Paths from before the tar was written.
+_PATH_FIELDS = (*_MEDIA_FIELDS, "image_path", "image_file", "img", "file_name", "video_file", "video_name")
+_NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "video_url", "frames", "images", "videos")
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
 _PACKED_IMAGE = re.compile(r"(?:img\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
 _MEMBER_TAG = b"\0member of the tar: "
@@ -74,9 +74,9 @@ class KeyMembers:
         for member, fault in key_faults(self.members):
             raise RecordError(Reason.MISSING_IMAGE if member.fault == fault else Reason.MISSING_FIELD, fault)
         for member in self.members:
-            if member.extension in _OTHER_MEDIA:
+            if member.extension in _AUDIO_PARTS:
                 raise RecordError(
-                    Reason.UNSUPPORTED_MEDIA, f"{member.name} is video or audio, which is not decoded; pass frames"
+                    Reason.UNSUPPORTED_MEDIA, f"{member.name} is audio, which is not supported; convert it to text"
                 )
             if member.extension in _PICKLES:
                 raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{member.name} is a pickle, which is never loaded")
@@ -84,6 +84,19 @@ class KeyMembers:
     def images(self) -> list[Member]:
         """List the image members, in natural order of their parts."""
         return sorted((m for m in self.members if m.extension in IMAGE_PARTS), key=lambda m: _natural(m.part))
+
+    def videos(self) -> list[Member]:
+        """List the video members, in natural order of their parts."""
+        return sorted((m for m in self.members if self.is_video(m)), key=lambda m: _natural(m.part))
+
+    def is_video(self, member: Member) -> bool:
+        """Whether a member is a video file."""
+        if member.extension not in VIDEO_PARTS:
+            return False
+        if member.extension not in _SOURCE_CODE:
+            return True
+        with self.reference(member).open() as stream:
+            return is_video_content(stream.read(SIGNATURE_BYTES))
 
     def find(self, name: str) -> Member | None:
         """Find the member that a record refers to by full name, base name, or part."""
@@ -109,6 +122,11 @@ class KeyMembers:
     def reference(self, member: Member) -> MediaReference:
         """Make a reference to the byte range of a member."""
         return MediaReference(path=str(self.path), offset=member.offset, size=member.size)
+
+    def media(self, member: Member) -> MediaReference | VideoReference:
+        """Make a reference to an image or video member."""
+        reference = self.reference(member)
+        return VideoReference(file=reference) if self.is_video(member) else reference
 
     def content(self, member: Member) -> bytes:
         """Read the bytes of a member."""
@@ -159,7 +177,8 @@ def read_records(group: KeyMembers) -> list[Any]:
 def raw_records(group: KeyMembers) -> list[Any]:
     """Read a key for an adapter: its parts by name and its `id`; or the samples of a pack.
 
-    Images become references, JSON is decoded, text parts become strings, and other parts bytes.
+    Images become MediaReferences, videos VideoReferences, JSON is decoded, text parts become strings, and other parts
+    bytes.
 
     Raises:
         RecordError: the key cannot be used.
@@ -167,8 +186,8 @@ def raw_records(group: KeyMembers) -> list[Any]:
     group.check()
     values: dict[str, Any] = {}
     for member in group.members:
-        if member.extension in IMAGE_PARTS:
-            values[member.part] = group.reference(member)
+        if member.extension in IMAGE_PARTS or group.is_video(member):
+            values[member.part] = group.media(member)
         elif member.extension in JSON_PARTS:
             values[member.part] = group.json(member)
         else:
@@ -226,26 +245,37 @@ def _packed_image(group: KeyMembers, located: Mapping[str, MediaReference], data
 
 
 def caption_record(
-    group: KeyMembers, text: str, images: Sequence[MediaReference], metadata: Mapping[str, Any] | None = None
+    group: KeyMembers,
+    text: str,
+    images: Sequence[MediaReference],
+    metadata: Mapping[str, Any] | None = None,
+    videos: Sequence[VideoReference] = (),
 ) -> dict[str, Any]:
-    """Make a record of images with a caption; without an image, a document. `metadata` are its other fields."""
-    record = {"id": group.key, **(metadata or {})}
-    return {**record, "images": list(images), "captions": [text]} if images else {**record, "text": text}
+    """Make a record of images and videos with a caption; without both, a document. `metadata` are its other fields."""
+    record = {"id": group.key, **(metadata or {}), **_media_fields(images, videos)}
+    return {**record, "captions": [text]} if images or videos else {**record, "text": text}
+
+
+def _media_fields(images: Sequence[MediaReference], videos: Sequence[VideoReference]) -> dict[str, Any]:
+    return {name: list(media) for name, media in (("images", images), ("videos", videos)) if media}
 
 
 def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     images = [group.reference(member) for member in group.images()]
-    others = {m.part or m.name: m.name for m in group.members if not _is_known(m)}
+    videos = [VideoReference(file=group.reference(member)) for member in group.videos()]
+    media: list[MediaReference | VideoReference] = [*images, *videos]
+    others = {m.part or m.name: m.name for m in group.members if not _is_known(group, m)}
     if _is_conversation(value):
         placer = _Placer(group)
         record = placer.walk(value)
-        # The record names no images: all image members belong to it.
-        if images and placer.named == 0:
-            record = {**{k: v for k, v in record.items() if k not in _IMAGE_FIELDS or v is True}, "images": images}
-        elif len(images) == 1 and placer.named == 1 and not _names_members(record):
-            record = _Placer(group, only=images[0]).walk(value)  # its path from before the tar was written
+        # The record names no images or videos: all members of these types belong to it.
+        if media and placer.named == 0:
+            record = {k: v for k, v in record.items() if k not in _MEDIA_FIELDS or v is True}
+            record |= _media_fields(images, videos)
+        elif len(media) == 1 and placer.named == 1 and not _names_members(record):
+            record = _Placer(group, only=media[0]).walk(value)  # its path from before the tar was written
         return {"id": group.key, **others, **record}
-    unread = (*_CAPTION_FIELDS, *(_PATH_FIELDS if images else ()))
+    unread = (*_CAPTION_FIELDS, *(_PATH_FIELDS if media else ()))
     metadata = {**others, **{name: item for name, item in value.items() if name not in unread}}
     text = _text(group, value)
     if text is None:
@@ -255,7 +285,7 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             f"{group.key} has the parts {parts} and no text; add a txt part, or a json part with a caption or a "
             "conversation",
         )
-    return caption_record(group, text, images, metadata)
+    return caption_record(group, text, images, metadata, videos)
 
 
 def _text(group: KeyMembers, value: Mapping[str, Any]) -> str | None:
@@ -284,12 +314,13 @@ def _is_conversation(value: Mapping[str, Any]) -> bool:
     return any(record_format.matches(plain) for record_format in RECORD_FORMATS)
 
 
-def _is_known(member: Member) -> bool:
-    return member.extension in IMAGE_PARTS or member.part.lower() in (*TEXT_PARTS, "json")
+def _is_known(group: KeyMembers, member: Member) -> bool:
+    is_media = member.extension in IMAGE_PARTS or group.is_video(member)
+    return is_media or member.part.lower() in (*TEXT_PARTS, "json")
 
 
 def _names_members(record: Any) -> bool:
-    return any(isinstance(item, MediaReference) for item in _leaves(record))
+    return any(isinstance(item, MediaReference | VideoReference) for item in _leaves(record))
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -306,7 +337,7 @@ class _Placer:
     Only media fields are changed: a text that equals the name of a member stays text. `named` counts the names.
     """
 
-    def __init__(self, group: KeyMembers, only: MediaReference | None = None) -> None:
+    def __init__(self, group: KeyMembers, only: MediaReference | VideoReference | None = None) -> None:
         self._group = group
         self._only = only
         self.named = 0
@@ -314,7 +345,7 @@ class _Placer:
     def walk(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Replace the names in the media fields and content parts of a record."""
         return {
-            name: self._media(item) if name in _IMAGE_FIELDS else self._turns(name, item)
+            name: self._media(item) if name in _MEDIA_FIELDS else self._turns(name, item)
             for name, item in record.items()
             if name != "patch_positions"
         } | self._positions(record)
@@ -350,7 +381,7 @@ class _Placer:
         if self._only is not None and not value.startswith("data:"):
             return self._only
         member = self._group.find(value)
-        return value if member is None else self._group.reference(member)
+        return value if member is None else self._group.media(member)
 
 
 def _natural(part: str) -> list[tuple[int, str]]:

@@ -29,7 +29,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ENTRIES = {entry.title: entry for entry in entries(PAGE.read_text(encoding="utf-8"))}
-REJECTED = "Preference data, video files, remote images, trees"
+REJECTED = "Preference data, clips of videos, remote images, trees"
 
 S, U, A, T = ("system", "user", "assistant", "tool")
 RAIN = [(U, "What is rain?"), (A, "Water.")]

@@ -224,8 +224,6 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ),
         ({"messages": None, "source": "x"}, "missing_field", "no known shape has the fields source"),
         ({"text": "a", "system": "b"}, "bad_role", "a text record has a system field"),
-        ({"conversations": VIDEO_TURNS, "video": "a.mp4"}, "unsupported_media", "video holds a video file"),
-        ({"conversations": VIDEO_TURNS, "videos": ["a.MP4"]}, "unsupported_media", "videos holds a video file"),
         ({"conversations": VIDEO_TURNS, "videos": [["a.png"], []]}, "unsupported_media", "none of them empty"),
         ({"conversations": VIDEO_TURNS, "videos": [[["a.png"]]]}, "unsupported_media", "a list of frames for each"),
         (
@@ -266,9 +264,9 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"captions": ["c"], "images": ["https://x.org/a.png"]}, "unsupported_media", "is remote"),
         ({"captions": ["c"], "images": [None]}, "missing_image", "an image is None"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}, ANSWER]},
-            "missing_image",
-            "video files are not decoded",
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]},
+            "missing_video",
+            "a content part of type video has no video",
         ),
         ({"captions": ["c"], "images": ["data:image/png;base64,@@"]}, "corrupt_image", "data:image"),
         (

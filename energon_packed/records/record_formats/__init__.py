@@ -1,6 +1,7 @@
 """Record formats: a raw record in, a PartialConversation out, made by the first format of RECORD_FORMATS that matches.
 
-base.py has the base class RecordFormat; messages.py, caption.py, question_answer.py and document.py have the formats.
+base.py has the base class RecordFormat; messages.py, caption.py, question_answer.py, video_datasets.py and document.py
+have the formats.
 To add a record format, write a subclass of `RecordFormat` with `@register_record_format`.
 """
 
@@ -21,6 +22,7 @@ from energon_packed.records.record_formats.question_answer import (
     QuestionAnswer,
     ReasonedAnswer,
 )
+from energon_packed.records.record_formats.video_datasets import KeyframeCaptions, QuestionList, VideoProblem
 from energon_packed.records.unlisted_media import refers_to_media
 
 # Names of string fields that are metadata, so that the suggested `map` does not contain them.
@@ -35,9 +37,12 @@ _ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assist
 # messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
 # sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
 # contents           {"contents": [{"role", "parts": [{"text"}, {"inline_data"}]}]}                 Gemini
+# keyframe_captions  {"video_path", "captions": [{"idx", "content"}]}                              ShareGPT4Video
 # captions           {"images": [...], "prompts": [...], "captions": [...]}  flat or list of lists, several turns
 # tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
 # instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
+# question_list      {"video", "QA": [{"i", "q", "a"}]}                                            VideoChat2-IT
+# video_problem      {"problem", "options", "data_type", "path", "process", "solution"}            Video-R1
 # problem            {"problem", "solution" or "generated_solution" or "answer"}                    NuminaMath
 # reasoned_answer    {"question", "thinking_trajectories", "attempt"}                               s1K, medical-o1
 # question_answer    {"question", "answer", "imageId"}                                              GQA
@@ -54,9 +59,12 @@ RECORD_FORMATS: list[RecordFormat] = [
     Messages(),
     ShareGPT(),
     Contents(),
+    KeyframeCaptions(),
     Captions(),
     Tokens(),
     Instruction(),
+    QuestionList(),
+    VideoProblem(),
     Problem(),
     QueryCalls(),
     ReasonedAnswer(),

@@ -37,9 +37,10 @@ from energon_packed.records.record_formats.base import PartialConversation, Reco
 from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 SEVERAL_CAPTIONS = "several captions: the first is the target"
-_PROMPTS = ("prompt", "question")
+PROMPTS = ("prompt", "question")
 _TEXT_CAPS = ("caption_str", "reference_strs")
 _PAIR = ("user", "assistant")
+_MEDIA_FIELDS = ("image", "images", "video", "videos")
 
 
 class Captions(RecordFormat):
@@ -111,7 +112,7 @@ class Caption(RecordFormat):
     """An image and its caption."""
 
     key = "caption"
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"caption", *_PROMPTS}
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"caption", *PROMPTS}
     images_first: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:
@@ -122,7 +123,7 @@ class Caption(RecordFormat):
             if len(caption) > 1:
                 media.notes.append(SEVERAL_CAPTIONS)
             caption = caption[0]
-        prompt = one_text(record, _PROMPTS) or ""
+        prompt = one_text(record, PROMPTS) or ""
         if not prompt and not (media.images or media.videos):
             raise RecordError(Reason.MISSING_IMAGE, f"{self.key} has neither an image nor a prompt")
         return question_answer(prompt, read_text(caption, self.key))
@@ -132,7 +133,7 @@ class TextCaps(Caption):
     """An image, named by a path or an id, and its caption or reference captions."""
 
     key = "caption_str"
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {*_TEXT_CAPS, "image_path", "image_id", *_PROMPTS}
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {*_TEXT_CAPS, "image_path", "image_id", *PROMPTS}
 
     def matches(self, record: Record) -> bool:
         """Whether one of the fields with captions has a value."""
@@ -149,18 +150,19 @@ class TextCaps(Caption):
 
 
 class ImageText(RecordFormat):
-    """Images and a text without placeholders."""
+    """Images or videos, and a text without placeholders."""
 
     key = "image"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text"}
     images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
-        """Whether there are images and a text without placeholders."""
+        """Whether there are images or videos, and a text without placeholders."""
         text = record.get("text")
-        has_images = is_given(record.get("image")) or is_given(record.get("images"))
-        return has_images and isinstance(text, str) and IMAGE_PLACEHOLDER not in text and "<video>" not in text
+        if not isinstance(text, str) or IMAGE_PLACEHOLDER in text or VIDEO_PLACEHOLDER in text:
+            return False
+        return any(is_given(record.get(name)) and record[name] is not True for name in _MEDIA_FIELDS)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """Read a user turn with the images and an assistant turn with the text."""
+        """Read a user turn with the images or videos, and an assistant turn with the text."""
         return question_answer("", record["text"])

@@ -40,6 +40,8 @@ from energon_packed.records.fields import (
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating
 from energon_packed.records.turns import FUNCTION_CALL, read_messages, read_role
+from energon_packed.records.video import VIDEO_PLACEHOLDER
+from energon_packed.records.video_fields import check_video_fields, read_video
 
 _PAIR = ("input", "output")
 _CONTENTS_TURN = frozenset(("role", "parts"))
@@ -150,8 +152,15 @@ def _part(part: Record, media: Media) -> str:
         raise missing_field(f"a part has the keys {key_names(part)}; use text, inline_data or file_data")
     media.add_unused(blob, _BLOB, "a part")
     kind = blob.get("mime_type") or blob.get("mimeType") or "image/"  # the decoder detects the type itself
+    if str(kind).startswith("video/"):
+        data = f"data:{kind};base64,{blob['data']}" if is_given(blob.get("data")) else None
+        check_video_fields(part, "a part")
+        media.inline_videos.append(read_video(data or blob.get("file_uri") or blob.get("fileUri"), media.root))
+        return VIDEO_PLACEHOLDER
     if not str(kind).startswith("image/"):
-        raise RecordError(Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text and images are supported")
+        raise RecordError(
+            Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text, images and videos are supported"
+        )
     if is_given(blob.get("data")):
         media.add_inline({"type": "base64", "media_type": kind, "data": blob["data"]})
     else:
