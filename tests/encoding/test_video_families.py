@@ -4,7 +4,6 @@ tests/golden/videos/README.md describes how they were generated. The processors 
 """
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tokenizers import Tokenizer
 from energon_packed import ConfigError, RecordError, VisionFamily
 from energon_packed.records import FrameSelection
 from tests.golden.videos.cases import FAMILIES, FOLDERS, PATCH, Case, Video, cases, digest
-from tests.internals import EncoderSettings, FramePatches, VideoSettings, load_vision
+from tests.internals import EncoderSettings, VideoInfo, load_vision
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 NAMES = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
@@ -51,13 +50,23 @@ def families(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> 
     return loaded
 
 
-from types import SimpleNamespace as VideoInfo
 def info_of(video: Video) -> VideoInfo:
     times = np.arange(video.num_frames) / video.fps
     return VideoInfo(
-        num_frames=video.num_frames, timestamps=times, fps=float(video.fps), duration=video.num_frames / video.fps,
-        height=video.height, width=video.width, rotation=0, has_audio=False, container="mp4", codec="h264", num_bytes=1,
-    )  # fmt: skip
+        num_frames=video.num_frames,
+        timestamps=times,
+        fps=float(video.fps),
+        duration=video.num_frames / video.fps,
+        height=video.height,
+        width=video.width,
+        rotation=0,
+        mirrored=False,
+        has_audio=False,
+        container="mov",
+        codec="h264",
+        num_bytes=1,
+        decoded=False,
+    )
 
 
 def ids_of(case: Case, vision: VisionFamily, selections: list[FrameSelection], tokenizer: Tokenizer) -> np.ndarray:
@@ -118,3 +127,21 @@ def test_videos_equal_the_processor(family: str, families: dict[Any, VisionFamil
         assert found == expected, f"case {case.number}"
         equal += 1
     assert (equal >= 190, rejected >= 7) == (True, True), (equal, rejected)
+
+
+def test_frames_and_sizes_equal_qwen_vl_utils() -> None:
+    """The number of frames of Qwen3-VL may be odd, as its processor selects them; qwen_vl_utils leaves one out."""
+    families = {name: load_vision(EncoderSettings(vision_family=name)) for name in ("qwen2_5_vl", "qwen3_vl")}
+    compared = dict.fromkeys(families, 0)
+    for line in (GOLDEN / "videos" / "qwen_vl_utils.jsonl").read_text().splitlines():
+        name, video, settings, frames, size = json.loads(line)
+        vision = families[name]
+        assert vision is not None
+        selection = vision.select_frames(info_of(Video(0, **video)), settings)
+        found = len(selection.indices)
+        assert found == frames or (name == "qwen3_vl" and found == frames + 1), line
+        if found == frames:
+            assert selection.resized == tuple(size), line
+            compared[name] += 1
+    assert compared["qwen2_5_vl"] == 150
+    assert compared["qwen3_vl"] > 100

@@ -1,7 +1,7 @@
 """Videos of the golden files, by number: their frames are a formula, so that no video is stored.
 
-A case is a text with videos, and with an image in some. The generator passes them to the processor of Transformers, the
-test to the vision family.
+A case is a text with videos, and with an image in some. The generator passes them to the processor of Transformers,
+the test to the vision family.
 """
 
 import hashlib
@@ -25,7 +25,11 @@ _QWEN2: tuple[dict[str, Any] | None, ...] = (
     {"min_pixels": 784, "max_pixels": 9408, "fps": 2, "min_frames": 2, "max_frames": 10, "do_sample_frames": True},
     {"size": {"shortest_edge": 1568, "longest_edge": 50176}, "cap_pixels_per_frame": True, "max_video_tokens": 40},
     {"size": {"shortest_edge": 1568, "longest_edge": 6272}, "num_frames": 6, "image_mean": [0.5, 0.4, 0.3]},
-    {"size": {"shortest_edge": 3136, "longest_edge": 9408}, "image_std": [0.2, 0.25, 0.3], "rescale_factor": 1 / 127.5},
+    {
+        "size": {"shortest_edge": 3136, "longest_edge": 9408},
+        "image_std": [0.2, 0.25, 0.3],
+        "rescale_factor": 1 / 127.5,
+    },
 )
 _QWEN3: tuple[dict[str, Any] | None, ...] = (
     {"size": {"shortest_edge": 4096, "longest_edge": 25165824}},

@@ -1,6 +1,6 @@
 """Write the golden files of videos with the processors of Transformers; README.md describes the environment.
 
-    python -m tests.golden.videos.generate
+python -m tests.golden.videos.generate
 """
 
 import json
@@ -8,23 +8,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.golden.videos import operators  # noqa: F401
+
+# isort: split
+
+import numpy as np
 import torch
+import transformers
+from PIL import Image
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
+from transformers.video_utils import VideoMetadata
 
-# The extension of torchvision does not load without CUDA. The video processors need none of its operators, but
-# torchvision expects their schemas when it is imported.
-_library = torch.library.Library("torchvision", "DEF")
-for _name in ("nms", "qnms"):
-    _library.define(f"{_name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-
-import numpy as np  # noqa: E402
-import transformers  # noqa: E402
-from PIL import Image  # noqa: E402
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel  # noqa: E402
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel  # noqa: E402
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel  # noqa: E402
-from transformers.video_utils import VideoMetadata  # noqa: E402
-
-from tests.golden.videos.cases import FAMILIES, FOLDERS, PATCH, Case, cases, digest  # noqa: E402
+from tests.golden.videos.cases import FAMILIES, FOLDERS, PATCH, Case, cases, digest
 
 HERE = Path(__file__).parent
 T = transformers
@@ -135,7 +132,7 @@ def main() -> None:
     for family in FAMILIES:
         lines = [json.dumps(expected(case, tokenizer), separators=(",", ":")) for case in cases(family)]
         (HERE / f"{family}.jsonl").write_text("\n".join(lines) + "\n")
-        print(family, len(lines), sum("error" in line for line in lines), file=sys.stderr)  # noqa: T201
+        print(family, len(lines), sum("error" in line for line in lines), file=sys.stderr)
 
 
 if __name__ == "__main__":
