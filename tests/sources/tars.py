@@ -59,5 +59,9 @@ def conversation(source: Source, record: Any) -> Conversation:
 def in_memory(one: Conversation, **changes: Any) -> Conversation:
     fields: Mapping[str, Any] = {name: getattr(one, name) for name in one.__dataclass_fields__}
     images = tuple(MediaReference(data=image.read()) for image in one.images)
-    videos = tuple(replace(video, file=MediaReference(data=video.file.read())) for video in one.videos if video.file)
-    return Conversation(**{**fields, "images": images, "videos": videos, **changes})
+    videos = []
+    for video in one.videos:
+        file = None if video.file is None else MediaReference(data=video.file.read())
+        frames = tuple(MediaReference(data=image.read()) for image in video.images)
+        videos.append(replace(video, file=file, images=frames))
+    return Conversation(**{**fields, "images": images, "videos": tuple(videos), **changes})
