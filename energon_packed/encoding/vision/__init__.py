@@ -4,6 +4,8 @@ families.py     VisionFamily and the built-in families
 processors.py   families that are supported through a Transformers processor
 settings.py     processor folder and settings -> VisionFamily
 images.py       image file -> size (from the header) or RGB pixels
+video_file.py        video file -> frames and their times (from the packets), or selected RGB frames
+video_container.py   header of a video file -> its size, and whether frames may be rotated
 media.py        images and .npy files of a conversation -> sizes, pixels, patch positions
 positions.py    image tokens and vision inputs of a sample; M-RoPE positions
 """
