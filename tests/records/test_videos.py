@@ -610,12 +610,12 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
         (
             {"video": "a.mp4", "max_pixels": 9, "caption": "A."},
             "unsupported_field",
-            "into the content part of a video file",
+            "write it into the content part or object of the video",
         ),
         (
             {"video": "a.mp4", "nframes": 9, "caption": "A."},
             "unsupported_field",
-            "the content part or the object of the video",
+            "the field nframes of the record is not supported for a video file: write it into",
         ),
         (
             {"video": "a.mp4", "audio": "a.wav", "conversations": [HUMAN, GPT]},

@@ -46,6 +46,7 @@ from energon_packed.system import raise_resource_error
 
 T = TypeVar("T")
 UInt8 = npt.NDArray[np.uint8]
+_Medium = MediaReference | tuple[VideoReference, FrameSelection]
 _PLACEHOLDERS = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 ImageCheck = Literal["header", "full", "convert"]
 # Exceptions that NumPy raises for a corrupt header.
@@ -288,7 +289,7 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     frames = [selection for _, selection in videos]
     if vision.video_token is None:
         # Frames and images are preprocessed in one call: in some families, tensors depend on all images of a sample.
-        ordered = _in_text_order(conversation, conversation.images, [[video] for video in videos])
+        ordered: list[_Medium] = _in_text_order(conversation, conversation.images, [[video] for video in videos])
         return replace(vision.preprocess(_decoded(vision, ordered)), frames=frames)
     pixels = vision.preprocess(_decoded(vision, conversation.images)) if conversation.images else Pixels()
     if not videos:
@@ -308,9 +309,7 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     )
 
 
-def _decoded(
-    vision: VisionFamily, media: Sequence[MediaReference | tuple[VideoReference, FrameSelection]]
-) -> Iterator[Image.Image]:
+def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.Image]:
     """Yield images, and the frames of videos as images."""
     for item in media:
         if isinstance(item, tuple):
