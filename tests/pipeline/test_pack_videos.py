@@ -46,7 +46,7 @@ from tests.pipeline.undisturbed import contents
 from tests.processes import energon, energon_packed, run_python
 from tests.shards.test_media_yaml import cookers as cookers
 from tests.shards.test_media_yaml import read
-from tests.videos import make_video
+from tests.videos import make_video, wrong_bytes
 
 FIXED = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
@@ -391,10 +391,9 @@ def _parts(result: PackResult) -> list[str]:
 
 def test_a_damaged_frame_costs_one_sample_and_no_pack(data: Data, tmp_path: Path) -> None:
     """The header and the packets of the file are valid, and its frames are not."""
-    make_video(tmp_path / "good.avi", codec="mjpeg", frames=30)
-    content = (tmp_path / "good.avi").read_bytes()
-    (tmp_path / "bad.avi").write_bytes(content.replace(b"\xff\xd8", bytes(2)))
-    file = write_jsonl(tmp_path, [record("good", "good.avi"), record("bad", "bad.avi")])
+    good = make_video(tmp_path / "good.mp4", frames=60)
+    wrong_bytes(tmp_path / "bad.mp4", good.read_bytes())
+    file = write_jsonl(tmp_path, [record("good", "good.mp4"), record("bad", "bad.mp4")])
     assert pack(file, **data.options(tmp_path / "by-header")).manifest.packed == 2
     for options in ({"extract_frames": True}, {"check_images": "full"}):
         result = pack(file, **data.options(tmp_path / next(iter(options)), **options))
