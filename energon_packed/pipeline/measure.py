@@ -271,6 +271,7 @@ class Measurer:
                 counts[name].update(counted)
             if isinstance(encoder, ChatEncoder):
                 counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
+            counts["notes"].update(note for result in results for note in result.notes)
             if weighted := sum([measurement.weighted for measurement in measured]):
                 counts["notes"][WEIGHTED] += weighted
             if first is None:

@@ -15,7 +15,6 @@ import pytest
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 
 from energon_packed import (
-    ChatEncoder,
     ConfigError,
     DataChangedError,
     EncodedSample,
@@ -39,44 +38,20 @@ from tests.internals import (
     codec_of,
     complete_parts,
     measure_stage,
-    write_dataset,
-    write_tokenizer,
 )
 from tests.pipeline.undisturbed import contents
 from tests.processes import energon, energon_packed, run_python
 from tests.shards.test_media_yaml import cookers as cookers
 from tests.shards.test_media_yaml import read
+from tests.video_demo import VideoDemo
 from tests.videos import make_video, wrong_bytes
 
 FIXED = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
-class Data:
-    """30 records of the demo, 9 of them with generated videos."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        demo = write_dataset(folder / "data", records=30, broken=0, videos=True)
-        self.jsonl, self.tokenizer = demo.jsonl, write_tokenizer(folder / "tokenizer", demo.texts, videos=True)
-        self.encoder = ChatEncoder.from_pretrained(self.tokenizer)
-        self._packed: dict[str, PackResult] = {}
-
-    def options(self, output_dir: Path, **changes: Any) -> dict[str, Any]:
-        settings = {"seq_len": 1024, "workers": 1, "shard_prefix": "v", "max_reject_rate": 1, "max_packs_per_shard": 2}
-        return {"tokenizer": self.tokenizer, "output_dir": output_dir, **settings, **changes}
-
-    def packed(self, **changes: Any) -> PackResult:
-        """Pack once for each combination of options."""
-        name = f"out-{len(self._packed)}"
-        key = json.dumps(changes, sort_keys=True, default=str)
-        if key not in self._packed:
-            self._packed[key] = pack(self.jsonl, **self.options(self.folder / name, **changes))
-        return self._packed[key]
-
-
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return Data(tmp_path_factory.mktemp("pack-videos"))
+def data(video_demo: VideoDemo) -> VideoDemo:
+    return video_demo
 
 
 def tars(result: PackResult) -> dict[str, bytes]:
@@ -95,7 +70,7 @@ def bodies(result: PackResult) -> set[bytes]:
     return {video.file.data for sample in stored(result) for video in sample.videos}
 
 
-def records(data: Data) -> dict[str, dict[str, Any]]:
+def records(data: VideoDemo) -> dict[str, dict[str, Any]]:
     found = {}
     for line in data.jsonl.read_text().splitlines():
         try:
@@ -118,7 +93,7 @@ def _same(left: Any, right: Any) -> bool:
     return np.array_equal(np.asarray(left), np.asarray(right))
 
 
-def test_the_manifest_and_the_reports_count_videos_and_frames(data: Data) -> None:
+def test_the_manifest_and_the_reports_count_videos_and_frames(data: VideoDemo) -> None:
     result = data.packed()
     manifest = result.manifest
     samples = stored(result)
@@ -131,7 +106,7 @@ def test_the_manifest_and_the_reports_count_videos_and_frames(data: Data) -> Non
     assert {row["id"]: row["num_videos"] for row in table.to_pylist() if row["status"] == "packed"} == by_id
 
 
-def test_data_without_videos_has_no_trace_of_them(data: Data, tmp_path: Path) -> None:
+def test_data_without_videos_has_no_trace_of_them(data: VideoDemo, tmp_path: Path) -> None:
     lines = [json.dumps(record) for record in records(data).values() if "video" not in json.dumps(record)]
     file = data.jsonl.with_name("images.jsonl")
     file.write_text("\n".join(lines))
@@ -146,7 +121,7 @@ def test_data_without_videos_has_no_trace_of_them(data: Data, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_loaders_decode_the_frames_that_were_measured(data: Data, flavor: str) -> None:
+def test_loaders_decode_the_frames_that_were_measured(data: VideoDemo, flavor: str) -> None:
     result = data.packed(sample_class=flavor, unpacked=flavor == "MultiMixQASample")
     dataset = PackedDataset(result.shards, data.encoder)
     samples = [sample for index in range(len(dataset)) for sample in dataset[index]]
@@ -166,7 +141,7 @@ def test_loaders_decode_the_frames_that_were_measured(data: Data, flavor: str) -
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_raw_bytes_of_videos_reach_energons_own_loader(data: Data, flavor: str) -> None:
+def test_raw_bytes_of_videos_reach_energons_own_loader(data: VideoDemo, flavor: str) -> None:
     """Energon's default decoder would make an AVDecoder of the file."""
     result = data.packed(sample_class=flavor, unpacked=flavor == "MultiMixQASample")
     config = WorkerConfig(rank=0, world_size=1, num_workers=0)
@@ -184,7 +159,7 @@ def test_raw_bytes_of_videos_reach_energons_own_loader(data: Data, flavor: str) 
         assert "Error" not in done.stdout + done.stderr
 
 
-def test_bytes_depend_on_no_worker_and_no_engine(data: Data, tmp_path: Path) -> None:
+def test_bytes_depend_on_no_worker_and_no_engine(data: VideoDemo, tmp_path: Path) -> None:
     expected = tars(data.packed())
     assert tars(pack(data.jsonl, **data.options(tmp_path / "3", workers=3))) == expected
     # A second plan with the first measurements, and the first plan again.
@@ -198,7 +173,7 @@ def test_bytes_depend_on_no_worker_and_no_engine(data: Data, tmp_path: Path) -> 
     assert set().union(*map(bodies, parts)) == bodies(data.packed())
 
 
-def test_another_plan_reads_no_video_to_select_frames(data: Data, tmp_path: Path) -> None:
+def test_another_plan_reads_no_video_to_select_frames(data: VideoDemo, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = pack(data.jsonl, **data.options(out, seq_len=700))
     (frames,) = out.glob(".work/measure-*/*.frames")
@@ -225,7 +200,7 @@ class _Replaces(Progress):
 
 
 @pytest.mark.parametrize("media", ["copy", "reference"])
-def test_a_video_that_is_replaced_during_a_run_stops_it(data: Data, tmp_path: Path, media: str) -> None:
+def test_a_video_that_is_replaced_during_a_run_stops_it(data: VideoDemo, tmp_path: Path, media: str) -> None:
     video = make_video(tmp_path / "a.mp4", frames=12)
     file = write_jsonl(tmp_path, [record("a", "a.mp4")])
     options = data.options(tmp_path / "out", media=media)
@@ -280,7 +255,7 @@ def inputs(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])
 def test_referenced_videos_equal_copied_videos(
-    data: Data,
+    data: VideoDemo,
     clips: Path,
     tmp_path: Path,
     flavor: str,
@@ -312,7 +287,7 @@ def test_referenced_videos_equal_copied_videos(
     assert {body for sample in samples for body in sample.media.values()} <= bodies(copied)
 
 
-def test_a_changed_video_is_named_and_a_moved_folder_is_declared(data: Data, clips: Path, tmp_path: Path) -> None:
+def test_a_changed_video_is_named_and_a_moved_folder_is_declared(data: VideoDemo, clips: Path, tmp_path: Path) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     shutil.copytree(clips, old)
     result = pack(inputs(old), **data.options(tmp_path / "out", media="reference"))
@@ -345,7 +320,7 @@ def _read_all(dataset: PackedDataset) -> list[EncodedSample]:
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
-def test_extracted_frames_have_the_tokens_of_the_file(data: Data, flavor: str, tmp_path: Path) -> None:
+def test_extracted_frames_have_the_tokens_of_the_file(data: VideoDemo, flavor: str, tmp_path: Path) -> None:
     options = {"sample_class": flavor, "unpacked": flavor == "MultiMixQASample"}
     files, frames = data.packed(**options), data.packed(extract_frames=True, **options)
     assert frames.manifest.extract_frames
@@ -372,7 +347,7 @@ def test_extracted_frames_have_the_tokens_of_the_file(data: Data, flavor: str, t
     assert {sample.conversation.id: sample.videos for sample in stored(again)} == before
 
 
-def test_extracted_frames_are_loaded_without_a_decoder(data: Data) -> None:
+def test_extracted_frames_are_loaded_without_a_decoder(data: VideoDemo) -> None:
     result = data.packed(extract_frames=True)
     code = (
         "import sys; sys.modules['av'] = None; from energon_packed import *;"
@@ -389,7 +364,7 @@ def _parts(result: PackResult) -> list[str]:
     return [member.part for pack in range(len(reader)) for member, _ in reader.members(pack, only=())]
 
 
-def test_a_damaged_frame_costs_one_sample_and_no_pack(data: Data, tmp_path: Path) -> None:
+def test_a_damaged_frame_costs_one_sample_and_no_pack(data: VideoDemo, tmp_path: Path) -> None:
     """The header and the packets of the file are valid, and its frames are not."""
     good = make_video(tmp_path / "good.mp4", frames=60)
     wrong_bytes(tmp_path / "bad.mp4", good.read_bytes())
@@ -401,7 +376,7 @@ def test_a_damaged_frame_costs_one_sample_and_no_pack(data: Data, tmp_path: Path
         assert [json.loads(line)["id"] for line in result.rejects.read_text().splitlines()] == ["bad"]
 
 
-def test_verify_finds_other_frames(data: Data, tmp_path: Path) -> None:
+def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path) -> None:
     make_video(tmp_path / "a.avi", codec="mjpeg", frames=20)
     make_video(tmp_path / "b.avi", codec="mjpeg", frames=24)
     file = write_jsonl(tmp_path, [record("a", "a.avi")])
@@ -428,7 +403,7 @@ def _rewrite(result: PackResult, samples: list[Any]) -> None:
 
 
 def test_videos_that_no_pack_can_have_are_rejected(
-    data: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: VideoDemo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_video(tmp_path / "small.mp4", frames=4)
     large = make_video(tmp_path / "large.avi", codec="ffv1", frames=40)
@@ -445,7 +420,7 @@ def test_videos_that_no_pack_can_have_are_rejected(
     assert (extracted.manifest.packed, extracted.manifest.videos) == (2, 2)
 
 
-def test_combinations_that_cannot_work_are_refused(data: Data, tmp_path: Path) -> None:
+def test_combinations_that_cannot_work_are_refused(data: VideoDemo, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="`extract_frames` must be False with `media` 'reference'"):
         PackOptions(
             inputs=(str(data.jsonl),), **data.options(tmp_path / "out", extract_frames=True, media="reference")
@@ -457,7 +432,16 @@ def test_combinations_that_cannot_work_are_refused(data: Data, tmp_path: Path) -
     assert "takes images only; omit `layout` for records with video files" in reasons["a"]
 
 
-def test_samples_of_videos_share_rows_with_their_kind(data: Data) -> None:
+def test_audio_tracks_are_counted_and_not_used(data: VideoDemo, tmp_path: Path) -> None:
+    make_video(tmp_path / "a.mp4", frames=10, audio=True)
+    make_video(tmp_path / "b.mp4", frames=10)
+    file = write_jsonl(tmp_path, [record("a", "a.mp4", "a.mp4"), record("b", "b.mp4")])
+    result = pack(file, **data.options(tmp_path / "out"))
+    assert result.manifest.notes == {"audio track of a video: not used": 1}
+    assert result.manifest.packed == 2
+
+
+def test_samples_of_videos_share_rows_with_their_kind(data: VideoDemo) -> None:
     result = data.packed(group_by="media", sample_class="PackedMultiMixQASample")
     reader = ShardReader(sorted(result.shards.glob("*.tar")))
     for pack_index in range(len(reader)):
@@ -466,7 +450,7 @@ def test_samples_of_videos_share_rows_with_their_kind(data: Data) -> None:
     assert "video" in {sample.conversation.kind for sample in stored(result)}
 
 
-def test_shards_are_cut_by_the_bytes_of_videos(data: Data, clips: Path, tmp_path: Path) -> None:
+def test_shards_are_cut_by_the_bytes_of_videos(data: VideoDemo, clips: Path, tmp_path: Path) -> None:
     limit = 60_000
     options = {"max_shard_bytes": limit, "seq_len": 200, "max_packs_per_shard": 1000, "overlong": "drop"}
     for name, more in (("files", {}), ("frames", {"extract_frames": True})):
