@@ -70,6 +70,8 @@ PLACES = {
     "engines": "encoding.engines",
     "load_image": "encoding.vision.images:load_image",
     "load_vision": "encoding:load_vision",
+    "read_video_info": "encoding.vision.video_file:read_video_info",
+    "decode_frames": "encoding.vision.video_file:decode_frames",
     "read_header": "encoding.vision.images:read_header",
     "MAX_PIXELS": "encoding.vision.images:MAX_PIXELS",
     "FramePatches": "encoding.vision.video_sampling:FramePatches",
