@@ -382,10 +382,10 @@ class ChatEncoder(Processor):
         if self.renderer.template.needs_image_parts:  # earlier releases rendered images as strings
             parts["image_parts"] = True
         configs = [vision.config(), vision.length_config()] if vision else []
-        images = [*[config | videos for config in configs], *(configs if videos else [])] or [None]
+        images: list[dict[str, Any] | None] = [*[config | videos for config in configs], *(configs if videos else [])]
         allow_special = self.renderer.special is None if allow_special is None else allow_special
         versions = [_SPECIAL_IN_TEXT] if allow_special else [_VERSION, _SPECIAL_IN_TEXT]
-        for version, image in product(versions, images):
+        for version, image in product(versions, images or [None]):
             text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
             yield hashlib.sha256(text.encode()).hexdigest()
 
