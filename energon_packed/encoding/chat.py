@@ -36,7 +36,13 @@ from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.tokenizer import TextTokenizer, Weights
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
-from energon_packed.encoding.vision.media import MediaSize, measure_media, patch_positions, read_pixels
+from energon_packed.encoding.vision.media import (
+    MediaSize,
+    measure_media,
+    patch_positions,
+    read_pixels,
+    with_frames_as_images,
+)
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
 from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
@@ -48,7 +54,7 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
-_NO_VISION = "a record has images, but no image processor is set; pass `processor` or `image_processor`"
+_NO_VISION = "a record has images or videos, but no image processor is set; pass `processor` or `image_processor`"
 # Part of the fingerprint; increase it when the same input produces different tokens.
 _VERSION = 7
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
@@ -102,6 +108,7 @@ class ChatEncoder(Processor):
         self.renderer = Renderer(
             ChatTemplate(self.parts, image_token=vision.template_token if vision else None),
             placeholder=vision.placeholder if vision else None,
+            video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
             end=self.parts.end_of_document,
             loss_on=loss_on,
             special=SpecialText(control, self.parts.chat_template) if control else None,
@@ -199,7 +206,7 @@ class ChatEncoder(Processor):
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
         """Encode several conversations in one batch; return a Reject for each conversation that cannot be used."""
-        if not any([conversation.images for conversation in conversations]):
+        if not any([conversation.images or conversation.videos for conversation in conversations]):
             # Text only: the samples are views of the batch, without copies.
             batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
             row = self._as_row([conversation.id for conversation in conversations], batch)
@@ -208,10 +215,11 @@ class ChatEncoder(Processor):
         media: dict[int, Pixels] = {}
         for index, conversation in enumerate(conversations):
             try:
-                media[index] = read_pixels(self._vision(), conversation) if conversation.images else Pixels()
+                has_media = conversation.images or conversation.videos
+                media[index] = read_pixels(self._vision(), conversation) if has_media else Pixels()
             except RecordError as error:
                 results[index] = error.reject
-        sizes = [MediaSize(pixels.runs) for pixels in media.values()]
+        sizes = [MediaSize(pixels.runs, frames=pixels.frames) for pixels in media.values()]
         batch, rejects = self._tokenize([conversations[index] for index in media], sizes)
         for slot, (index, pixels) in enumerate(media.items()):  # slot: index in the batch, which has no rejects
             if slot in rejects:
@@ -227,8 +235,24 @@ class ChatEncoder(Processor):
         sample = self._expanded(conversation, pixels.runs, batch, slot)
         if self.vision is None or self.image_token_id is None:
             return sample
-        positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids)
+        grids = NO_IMAGES if pixels.video_grids is None else pixels.video_grids.numpy()
+        positions = self.vision.position_ids(
+            sample.input_ids,
+            self.image_token_id,
+            pixels.grids,
+            self.rules.video_token_id,
+            grids,
+            pixels.second_per_grid_ts,
+        )
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
+        if pixels.video_values is not None:
+            sample = replace(
+                sample,
+                video_token_id=self.rules.video_token_id,
+                pixel_values_videos=pixels.video_values,
+                video_grid_thw=pixels.video_grids,
+                second_per_grid_ts=pixels.second_per_grid_ts,
+            )
         if pixels.values is None:
             return replace(sample, vision_inputs=pixels.inputs)
         places = patch_positions(self.vision, conversation, pixels)
@@ -244,7 +268,8 @@ class ChatEncoder(Processor):
         media: dict[int, MediaSize] = {}
         for index, conversation in enumerate(conversations):
             try:
-                media[index] = measure_media(self._vision(), conversation) if conversation.images else _NO_MEDIA
+                has_media = conversation.images or conversation.videos
+                media[index] = measure_media(self._vision(), conversation) if has_media else _NO_MEDIA
             except RecordError as error:
                 results[index] = Measurement.rejected(error.reject)
         usable = list(media)
@@ -269,6 +294,7 @@ class ChatEncoder(Processor):
                     sample=self._expanded(conversation, size.runs, batch, slot) if keep_tokens else None,
                     supervised=targets[slot],
                     decoded=size.decoded,
+                    frames=size.frames,
                     weighted=checksums[slot] != 0,
                     weight_checksum=checksums[slot],
                 )
@@ -299,7 +325,7 @@ class ChatEncoder(Processor):
             return None
         pixels = vision.smallest()
         placeholder = self.text_tokenizer.encode([vision.placeholder], [None], special=False).input_ids
-        ids, _ = expanded(placeholder, placeholder, token, pixels.runs)
+        ids, _ = expanded(placeholder, placeholder, [token], pixels.runs)
         return EncodedSample(
             id="dummy image",
             input_ids=ids,
@@ -382,10 +408,10 @@ class ChatEncoder(Processor):
         if self.renderer.template.needs_image_parts:  # earlier releases rendered images as strings
             parts["image_parts"] = True
         configs = [vision.config(), vision.length_config()] if vision else []
-        images = [*[config | videos for config in configs], *(configs if videos else [])] or [None]
+        images: list[dict[str, Any] | None] = [*[config | videos for config in configs], *(configs if videos else [])]
         allow_special = self.renderer.special is None if allow_special is None else allow_special
         versions = [_SPECIAL_IN_TEXT] if allow_special else [_VERSION, _SPECIAL_IN_TEXT]
-        for version, image in product(versions, images):
+        for version, image in product(versions, images or [None]):
             text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
             yield hashlib.sha256(text.encode()).hexdigest()
 
@@ -403,6 +429,11 @@ class ChatEncoder(Processor):
         """
         rejects: dict[int, Reject] = {}
         rendered: dict[int, Rendered] = {}
+        if self.vision is not None and self.vision.video_token is None:
+            conversations = [
+                with_frames_as_images(conversation, self.vision, size.frames) if conversation.videos else conversation
+                for conversation, size in zip(conversations, media, strict=True)
+            ]
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:
@@ -440,33 +471,43 @@ class ChatEncoder(Processor):
         self, conversations: Sequence[Conversation], media: Sequence[MediaSize], batch: TokenBatch
     ) -> tuple[TokenBatch, dict[int, Reject]]:
         """`TokenRules.check` of a batch, with a clearer reason for conversations without an assistant turn."""
-        token = self.image_token_id
         in_vocabulary = all([conversation.input_ids is None for conversation in conversations])
-        expected: Sequence[int] = ()  # without a vision family, images are rejected earlier
+        images: Sequence[int] = ()  # without a vision family, images and videos are rejected earlier
+        videos: Sequence[int] = ()
         if self.vision is not None:
-            # Rendered text has a single token per image so far; stored tokens have the full run.
-            expected = [
-                len(c.images) if c.input_ids is None else sum([run.features(token) for run in size.runs])
+            # Rendered text has a single token per image or video so far; stored tokens have the full run.
+            images = [
+                len(c.images) if c.input_ids is None else self._features(size, is_video=False)
                 for c, size in zip(conversations, media, strict=True)
             ]
+            if any([c.videos for c in conversations]):
+                videos = [
+                    len(c.videos) if c.input_ids is None else self._features(size, is_video=True)
+                    for c, size in zip(conversations, media, strict=True)
+                ]
         batch = batch.scaled([conversation.weight for conversation in conversations])
-        batch, rejects = self.rules.check(batch, expected, in_vocabulary=in_vocabulary)
+        batch, rejects = self.rules.check(batch, images, videos, in_vocabulary=in_vocabulary)
         for index, reject in rejects.items():
             roles = [message.role for message in conversations[index].messages]
             if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
                 rejects[index] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects
 
+    def _features(self, size: MediaSize, *, is_video: bool) -> int:
+        """Number of image tokens, or of video tokens, that the media of a conversation need."""
+        token = self.rules.video_token_id if is_video else self.image_token_id
+        return sum([run.features(token) for run in size.runs if run.is_video == is_video])
+
     def _expanded(
         self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, slot: int
     ) -> EncodedSample:
         """Sample `slot` of a batch, with all tokens of each image."""
         ids, labels, weights = batch.sample(slot)
-        token = self.image_token_id
+        token, tokens = self.image_token_id, (self.image_token_id, self.rules.video_token_id)
         if conversation.input_ids is None and runs:
             if weights is not None:
-                weights = weights[expanded(ids, np.arange(len(ids)), token, runs)[1]]
-            ids, labels = expanded(ids, labels, token, runs)
+                weights = weights[expanded(ids, np.arange(len(ids)), tokens, runs)[1]]
+            ids, labels = expanded(ids, labels, tokens, runs)
         return EncodedSample(
             id=conversation.id,
             input_ids=ids,

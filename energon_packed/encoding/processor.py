@@ -19,7 +19,7 @@ from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_columns, targets_per_sample
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
-from energon_packed.records import Conversation
+from energon_packed.records import Conversation, FrameSelection
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -75,6 +75,8 @@ class TokenRules:
         vocabulary: number of token ids; None does not check ids.
         image_token_id: token that represents an image; None for text models.
         image_token: its string, for messages.
+        video_token_id: token that represents a video; None for families without it.
+        video_token: its string, for messages.
         reserved: tokens that text must not contain.
         reserved_strings: their strings, for messages.
     """
@@ -82,6 +84,8 @@ class TokenRules:
     vocabulary: int | None = None
     image_token_id: int | None = None
     image_token: str = ""
+    video_token_id: int | None = None
+    video_token: str = ""
     reserved: tuple[int, ...] = ()
     reserved_strings: tuple[str, ...] = ()
 
@@ -91,17 +95,32 @@ class TokenRules:
         if vision is None:
             return cls(vocabulary=tokenizer.vocabulary)
         image = tokenizer.backend.token_to_id(vision.image_token)
-        reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image}
-        return cls(tokenizer.vocabulary, image, vision.image_token, tuple(sorted(reserved)), vision.reserved)
+        video = None if vision.video_token is None else tokenizer.backend.token_to_id(vision.video_token)
+        reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image, video}
+        return cls(
+            vocabulary=tokenizer.vocabulary,
+            image_token_id=image,
+            image_token=vision.image_token,
+            video_token_id=video,
+            video_token=vision.video_token or "",
+            reserved=tuple(sorted(reserved)),
+            reserved_strings=vision.reserved,
+        )
 
     def check(
-        self, batch: TokenBatch, image_tokens: Sequence[int], *, in_vocabulary: bool = False
+        self,
+        batch: TokenBatch,
+        image_tokens: Sequence[int],
+        video_tokens: Sequence[int] = (),
+        *,
+        in_vocabulary: bool = False,
     ) -> tuple[TokenBatch, dict[int, Reject]]:
-        """Remove targets at image tokens and of weight 0, and find the samples that cannot be used.
+        """Remove targets at image and video tokens and of weight 0, and find the samples that cannot be used.
 
         Args:
             batch: S samples.
             image_tokens: number of image tokens that each sample must have, S integers.
+            video_tokens: the same of video tokens; empty if no sample has any.
             in_vocabulary: the ids come from the tokenizer itself, so they are not compared with the vocabulary.
 
         Returns:
@@ -123,6 +142,15 @@ class TokenRules:
             self._check_reserved(batch, rejects)
             if counts.any():
                 labels = np.where(is_image, IGNORE_INDEX, labels)
+        if self.video_token_id is not None:
+            is_video = batch.input_ids == self.video_token_id
+            counts = _per_sample(is_video, batch.cu_seqlens)
+            for index in np.flatnonzero(counts != np.asarray(video_tokens or [0] * len(counts))).tolist():
+                needed = video_tokens[index] if video_tokens else 0
+                detail = f"{counts[index]} {self.video_token} tokens where the videos need {needed}"
+                rejects.setdefault(index, Reject(Reason.VIDEO_COUNT_MISMATCH, detail))
+            if counts.any():
+                labels = np.where(is_video, IGNORE_INDEX, labels)
         weights = batch.loss_weights
         if weights is not None:
             labels = np.where(weights == 0, IGNORE_INDEX, labels)
@@ -178,6 +206,7 @@ class Measurement:
         sample: its tokens and labels if requested; pixels may be missing.
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
         decoded: images whose pixels were decoded; the others were checked by header and structure.
+        frames: the selected frames of each video file.
         weighted: its targets have loss weights other than 1.
         weight_checksum: checksum of these weights, as `EncodedSample.weight_checksum`.
     """
@@ -188,6 +217,7 @@ class Measurement:
     sample: EncodedSample | None = None
     supervised: int = -1
     decoded: int = 0
+    frames: Sequence[FrameSelection] = ()
     weighted: bool = False
     weight_checksum: int = 0
 
@@ -314,7 +344,8 @@ class Processor(ABC):
 
     def _measure(self, conversation: Conversation, keep_tokens: bool) -> Measurement:
         try:
-            media = sum(len(m.read()) for m in (*conversation.images, *conversation.patch_positions))
+            files = [file for video in conversation.videos for file in video.files]
+            media = sum(len(m.read()) for m in (*conversation.images, *files, *conversation.patch_positions))
             sample = self._weighted(conversation, self.encode(conversation))
         except RecordError as error:
             return Measurement.rejected(error.reject)
@@ -340,10 +371,10 @@ class StoredTokens(Processor):
             RecordError: no token after the first is a target.
         """
         ids, labels = conversation.input_ids, conversation.labels
-        if ids is None or conversation.images:
+        if ids is None or conversation.images or conversation.videos:
             raise ConfigError(
-                f"sample {conversation.id} has {'text' if ids is None else 'images'}, which an encoder must turn into "
-                "tokens and pixels: pass ChatEncoder.from_pretrained(...)"
+                f"sample {conversation.id} has {'text' if ids is None else 'images or videos'}, which an encoder must "
+                "turn into tokens and pixels: pass ChatEncoder.from_pretrained(...)"
             )
         batch = TokenBatch(ids, ids if labels is None else labels, np.array([0, len(ids)]), conversation.loss_weights)
         weights = batch.scaled([conversation.weight]).loss_weights

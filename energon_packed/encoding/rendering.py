@@ -15,7 +15,7 @@ from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import EscapedText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records import IMAGE_PLACEHOLDER, Conversation
+from energon_packed.records import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
 
 LossOn = Literal["assistant", "last", "all"]
@@ -45,6 +45,7 @@ class Renderer:
     Attributes:
         template: chat template of the tokenizer.
         placeholder: text of an image for the vision family; None without a family.
+        video_placeholder: text of a video; None without a family, or for a family whose videos are images.
         end: token to append to a document; "" if the tokenizer appends it, None if it has no such token.
         loss_on: supervised text: every assistant turn, only the last assistant turn, or all text.
         special: escapes special tokens that conversations contain; None makes them control tokens.
@@ -55,6 +56,7 @@ class Renderer:
     placeholder: str | None
     end: str | None
     loss_on: LossOn
+    video_placeholder: str | None = None
     special: SpecialText | None = None
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -170,8 +172,8 @@ class Renderer:
 
     def _document(self, conversation: Conversation) -> str:
         text = conversation.text or ""
-        if conversation.images:
-            text = self._with_placeholders([text])[0]
+        if conversation.images or conversation.videos:
+            text = self._with_placeholders([text], conversation)[0]
         return text if text.endswith(self.end or "") else f"{text}{self.end}"
 
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
@@ -185,10 +187,9 @@ class Renderer:
         for turn, message in enumerate(conversation.messages):
             if message.role == "tool":
                 contents[turn] = self._result(message.content)
-        if not conversation.images:
+        if not (conversation.images or conversation.videos):
             return contents
-        text = self.template.image_token if self._has_parts(conversation) else None
-        return self._with_placeholders(contents, text)
+        return self._with_placeholders(contents, conversation)
 
     def _result(self, content: str) -> str:
         """Content of a tool turn, without the tags if the template adds them itself."""
@@ -197,10 +198,13 @@ class Renderer:
             return content
         return inner[len(opener) : -len(closer)].strip("\n")
 
-    def _with_placeholders(self, contents: Sequence[str], text: str | None = None) -> list[str]:
-        text = text or self.placeholder
+    def _with_placeholders(self, contents: Sequence[str], conversation: Conversation) -> list[str]:
+        text = self.template.image_token if self._has_parts(conversation) else self.placeholder
         assert text is not None, "without a vision family, images are rejected earlier"
-        return [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
+        contents = [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
+        if conversation.videos and self.video_placeholder is not None:
+            contents = [content.replace(VIDEO_PLACEHOLDER, self.video_placeholder) for content in contents]
+        return contents
 
 
 def _with_rest(size: int, weighted: Sequence[tuple[Span, float]]) -> list[tuple[Span, float]]:

@@ -64,11 +64,9 @@ _REMEDIES = {
     r"system.*|developer.*": "pass it as system",
     r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
-    r".*_pixels|resized_(height|width)": "resize the image, pass min_pixels and max_pixels as options, or write "
-    "min_pixels, max_pixels or total_pixels into the content part of a video file",
+    r".*_pixels|resized_(height|width)": "resize the image, or pass min_pixels and max_pixels as options",
     r"video(?!.*_ids?$).*": "pass video files or lists of frames as videos",
-    r"n?frames|(min|max)_frames|do_sample_frames": "write it into the content part or the object of the video file, "
-    "or pass the frames as videos, one list for each video",
+    r"n?frames|(min|max)_frames|do_sample_frames": "pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",
     r"image_urls?": "nothing is fetched; download the image and give its path as image",
     r"pixel_values(_.*)?|(image|video)_grid_thw": "pixels are computed while training; list the images as images",

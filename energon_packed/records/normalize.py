@@ -94,7 +94,7 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
         known = None if known is None else known | set(RECORD_WEIGHTS)
     media = read_media(record, image_root, with_images=not record_format.reads_images, known=known or frozenset())
     if media.files:  # before the fields of unknown names, as these have their own remedies
-        check_video_fields(record, "the record")
+        check_video_fields(record, "the record", of_one_video=False)
     media.add_unused(record, known)
     # In this order: the formats collect images of content parts, the system text may contain placeholders and tools.
     draft = record_format.read(record, media)
@@ -111,7 +111,7 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
     fps = read_number(record.get("fps"), "fps", float)
     images, videos = tuple(media.inline or media.images), tuple(media.files)
     if media.inline_videos:
-        check_video_fields(record, "the record")
+        check_video_fields(record, "the record", of_one_video=False)
     if fps and (images or videos):
         media.notes.append(FPS_STORED if media.is_video or not videos else FPS_OF_FILE)
     return Conversation(

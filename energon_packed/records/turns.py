@@ -186,7 +186,7 @@ def _own_videos(turn: Record, text: str, media: Media) -> str:
             f"a turn has {' and '.join(filled)} with {len(values)} videos for {text.count(VIDEO_PLACEHOLDER)} "
             f"{VIDEO_PLACEHOLDER}; give one list and one placeholder per video",
         )
-    check_video_fields(turn, "a turn")
+    check_video_fields(turn, "a turn", of_one_video=False)
     media.inline_videos += [read_video(value, media.root) for value in values]
     return text if VIDEO_PLACEHOLDER in text else VIDEO_PLACEHOLDER * len(values) + text
 

@@ -43,6 +43,9 @@ _PARTS_OF_FILE = (
     *("video_start", "video_end", "start", "end", "start_time", "end_time", "start_frame", "end_frame", "clip"),
     *("start_sec", "end_sec", "start_second", "end_second"),
 )
+_IN_OBJECT = "write it into the content part or object of the video, as in videos=[{path, max_frames}]"
+# Without `fps` and `num_frames`: in a record, they also describe the file.
+_ONLY_SETTINGS = tuple(name for name in SETTINGS if name not in ("fps", "num_frames"))
 _UNSUPPORTED = {
     **dict.fromkeys(_PARTS_OF_FILE, _CUT),
     **dict.fromkeys(("resized_height", "resized_width"), _SIZE),
@@ -151,12 +154,20 @@ def read_settings(record: Record) -> dict[str, Any]:
     return settings
 
 
-def check_video_fields(record: Record, label: str) -> None:
+def check_video_fields(record: Record, label: str, *, of_one_video: bool = True) -> None:
     """Reject a record, turn, content part or object whose video file would be sampled differently elsewhere.
+
+    Args:
+        record: the object with the fields.
+        label: the object, for errors.
+        of_one_video: the object belongs to one video, so that it may have settings; False for records and turns.
 
     Raises:
         RecordError: `unsupported_field`.
     """
+    for name in () if of_one_video else _ONLY_SETTINGS:
+        if is_given(record.get(name)):
+            raise unsupported_field(f"the field {name} of {label} is not supported for a video file: {_IN_OBJECT}")
     for name, remedy in _UNSUPPORTED.items():
         if name in record and _has_effect(name, record[name]):
             raise unsupported_field(f"the field {name} of {label} is not supported for a video file: {remedy}")

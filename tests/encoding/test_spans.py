@@ -239,10 +239,10 @@ def test_nothing_supervised_is_refused(encoder: ChatEncoder) -> None:
 
 def test_image_tokens_in_text_are_refused(tokenizer_dir: Path) -> None:
     encoder = ChatEncoder.from_pretrained(tokenizer_dir, allow_special_in_text=True)
-    for token in ("<|image_pad|>", "<|video_pad|>"):
+    for token, reason in (("<|image_pad|>", "image_count_mismatch"), ("<|video_pad|>", "video_count_mismatch")):
         record = {"prompts": [f"What is {token}?"], "captions": ["A token."]}
         for call in (encoder.encode, encoder.length):
-            with pytest.raises(RecordError, match="image_count_mismatch"):
+            with pytest.raises(RecordError, match=reason):
                 call(normalize(record))
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import tarfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, Any]]) -> Path:
 
 
 def conversations(sources: Sequence[Source]) -> list[Conversation]:
-    """What the records of sources become, with the bytes of their images in memory.
+    """What the records of sources become, with the bytes of their images and videos in memory.
 
     Each row is also read by its address, and must be the same.
     """
@@ -58,4 +59,9 @@ def conversation(source: Source, record: Any) -> Conversation:
 def in_memory(one: Conversation, **changes: Any) -> Conversation:
     fields: Mapping[str, Any] = {name: getattr(one, name) for name in one.__dataclass_fields__}
     images = tuple(MediaReference(data=image.read()) for image in one.images)
-    return Conversation(**{**fields, "images": images, **changes})
+    videos = []
+    for video in one.videos:
+        file = None if video.file is None else MediaReference(data=video.file.read())
+        frames = tuple(MediaReference(data=image.read()) for image in video.images)
+        videos.append(replace(video, file=file, images=frames))
+    return Conversation(**{**fields, "images": images, "videos": tuple(videos), **changes})

@@ -198,9 +198,10 @@ class VisionFamily(ABC):
         """
         videos = self.folder_videos(folder) if folder is not None else type(self).videos
         if not_used := [name for name in options if name not in self.video_options]:
+            option = not_used[0] if not_used[0] == "total_pixels" else f"video_{not_used[0]}"
             raise ConfigError(
-                f"`{not_used[0]}` of videos must not be set for {type(self).__name__}, whose frames are images. "
-                "Set `min_pixels` and `max_pixels` of images."
+                f"`{option}` must not be set for {type(self).__name__}, whose frames are images. "
+                "Set `min_pixels` and `max_pixels`."
             )
         self.videos = videos.updated(options)
 

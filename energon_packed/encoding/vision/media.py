@@ -1,4 +1,8 @@
-"""Media of a conversation: images and .npy files -> token counts and bytes (headers only), or pixels and positions.
+"""Media of a conversation: images, videos and .npy files -> token counts and bytes, or pixels and positions.
+
+Token counts come from the headers of images and from the packets of videos, without decoding. The frames of a video
+are those that were selected when it was packed, or else those that the family selects now. For a family without a
+video token, frames are images.
 
 Patch positions are .npy files of integers (patches, 3) as (t, h, w): a file per image, or a single file for all frames
 of a video. Patches are in one of two orders:
@@ -13,22 +17,37 @@ the file format: NEP 1.
 """
 
 import io
+import re
 import struct
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
 from energon_packed.encoding.vision.images import check_as_jpeg, load_image, read_header
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
+from energon_packed.encoding.vision.video_file import check_video, decode_frames, read_video_info
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records import Conversation, MediaReference
+from energon_packed.records import (
+    IMAGE_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    Conversation,
+    FrameSelection,
+    MediaReference,
+    VideoReference,
+)
 from energon_packed.system import raise_resource_error
 
+T = TypeVar("T")
+UInt8 = npt.NDArray[np.uint8]
+_Medium = MediaReference | tuple[VideoReference, FrameSelection]
+_PLACEHOLDERS = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 ImageCheck = Literal["header", "full", "convert"]
 # Exceptions that NumPy raises for a corrupt header.
 _HEADER_ERRORS = (ValueError, SyntaxError, TypeError, EOFError, LookupError, struct.error, tokenize.TokenError)
@@ -138,25 +157,30 @@ class MediaSize:
     """Media of a conversation as the planner needs it.
 
     Attributes:
-        runs: tokens of each image.
-        num_bytes: bytes of its images and .npy files.
+        runs: tokens of each image and video, in the order of the text.
+        num_bytes: bytes of its images, videos and .npy files.
         decoded: number of images whose pixels were decoded, because the header is not enough.
+        frames: the selected frames of each video file.
     """
 
     runs: Sequence[ImageRun] = ()
     num_bytes: int = 0
     decoded: int = 0
+    frames: Sequence[FrameSelection] = ()
 
 
 def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize:
-    """Compute tokens and bytes from the headers of the images.
+    """Compute tokens and bytes from the headers of the images and the packets of the videos.
 
     Raises:
-        RecordError: an image or .npy file is missing, damaged or of a size that the family rejects.
+        RecordError: an image, video or .npy file is missing, damaged or of a size that the family rejects.
     """
     headers = [read_header(image) for image in conversation.images]
-    runs = [vision.image_token_run(header.height, header.width) for header in headers]
+    image_runs = [vision.image_token_run(header.height, header.width) for header in headers]
     num_bytes = sum(header.num_bytes for header in headers)
+    selected = [_selected(vision, video) for video in conversation.videos]
+    frames = [selection for selection, _ in selected]
+    num_bytes += sum(size for _, size in selected)
     if conversation.patch_positions:
         vision.check_decided()
         patches = [vision.num_patches(header.height, header.width) for header in headers]
@@ -164,42 +188,144 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         if vision.takes_patch_positions and vision.patch_order == "auto":
             # Read the data now: an order that cannot be detected must reject the record before training.
             _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
-    return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]))
+    runs = _in_text_order(conversation, image_runs, [_video_runs(vision, selection) for selection in frames])
+    return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]), frames)
+
+
+def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelection, int]:
+    """Return the frames of a video and its size in bytes."""
+    # What was packed is trained, whatever the settings of this family are.
+    if video.frames is not None:
+        return video.frames, sum([_num_bytes(file) for file in video.files])
+    assert video.file is not None, "a video without a file has its frames"
+    info = read_video_info(video.file)
+    return vision.select_frames(info, video.settings), info.num_bytes
+
+
+def _num_bytes(file: MediaReference) -> int:
+    with file.open() as stream:
+        return stream.seek(0, 2)
+
+
+def _video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
+    """Return the run of a video, or those of its frames for a family without a video token."""
+    if vision.video_token is None:
+        return [vision.image_token_run(frames.height, frames.width)] * len(frames.indices)
+    return [replace(vision.video_token_run(frames), is_video=True)]
+
+
+def _in_text_order(conversation: Conversation, images: Sequence[T], videos: Sequence[Sequence[T]]) -> list[T]:
+    """Order the values of the images, and those of each video, as their placeholders in the text."""
+    if not videos or conversation.input_ids is not None:  # stored tokens have no placeholders
+        return [*images, *chain.from_iterable(videos)]
+    of_images, of_videos = iter(images), iter(videos)
+    names = [name for text in _texts(conversation) for name in _PLACEHOLDERS.findall(text)]
+    return list(
+        chain.from_iterable([[next(of_images)] if name == IMAGE_PLACEHOLDER else next(of_videos) for name in names])
+    )
+
+
+def _texts(conversation: Conversation) -> list[str]:
+    return [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
+
+
+def with_frames_as_images(
+    conversation: Conversation, vision: VisionFamily, frames: Sequence[FrameSelection]
+) -> Conversation:
+    """Return a conversation whose videos are images, one for each selected frame, to render its text.
+
+    Only the number of the images of a video counts: they refer to its file.
+    """
+    selections = iter(frames)
+
+    def spelled(text: str) -> str:
+        return re.sub(VIDEO_PLACEHOLDER, lambda _: vision.frames_text(next(selections)), text)
+
+    files = [
+        [video.files[0]] * len(selection.indices) for video, selection in zip(conversation.videos, frames, strict=True)
+    ]
+    return replace(
+        conversation,
+        messages=tuple([message._replace(content=spelled(message.content)) for message in conversation.messages]),
+        text=None if conversation.text is None else spelled(conversation.text),
+        images=tuple(_in_text_order(conversation, conversation.images, files)),
+        videos=(),
+        patch_positions=(),
+        video=True,
+    )
 
 
 def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
-    """Decode images to find damage that a header does not show.
+    """Decode images and videos to find damage that a header does not show.
 
     Args:
-        conversation: with any number of images.
-        how: `header` decodes no image, `full` all images, `convert` the images that `as_jpeg` converts.
+        conversation: with any number of images and videos.
+        how: `header` decodes nothing, `full` all images and videos, `convert` the images that `as_jpeg` converts.
 
     Returns:
         Number of decoded images.
 
     Raises:
-        RecordError: an image is missing or cannot be decoded.
+        RecordError: an image or video is missing or cannot be decoded.
     """
-    if how == "header" or not conversation.images:
+    if how == "header":
         return 0
     if how == "convert":
         return sum([check_as_jpeg(image.read()) for image in conversation.images])
     for image in conversation.images:
         load_image(image)
+    for video in conversation.videos:
+        if video.file is not None:
+            check_video(video.file)
+        for frame in video.images:
+            load_image(frame)
     return len(conversation.images)
 
 
 def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
-    """Decode and preprocess the images of a conversation. Raises the errors of `measure_media`."""
+    """Decode and preprocess the images and videos of a conversation. Raises the errors of `measure_media`."""
     vision.check_decided()
-    return vision.preprocess(_decoded(vision, conversation.images))
+    videos = [(video, _selected(vision, video)[0]) for video in conversation.videos]
+    frames = [selection for _, selection in videos]
+    if vision.video_token is None:
+        # Frames and images are preprocessed in one call: in some families, tensors depend on all images of a sample.
+        ordered: list[_Medium] = _in_text_order(conversation, conversation.images, [[video] for video in videos])
+        return replace(vision.preprocess(_decoded(vision, ordered)), frames=frames)
+    pixels = vision.preprocess(_decoded(vision, conversation.images)) if conversation.images else Pixels()
+    if not videos:
+        return pixels
+    import torch
+
+    values, grids = zip(
+        *[vision.preprocess_video(selection, _frames(video, selection)) for video, selection in videos], strict=True
+    )
+    return replace(
+        pixels,
+        runs=_in_text_order(conversation, pixels.runs, [_video_runs(vision, selection) for selection in frames]),
+        frames=frames,
+        video_values=torch.cat(values),
+        video_grids=torch.tensor(np.array(grids, dtype=np.int64)),
+        second_per_grid_ts=vision.second_per_grid_ts(frames),
+    )
 
 
-def _decoded(vision: VisionFamily, images: Sequence[MediaReference]) -> Iterator[Image.Image]:
-    for reference in images:
-        image = load_image(reference)
+def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.Image]:
+    """Yield images, and the frames of videos as images."""
+    for item in media:
+        if isinstance(item, tuple):
+            yield from map(Image.fromarray, _frames(*item))
+            continue
+        image = load_image(item)
         vision.image_token_run(image.height, image.width)  # rejects sizes that would crash the processor
         yield image
+
+
+def _frames(video: VideoReference, selection: FrameSelection) -> Iterator[UInt8]:
+    """Yield the selected frames of a video, upright RGB, uint8 (height, width, 3) each."""
+    if video.file is not None:
+        yield from decode_frames(video.file, selection)
+    for frame in video.images:
+        yield np.array(load_image(frame))  # a copy, which is writable
 
 
 def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pixels) -> Int64 | None:

@@ -29,11 +29,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.records import FrameSelection
+
 if TYPE_CHECKING:
     import torch
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
 NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
 Place = tuple[slice, ...]
 """Slices of the tensor of a row that contain the tensor of a sample."""
@@ -78,32 +81,39 @@ class VisionInputs:
 
 @dataclass(frozen=True, slots=True)
 class ImageRun:
-    """The tokens of an image.
+    """The tokens of an image or of a video.
 
     Attributes:
         length: number of tokens.
-        make: returns their ids, int64 (length,); None if all are the family's image token. A function, because the
-            planner needs only lengths, and the ids of some families cost a call of their processor.
+        make: returns their ids, int64 (length,); None if all are the family's image token, or its video token. A
+            function, because the planner needs only lengths, and the ids of some families cost a call of their
+            processor.
+        is_video: they are the tokens of a video.
     """
 
     length: int
     make: Callable[[], Int64] | None = None
+    is_video: bool = False
 
-    def features(self, image_token_id: int | None) -> int:
-        """Number of image tokens among them, which the features of the vision tower replace."""
-        return self.length if self.make is None else int((self.make() == image_token_id).sum())
+    def features(self, token: int | None) -> int:
+        """Number of image tokens or video tokens among them, which the features of the vision tower replace."""
+        return self.length if self.make is None else int((self.make() == token).sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Pixels of the images of a conversation.
+    """Pixels of the images and videos of a conversation.
 
     Attributes:
         values: float32 (patches, patch_dim) tensor, or None without images.
         grids_tensor: int64 (images, 3) tensor, patches in t, h and w.
         grids: the same as an array.
-        runs: tokens of each image.
+        runs: tokens of each image and video, in the order of the text.
         inputs: arguments that replace values and grids in some families, or None.
+        frames: the selected frames of each video file.
+        video_values: as `values`, of the videos of families with a video token.
+        video_grids: int64 (videos, 3) tensor, patches in t, h and w, or None.
+        second_per_grid_ts: float64 (videos,), seconds of each step of a grid in time, or None.
     """
 
     values: Any = None
@@ -111,6 +121,10 @@ class Pixels:
     grids: Int64 = field(default_factory=lambda: NO_IMAGES)
     runs: Sequence[ImageRun] = ()
     inputs: VisionInputs | None = None
+    frames: Sequence[FrameSelection] = ()
+    video_values: Any = None
+    video_grids: Any = None
+    second_per_grid_ts: Float64 | None = None
 
     @property
     def patches(self) -> list[int]:
@@ -118,20 +132,20 @@ class Pixels:
         return [int(count) for count in self.grids.prod(axis=1)]
 
 
-def expanded(ids: Int64, labels: Int64, image_token_id: int | None, runs: Sequence[ImageRun]) -> tuple[Int64, Int64]:
-    """Replace each image token by the tokens of its image.
+def expanded(ids: Int64, labels: Int64, tokens: Sequence[int | None], runs: Sequence[ImageRun]) -> tuple[Int64, Int64]:
+    """Replace each image token and video token by the tokens of its image or video.
 
     Args:
-        ids: int64 (n,), with one image token for each run.
-        labels: int64 (n,), -100 at image tokens.
-        image_token_id: token that represents image features.
-        runs: tokens of each image.
+        ids: int64 (n,), with one of `tokens` for each run.
+        labels: int64 (n,), -100 at these tokens.
+        tokens: tokens that represent image features and video features; None for a token that the family lacks.
+        runs: tokens of each image and video, in the order of the text.
 
     Returns:
         (ids, labels), int64 (L,) each.
     """
     repeats = np.ones(len(ids), dtype=np.int64)
-    at = np.flatnonzero(ids == image_token_id)
+    at = np.flatnonzero(np.isin(ids, [token for token in tokens if token is not None]))
     repeats[at] = lengths = [run.length for run in runs]
     ends = np.cumsum(repeats)[at]
     ids, labels = np.repeat(ids, repeats), np.repeat(labels, repeats)

@@ -266,7 +266,7 @@ class ProcessorVision(VisionFamily):
             text = before + self.processor.image_token + after
             expected = self.processor(text=[text], images=[_blank(size)], add_special_tokens=False)
             ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
-            actual, _ = expanded(np.array(ids), np.array(ids), self._feature, [run])
+            actual, _ = expanded(np.array(ids), np.array(ids), [self._feature], [run])
             if actual.tolist() != list(expected["input_ids"][0]):
                 raise self._unsupported(
                     f"its tokens of {text!r} differ from the tokens of the text around the image's"

@@ -77,6 +77,8 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
             "the processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
         )
     vision.warnings, vision.patch_order = (*vision.warnings, *notices), settings.patch_order
+    if settings.video_min_pixels is not None and settings.video_max_pixels is not None:
+        _check_limits(settings.video_min_pixels, settings.video_max_pixels, "video_")
     folder_videos = _video_settings(folder) if folder is not None and of_folder else None
     vision.set_videos(folder_videos, {name.removeprefix("video_"): value for name, value in videos.items()})
     if isinstance(vision, Qwen25VLVision):
@@ -153,9 +155,9 @@ def _with_layouts(family: type[VisionFamily], processor: Any, layouts: _Layouts)
     return vision
 
 
-def _check_limits(min_pixels: int, max_pixels: int) -> None:
+def _check_limits(min_pixels: int, max_pixels: int, prefix: str = "") -> None:
     if min_pixels > max_pixels:
-        raise ConfigError(f"`min_pixels` must be at most `max_pixels` {max_pixels}, got {min_pixels}.")
+        raise ConfigError(f"`{prefix}min_pixels` must be at most `{prefix}max_pixels` {max_pixels}, got {min_pixels}.")
 
 
 def _layouts(family: type[VisionFamily], numbers: dict[str, int], default: tuple[int, int]) -> _Layouts:

@@ -70,14 +70,12 @@ class VideoSettings:
                 raise ConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
         if (self.fps is None) == (self.num_frames is None):
             raise ConfigError(f"Set either `fps` or `num_frames`, got {self.fps!r} and {self.num_frames!r}.")
-        pairs = [(name, name.replace("min_", "max_")) for name in ("min_frames", "min_pixels", "min_total_pixels")]
-        for low, high in (*pairs, ("min_pixels", "total_pixels")):
-            least, most = getattr(self, low), getattr(self, high)
-            if least is not None and most is not None and least > most:
-                raise ConfigError(f"`{low}` must be at most `{high}` {most}, got {least}.")
 
     def updated(self, values: Mapping[str, Any]) -> "VideoSettings":
-        """Return the settings with other values; `fps` removes `num_frames`, and `num_frames` removes `fps`.
+        """Return the settings with other values.
+
+        `fps` removes `num_frames`, and `num_frames` removes `fps`. A minimum above the present maximum raises the
+        maximum, and a maximum below the present minimum lowers the minimum.
 
         Raises:
             ConfigError: an unknown name or invalid value.
@@ -93,7 +91,15 @@ class VideoSettings:
             values["num_frames"] = None
         elif "num_frames" in values:
             values["fps"] = None
-        return replace(self, **values)
+        result = replace(self, **values)
+        for low, high in (("min_frames", "max_frames"), ("min_pixels", "max_pixels")):
+            least, most = getattr(result, low), getattr(result, high)
+            if least is None or most is None or least <= most:
+                continue
+            if low in values and high in values:
+                raise ConfigError(f"`{low}` must be at most `{high}` {most}, got {least}.")
+            result = replace(result, **({high: least} if low in values else {low: most}))
+        return result
 
     def plain(self) -> dict[str, Any]:
         """Return the settings that are set, as plain values; limits of `fps` only with `fps`."""
@@ -128,7 +134,12 @@ def arange_indices(num_frames: int, fps: float, settings: VideoSettings, tempora
         most = math.floor(min(settings.max_frames, num_frames) / size) * size
         wanted = min(max(num_frames / fps * settings.fps, settings.min_frames), most, num_frames)
         selected = math.floor(wanted / size) * size
-    _check_count(selected, num_frames, settings, size)
+    if selected > num_frames:
+        raise ValueError(
+            f"`num_frames` must be at most the {num_frames} frames of the file, got {settings.num_frames}. "
+            "Use `fps` and `max_frames` for videos of different lengths"
+        )
+    _check_count(selected, num_frames, size)
     # As torch.arange computes it: in float64, stored as float32. Its last value may be the number of frames itself,
     # for which the processor fails; it is dropped.
     steps = np.arange(0, num_frames, num_frames / selected)[:selected]
@@ -136,14 +147,17 @@ def arange_indices(num_frames: int, fps: float, settings: VideoSettings, tempora
 
 
 def linspace_indices(num_frames: int, fps: float, settings: VideoSettings, temporal_patch_size: int) -> Int64:
-    """Select frames as Qwen3VLVideoProcessor.sample_frames: from the first to the last frame. Arguments as above."""
+    """Select frames as Qwen3VLVideoProcessor.sample_frames: from the first to the last frame.
+
+    More frames than those of the file repeat some of them. Arguments as above.
+    """
     if settings.num_frames is not None:
         selected = settings.num_frames
     else:
         assert settings.fps is not None
         selected = int(num_frames / fps * settings.fps)
         selected = min(max(selected, settings.min_frames), settings.max_frames, num_frames)
-    _check_count(selected, num_frames, settings, temporal_patch_size)
+    _check_count(selected, num_frames, temporal_patch_size)
     return np.linspace(0, num_frames - 1, selected).round().astype(np.int64)
 
 
@@ -158,12 +172,7 @@ def uniform_indices(num_frames: int, fps: float, settings: VideoSettings, tempor
     return np.arange(selected, dtype=np.int64) * num_frames // selected
 
 
-def _check_count(selected: int, num_frames: int, settings: VideoSettings, temporal_patch_size: int) -> None:
-    if selected > num_frames:
-        raise ValueError(
-            f"`num_frames` must be at most the {num_frames} frames of the file, got {settings.num_frames}. "
-            "Use `fps` and `max_frames` for videos of different lengths"
-        )
+def _check_count(selected: int, num_frames: int, temporal_patch_size: int) -> None:
     if selected < temporal_patch_size:
         raise ValueError(
             f"{selected} of its {num_frames} frames are selected, fewer than the {temporal_patch_size} of a temporal "
