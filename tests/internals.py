@@ -72,7 +72,6 @@ PLACES = {
     "load_vision": "encoding:load_vision",
     "read_header": "encoding.vision.images:read_header",
     "MAX_PIXELS": "encoding.vision.images:MAX_PIXELS",
-    "FramePatches": "encoding.vision.video_sampling:FramePatches",
     "VideoInfo": "encoding.vision.video_file:VideoInfo",
     "VideoSettings": "encoding.vision.video_sampling:VideoSettings",
     "images": "encoding.vision.images",
