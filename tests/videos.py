@@ -7,7 +7,7 @@ damaged_videos(folder)                       files that must be rejected
 """
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def number_of(frame: Frame) -> int:
         for column in range(_COLUMNS)
     ]
     assert middles[0], "the frame is rotated or damaged"
-    return sum(bit << index for index, bit in enumerate(middles[1:]))
+    return sum(int(bit) << index for index, bit in enumerate(middles[1:]))
 
 
 def make_video(
@@ -129,6 +129,54 @@ def make_video(
         a, b, c, d = ROTATIONS[rotation]
         set_matrix(path, a, b, c, d, *stored)
     return path
+
+
+Packet = tuple[int, bytes, bool]  # time of presentation, which is also that of decoding; content; is a keyframe
+
+
+def rewrite(source: Path, target: Path, change: Callable[[list[Packet]], Iterable[Packet]]) -> Path:
+    """Write other packets of a video without B-frames to another file, without decoding them."""
+    import av
+
+    with av.open(str(source)) as container, av.open(str(target), "w") as out:
+        track = container.streams.video[0]
+        stream = out.add_stream_from_template(track)
+        packets = [(packet.pts, bytes(packet), packet.is_keyframe) for packet in container.demux(track) if packet.size]
+        for time, data, is_keyframe in change(packets):
+            packet = av.Packet(data)
+            packet.pts = packet.dts = time
+            packet.time_base, packet.is_keyframe, packet.stream = track.time_base, is_keyframe, stream
+            out.mux(packet)
+    return target
+
+
+def remux(
+    source: Path, target: Path, *, skipped: int = 0, shift: int = 0, options: dict[str, str] | None = None
+) -> Path:
+    """Copy the packets of a video to another file, without decoding them.
+
+    Args:
+        source, target: the files.
+        skipped: packets at the start that are left out.
+        shift: frames by which all times are decreased.
+        options: options of the muxer.
+    """
+    import av
+
+    muxer = {".mkv": "matroska", ".ts": "mpegts"}.get(target.suffix)
+    with (
+        av.open(str(source)) as container,
+        av.open(str(target), "w", format=muxer, container_options={"fflags": "+bitexact", **(options or {})}) as out,
+    ):
+        track = container.streams.video[0]
+        stream = out.add_stream_from_template(track)
+        ticks = round(shift / (track.average_rate * track.time_base))
+        for number, packet in enumerate(container.demux(track)):
+            if packet.size and number >= skipped:
+                packet.pts, packet.dts = packet.pts - ticks, packet.dts - ticks
+                packet.stream = stream
+                out.mux(packet)
+    return target
 
 
 def decoded(path: Path) -> list[tuple[float | None, Frame]]:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from energon_packed import Conversation, MediaReference, RecordError, VideoReference, normalize
+from tests.docs.record_pages import PAGE
 from tests.internals import VIDEO_SUFFIXES, is_video_content
 from tests.videos import COMBINATIONS, make_video
 
@@ -772,3 +774,13 @@ def test_the_content_of_real_files_is_recognized(tmp_path: Path) -> None:
         assert not is_video_content(out.getvalue()[:200]), kind
         found = normalize({"videos": [[out.getvalue()]], "caption": "A."})
         assert (len(found.videos), len(found.images)) == (0, 1)
+
+
+def test_the_records_of_the_page_have_videos() -> None:
+    """The section "Video files" of docs/my-data.md."""
+    text = PAGE.read_text(encoding="utf-8").partition("\n## Video files\n")[2].partition("\n## ")[0]
+    records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    found = [normalize(record) for record in records]
+    assert all(conversation.videos for conversation in found)
+    assert [len(conversation.videos) for conversation in found].count(2) == 1
+    assert len(found) >= 15

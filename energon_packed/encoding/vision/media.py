@@ -325,7 +325,7 @@ def _frames(video: VideoReference, selection: FrameSelection) -> Iterator[UInt8]
     if video.file is not None:
         yield from decode_frames(video.file, selection)
     for frame in video.images:
-        yield np.asarray(load_image(frame))
+        yield np.array(load_image(frame))  # a copy, which is writable
 
 
 def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pixels) -> Int64 | None:

@@ -53,6 +53,7 @@ _BLOCK, _REMOTE_BLOCK = 1 << 15, 1 << 20  # bytes per read: a request of an obje
 _DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf"
 _CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv or wmv"
 _TIMED = ("mov", "matroska", "mpegts", "flv")  # store times of presentation; the others, times of decoding only
+_DECODING_TIMES = ("avi", "asf")  # store the time of decoding of every packet; mpg, of some
 _SEEKABLE = ("mov", "matroska")  # whose index has exact places of keyframes
 _CODEC_NAMES = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # decoders -> codecs
 _ONE_FRAME_PER_PACKET = (
@@ -285,6 +286,11 @@ class _Video:
             self._file.spent = 0
             yield packet
 
+    def decoding_time(self, packet: Any) -> int:
+        """Return the time of decoding that the file stores; `_NO_TIME` if it has none, or FFmpeg computes it."""
+        time = packet.dts if self.demuxer in _DECODING_TIMES else None
+        return _NO_TIME if time is None else int(time)
+
     def decode(self, packet: Any) -> list[Any]:
         """Decode a packet, or the frames that are left if it is None."""
         frames: list[Any] = self.context.decode(packet)
@@ -388,7 +394,7 @@ class _Times:
 
     Attributes:
         pts: times of presentation.
-        dts: times of decoding, of packets; `_NO_TIME` if a packet has none.
+        dts: times of decoding of packets; `_NO_TIME` if the file does not have them.
         is_complete: `pts` are those of all frames.
         show_frames: a packet is a frame; otherwise, frames must be counted by decoding.
     """
@@ -422,10 +428,10 @@ def _packet_times(video: _Video) -> _Times:
             continue
         if time is None:
             time, is_complete = 0, False
-        decoded = packet.dts
+        decoded = video.decoding_time(packet)
         for _ in range(count):
             pts.append(time)
-            dts.append(_NO_TIME if decoded is None else decoded)
+            dts.append(decoded)
     return _Times(pts, dts, is_complete, shows)
 
 
@@ -624,7 +630,7 @@ class _Counting(_Decoder):
     def _decoded(self) -> Iterator[Any]:
         for packet in chain(self._video.packets(), (None,)):
             if packet is not None and not packet.is_discard:
-                self._dts.append(_NO_TIME if packet.dts is None else packet.dts)
+                self._dts.append(self._video.decoding_time(packet))
             for frame in self._video.decode(packet):
                 _check_frame(frame)
                 yield frame
@@ -654,6 +660,7 @@ class _Sequential(_Decoder):
         self._is_drained = False
         self._latest: int | None = None  # time of presentation of the packets that were read
         self._last: Any = None  # the last packet that was read
+        self._delay = 0  # time from decoding to presentation of keyframes, in the index
         self._start: int | None = None  # time from which frames are complete: that of the keyframe
         self._targets: list[int] = []
         self._wanted: set[int] = set()
@@ -702,6 +709,8 @@ class _Sequential(_Decoder):
                 raise _Retry(_Counting)
             self._waiting.append(packet)
             self._waiting_bytes += packet.size
+            if self._last is None and self._video.demuxer == "mov" and packet.dts is not None:
+                self._delay = packet.pts - packet.dts
             self._latest = packet.pts if self._latest is None else max(self._latest, packet.pts)
             self._last = packet
         return packet
@@ -730,14 +739,18 @@ class _Jumping(_Sequential):
     def __init__(self, video: _Video, selection: FrameSelection) -> None:
         super().__init__(video, selection)
         self._has_jumped = False
-        self._seeks = video.demuxer in _SEEKABLE and hasattr(video.stream, "index_entries")
+        self._sought: int | None = None  # time that was sought last: once is enough
+        self._seeks = video.demuxer in _SEEKABLE and hasattr(video.stream, "index_entries")  # since PyAV 17
+        if self._seeks and video.demuxer == "matroska" and video.num_bytes > 4 * _WORTH_A_SEEK:
+            video.container.seek(0)  # which reads the index
 
     def _missing(self, position: int) -> Exception:
         # Decoding cannot start at some keyframes: pictures that are refreshed over several frames, wrong marks.
         return _Retry(_Sequential) if self._has_jumped else super()._missing(position)
 
     def _look_ahead(self, target: int) -> None:
-        if self._seeks:
+        if self._seeks and target != self._sought:
+            self._sought = target
             self._seek(target)
         while (self._latest is None or self._latest < target) and self._waiting_bytes < _MOST_WAITING:
             packet = self._read()
@@ -757,12 +770,13 @@ class _Jumping(_Sequential):
     def _seek(self, target: int) -> None:
         """Seek to the keyframe of a time, if it is so far away that reading is slower."""
         entries, last = self._video.stream.index_entries, self._last
-        # Times of the index are those of decoding in mp4, which are not later than those of presentation.
-        at = bisect_right(entries, target, key=attrgetter("timestamp")) - 1
+        # Times of the index are those of decoding in mp4, which are earlier than those of presentation by as much as
+        # those of the first keyframe.
+        since = last.pts if last.dts is None else last.dts
+        at = bisect_right(entries, target - self._delay, key=attrgetter("timestamp")) - 1
         for place in range(at, max(-1, at - _MOST_STEPS), -1):
             entry = entries[place]
             if entry.is_keyframe:
-                since = last.pts if last.dts is None else last.dts
                 if entry.timestamp > since and entry.pos - (last.pos or 0) > _WORTH_A_SEEK:
                     self._video.container.seek(target, stream=self._video.stream)
                     packet = self._read()
