@@ -292,6 +292,7 @@ class ChatEncoder(Processor):
                     frames=size.frames,
                     weighted=checksums[slot] != 0,
                     weight_checksum=checksums[slot],
+                    notes=size.notes,
                 )
         return [result for result in results if result is not None]
 

@@ -48,6 +48,8 @@ T = TypeVar("T")
 UInt8 = npt.NDArray[np.uint8]
 _Medium = MediaReference | tuple[VideoReference, FrameSelection]
 _PLACEHOLDERS = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
+AUDIO_IGNORED = "audio track of a video: not used"
+"""Note of a conversation with such a video."""
 ImageCheck = Literal["header", "full", "convert"]
 # Exceptions that NumPy raises for a corrupt header.
 _HEADER_ERRORS = (ValueError, SyntaxError, TypeError, EOFError, LookupError, struct.error, tokenize.TokenError)
@@ -161,12 +163,14 @@ class MediaSize:
         num_bytes: bytes of its images, videos and .npy files.
         decoded: number of images whose pixels were decoded, because the header is not enough.
         frames: the selected frames of each video file.
+        notes: what was decided for its media, for the counts of a run.
     """
 
     runs: Sequence[ImageRun] = ()
     num_bytes: int = 0
     decoded: int = 0
     frames: Sequence[FrameSelection] = ()
+    notes: tuple[str, ...] = ()
 
 
 def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize:
@@ -179,8 +183,9 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     image_runs = [vision.image_token_run(header.height, header.width) for header in headers]
     num_bytes = sum(header.num_bytes for header in headers)
     selected = [_selected(vision, video) for video in conversation.videos]
-    frames = [selection for selection, _ in selected]
-    num_bytes += sum(size for _, size in selected)
+    frames = [selection for selection, _, _ in selected]
+    num_bytes += sum(size for _, size, _ in selected)
+    notes = (AUDIO_IGNORED,) if any([has_audio for _, _, has_audio in selected]) else ()
     if conversation.patch_positions:
         vision.check_decided()
         patches = [vision.num_patches(header.height, header.width) for header in headers]
@@ -189,17 +194,17 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
             # Read the data now: an order that cannot be detected must reject the record before training.
             _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
     runs = _in_text_order(conversation, image_runs, [_video_runs(vision, selection) for selection in frames])
-    return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]), frames)
+    return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]), frames, notes)
 
 
-def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelection, int]:
-    """Return the frames of a video and its size in bytes."""
+def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelection, int, bool]:
+    """Return the frames of a video, its size in bytes, and whether the file has audio, as far as it is read."""
     # What was packed is trained, whatever the settings of this family are.
     if video.frames is not None:
-        return video.frames, sum([_num_bytes(file) for file in video.files])
+        return video.frames, sum([_num_bytes(file) for file in video.files]), False
     assert video.file is not None, "a video without a file has its frames"
     info = read_video_info(video.file)
-    return vision.select_frames(info, video.settings), info.num_bytes
+    return vision.select_frames(info, video.settings), info.num_bytes, info.has_audio
 
 
 def _num_bytes(file: MediaReference) -> int:
