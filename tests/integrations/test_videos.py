@@ -1,9 +1,8 @@
-"""A dataset with video files under the loaders and trainers: three steps of a tiny Qwen2.5-VL, and exact resume."""
+"""A dataset with video files under trainers: steps of a tiny Qwen2.5-VL, exact resume, costs and limits of rows."""
 
 import io
 import json
 import shutil
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,11 @@ from energon_packed import (
     DataflowConfig,
     DataflowLoader,
     MapDistributor,
-    PackedBatch,
     PackedDataset,
     PackedIterableDataset,
     PackedTrainer,
     PaddingFreeCollator,
     TrainerStream,
-    get_packed_loader,
     pack,
     packed_training_arguments,
     plan_in_memory,
@@ -96,23 +93,6 @@ def model_of(encoder: ChatEncoder) -> Any:
     return tiny_model("qwen2_5_vl", encoder, "sdpa").train()
 
 
-def equal(left: Iterable[PackedBatch], right: Iterable[PackedBatch]) -> bool:
-    names = (
-        "input_ids",
-        "position_ids",
-        "pixel_values",
-        "pixel_values_videos",
-        "video_grid_thw",
-        "second_per_grid_ts",
-    )
-    for one, other in zip(left, right, strict=True):
-        assert one.ids == other.ids
-        for name in names:
-            values = getattr(one, name), getattr(other, name)
-            assert values == (None, None) or torch.equal(*values), name
-    return True
-
-
 def test_stored_samples_equal_the_encoded_records(source: Path, tokenizer_dir: Path, dataset: PackedDataset) -> None:
     """Decoded from the file of the record, and from the file in the pack."""
     config = DataflowConfig(inputs=(source,), tokenizer=tokenizer_dir, image_root=source.parent, seq_len=160, **VISION)
@@ -126,29 +106,6 @@ def test_stored_samples_equal_the_encoded_records(source: Path, tokenizer_dir: P
             assert (sample.num_videos, sample.num_images) == (other.num_videos, other.num_images)
             if sample.num_videos:
                 assert torch.equal(sample.pixel_values_videos, other.pixel_values_videos)  # type: ignore[arg-type]
-
-
-LOADERS: dict[str, Callable[[PackedDataset, ChatEncoder, int], Any]] = {
-    "dataflow": lambda data, _, workers: DataflowLoader(MapDistributor(data), num_workers=workers, seed=1),
-    "energon": lambda data, encoder, workers: get_packed_loader(
-        data.blend[0].path, encoder, epochs=1, num_workers=workers, seed=1
-    ),
-}
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", LOADERS)
-def test_loaders_resume_exactly(dataset: PackedDataset, vision_encoder: ChatEncoder, kind: str, workers: int) -> None:
-    loader = LOADERS[kind](dataset, vision_encoder, workers)
-    batches, state = [], None
-    for batch in loader:
-        batches.append(batch)
-        if len(batches) == 3:
-            state = json.loads(json.dumps(loader.state_dict()))
-    assert len(batches) == len(dataset)
-    again = LOADERS[kind](dataset, vision_encoder, workers)
-    again.load_state_dict(state)
-    assert equal(again, batches[3:])
 
 
 def losses(trainer: Trainer, **arguments: Any) -> dict[int, float]:
