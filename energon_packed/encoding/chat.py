@@ -243,7 +243,6 @@ class ChatEncoder(Processor):
         if pixels.video_values is not None:
             sample = replace(
                 sample,
-                video_token_id=self.rules.video_token_id,
                 pixel_values_videos=pixels.video_values,
                 video_grid_thw=pixels.video_grids,
                 second_per_grid_ts=pixels.second_per_grid_ts,
@@ -510,6 +509,7 @@ class ChatEncoder(Processor):
             labels=labels,
             loss_weights=weights,
             image_token_id=token,
+            video_token_id=self.rules.video_token_id,
             token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
         )
 
