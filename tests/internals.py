@@ -79,8 +79,6 @@ PLACES = {
     "VideoSettings": "encoding.vision.video_sampling:VideoSettings",
     "images": "encoding.vision.images",
     "FrameSelection": "records.video:FrameSelection",
-    "read_video_info": "encoding.vision.video_file:read_video_info",
-    "decode_frames": "encoding.vision.video_file:decode_frames",
     "check_video": "encoding.vision.video_file:check_video",
     "video_file": "encoding.vision.video_file",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
