@@ -321,7 +321,7 @@ class InputOptions(EncoderSettings):
     )
     encoder: Processor | None = None
     check_images: CheckImages = option(
-        "header", help="How to check images: by header and structure, or by decoding all pixels.",
+        "header", help="How to check images and videos: by header and structure, or by decoding all of them.",
         group=IMAGES, choices=("header", "full"),
     )  # fmt: skip
     sample_class: str = option(
