@@ -417,7 +417,8 @@ def warnings(data: ReportData) -> Iterator[str]:
     problems = [problem for problem in shown if problem is not None]
     problems += [strip.problem for pack in data.shown for strip in pack.strips.values() if strip.problem is not None]
     if problems:
-        yield f"{len(problems):,} of {len(shown):,} videos that were read cannot be used or shown, such as {problems[0]}"
+        counts = f"{len(problems):,} of {len(shown):,} videos that were read"
+        yield f"{counts} cannot be used or shown, such as {problems[0]}"
     if data.not_encoded:
         yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 
