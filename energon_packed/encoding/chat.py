@@ -122,7 +122,7 @@ class ChatEncoder(Processor):
                     "Use the chat template of the vision model."
                 )
                 vision.warnings = (*[line for line in vision.warnings if line != warning], warning)
-        self.image_token_id = self.rules.image_token_id
+        self.image_token_id, self.video_token_id = self.rules.image_token_id, self.rules.video_token_id
         # Settings that are known by name, for `differences`; `from_pretrained` knows all.
         self._settings: dict[str, Any] = {"loss_on": loss_on, "allow_special_in_text": allow_special_in_text}
 
@@ -515,6 +515,7 @@ class ChatEncoder(Processor):
             labels=labels,
             loss_weights=weights,
             image_token_id=token,
+            video_token_id=self.video_token_id if conversation.videos else None,
             token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
         )
 

@@ -236,10 +236,11 @@ class Processor(ABC):
     same result: `length(c) == len(encode(c))` always.
 
     Attributes:
-        image_token_id: token that represents image features, or None.
+        image_token_id, video_token_id: tokens that represent image and video features, or None.
     """
 
     image_token_id: int | None = None
+    video_token_id: int | None = None
 
     @property
     def dummy(self) -> EncodedSample | None:

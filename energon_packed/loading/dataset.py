@@ -442,11 +442,11 @@ class _Folder:
         return packs
 
     def _patches(self, pack: int) -> int:
-        """Patches of the images of a pack."""
-        vision = getattr(self._encoder, "vision", None)
-        if vision is None or (self._manifest is not None and not self._manifest.images):
+        """Patches of the images and videos of a pack."""
+        vision, manifest = getattr(self._encoder, "vision", None), self._manifest
+        if vision is None or (manifest is not None and not manifest.images and not manifest.videos):
             return 0
-        conversations = [conversation for conversation in self.sample(pack).conversations() if conversation.images]
+        conversations = [c for c in self.sample(pack).conversations() if c.media_files]
         tokens = sum(run.length for media in conversations for run in measure_media(vision, media).runs)
         # An image token represents merge_size x merge_size patches.
         return int(tokens * vision.merge_size**2)

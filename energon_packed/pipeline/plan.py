@@ -219,7 +219,11 @@ class OverlongCheck:
         if task.tokens is not None:
             with TokenReader(task.tokens) as reader:
                 for place, length in enumerate(records.length.tolist()):
-                    yield replace(reader.read(place, length), image_token_id=encoder.image_token_id)
+                    yield replace(
+                        reader.read(place, length),
+                        image_token_id=encoder.image_token_id,
+                        video_token_id=encoder.video_token_id,
+                    )
             return
         for place, source in enumerate(records.source.tolist()):
             conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
