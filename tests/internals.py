@@ -74,7 +74,6 @@ PLACES = {
     "decode_frames": "encoding.vision.video_file:decode_frames",
     "read_header": "encoding.vision.images:read_header",
     "MAX_PIXELS": "encoding.vision.images:MAX_PIXELS",
-    "FramePatches": "encoding.vision.video_sampling:FramePatches",
     "VideoInfo": "encoding.vision.video_file:VideoInfo",
     "VideoSettings": "encoding.vision.video_sampling:VideoSettings",
     "images": "encoding.vision.images",

@@ -122,7 +122,7 @@ class ChatEncoder(Processor):
                     "Use the chat template of the vision model."
                 )
                 vision.warnings = (*[line for line in vision.warnings if line != warning], warning)
-        self.image_token_id, self.video_token_id = self.rules.image_token_id, self.rules.video_token_id
+        self.image_token_id = self.rules.image_token_id
         # Settings that are known by name, for `differences`; `from_pretrained` knows all.
         self._settings: dict[str, Any] = {"loss_on": loss_on, "allow_special_in_text": allow_special_in_text}
 
@@ -235,20 +235,14 @@ class ChatEncoder(Processor):
         sample = self._expanded(conversation, pixels.runs, batch, slot)
         if self.vision is None or self.image_token_id is None:
             return sample
-        grids = NO_IMAGES if pixels.video_grids is None else pixels.video_grids.numpy()
-        positions = self.vision.position_ids(
-            sample.input_ids,
-            self.image_token_id,
-            pixels.grids,
-            self.rules.video_token_id,
-            grids,
-            pixels.second_per_grid_ts,
-        )
+        videos: tuple[Any, ...] = ()  # families without videos may lack these parameters
+        if pixels.video_grids is not None:
+            videos = self.rules.video_token_id, pixels.video_grids.numpy(), pixels.second_per_grid_ts
+        positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids, *videos)
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.video_values is not None:
             sample = replace(
                 sample,
-                video_token_id=self.rules.video_token_id,
                 pixel_values_videos=pixels.video_values,
                 video_grid_thw=pixels.video_grids,
                 second_per_grid_ts=pixels.second_per_grid_ts,
@@ -515,7 +509,7 @@ class ChatEncoder(Processor):
             labels=labels,
             loss_weights=weights,
             image_token_id=token,
-            video_token_id=self.video_token_id if conversation.videos else None,
+            video_token_id=self.rules.video_token_id,
             token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
         )
 

@@ -236,11 +236,10 @@ class Processor(ABC):
     same result: `length(c) == len(encode(c))` always.
 
     Attributes:
-        image_token_id, video_token_id: tokens that represent image and video features, or None.
+        image_token_id: token that represents image features, or None.
     """
 
     image_token_id: int | None = None
-    video_token_id: int | None = None
 
     @property
     def dummy(self) -> EncodedSample | None:
@@ -309,6 +308,7 @@ class Processor(ABC):
             cu_seqlens=batch.cu_seqlens,
             loss_weights=batch.loss_weights,
             image_token_id=self.image_token_id,
+            video_token_id=self.rules.video_token_id,
             dummy=self.dummy,
         )
 

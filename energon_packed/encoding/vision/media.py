@@ -260,6 +260,18 @@ def with_frames_as_images(
     )
 
 
+def num_images(vision: VisionFamily | None, conversation: Conversation, frames: Sequence[FrameSelection]) -> int:
+    """Return the images of a conversation for the model: without a video token, frames of videos are images too.
+
+    Args:
+        vision: the family, or None.
+        conversation: the conversation.
+        frames: the selected frames of each of its videos.
+    """
+    has_frames = vision is not None and vision.video_token is None
+    return len(conversation.images) + sum([len(selection.indices) for selection in frames if has_frames])
+
+
 def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
     """Decode images and videos to find damage that a header does not show.
 
