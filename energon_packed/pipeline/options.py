@@ -651,6 +651,13 @@ class PackKeywords(TypedDict, total=False):
     min_pixels: int | None
     max_pixels: int | None
     patch_order: PatchOrder
+    fps: float | None
+    num_frames: int | None
+    min_frames: int | None
+    max_frames: int | None
+    video_min_pixels: int | None
+    video_max_pixels: int | None
+    total_pixels: int | None
     loss_on: LossOn
     tokenizer_engine: EngineName
     allow_special_in_text: bool
