@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -310,13 +311,16 @@ def encoders(families: dict[tuple[str, int], VisionFamily]) -> dict[str, ChatEnc
     return {family: ChatEncoder(tokenizer, families[family, 0]) for family in FAMILIES}
 
 
+def turns_with(media: str) -> list[dict[str, str]]:
+    return [turn | {"content": turn["content"].replace("{media}", media)} for turn in MESSAGES]
+
+
 @pytest.mark.parametrize("number", range(len(FILES)))
 def test_real_files_equal_the_processor(number: int, encoders: dict[str, ChatEncoder], tmp_path: Path) -> None:
     settings = dict(FILES[number])
     path = make_video(tmp_path / f"video.{settings.pop('extension')}", **settings)
     all_frames = [np.rot90(frame, -settings.get("rotation", 0) // 90) for _, frame in decoded(path)]
-    turns = [turn | {"content": turn["content"].replace("{media}", "<video>")} for turn in MESSAGES]
-    conversation = normalize({"messages": turns, "videos": [str(path)]})
+    conversation = normalize({"messages": turns_with("<video>"), "videos": [str(path)]})
     expected = json.loads((GOLDEN / "videos" / "files.json").read_text())[number]
     for family, outputs in zip(FAMILIES, expected, strict=True):
         encoder = encoders[family]
@@ -366,3 +370,24 @@ def test_a_family_without_videos_keeps_the_parameters_of_images(tokenizer_dir: P
     assert plain.vision is not None
     found = ChatEncoder(plain.tokenizer, Earlier(plain.vision.image_processor)).encode(talk)
     assert np.array_equal(found.position_ids, plain.encode(talk).position_ids)
+
+
+def test_a_video_of_an_image_family_equals_its_frames_as_images(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(GOLDEN / "tokenizer"))
+    vision = loaded(vision_family="llava_onevision15")
+    path = make_video(tmp_path / "video.mp4", frames=25, fps=5, rotation=90)
+    frames = [Image.fromarray(np.rot90(frame, -1)) for _, frame in decoded(path)]
+    images = []
+    for number, frame in enumerate(frames[::5]):  # a frame per second
+        frame.save(tmp_path / f"{number}.png")
+        images.append(str(tmp_path / f"{number}.png"))
+    records = [{"videos": [str(path)]}, {"images": images}]
+    samples = [
+        ChatEncoder(tokenizer, vision).encode(normalize({"messages": turns_with(media)} | files))
+        for media, files in zip(["<video>", "<image>" * 5], records, strict=True)
+    ]
+    video, image = samples
+    assert video.pixel_values_videos is None
+    assert np.array_equal(video.input_ids, image.input_ids)
+    assert torch.equal(video.pixel_values, image.pixel_values)
+    assert torch.equal(video.image_grid_thw, image.image_grid_thw)

@@ -24,12 +24,14 @@ from energon_packed import (
     PackedTrainer,
     PaddingFreeCollator,
     TrainerStream,
+    normalize,
     pack,
     packed_training_arguments,
     plan_in_memory,
     prepare_loader,
 )
 from tests.integrations.trainer_runs import QUIET, StopAt
+from tests.loading.clips import MODELS, Clips
 from tests.loading.models import tiny_model
 from tests.videos import make_video
 
@@ -106,6 +108,24 @@ def test_stored_samples_equal_the_encoded_records(source: Path, tokenizer_dir: P
             assert (sample.num_videos, sample.num_images) == (other.num_videos, other.num_images)
             if sample.num_videos:
                 assert torch.equal(sample.pixel_values_videos, other.pixel_values_videos)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_encoded_records_in_a_row_equal_separate_forward_passes(
+    source: Path, tokenizer_dir: Path, family: str
+) -> None:
+    """The model alone computes its positions from the grids, as with the output of its processor."""
+    options = {**VISION, "image_processor": family, "factor": 32 if family == "qwen3_vl" else 28}
+    encoder = ChatEncoder.from_pretrained(tokenizer_dir, **options)
+    clips = Clips(family, tiny_model(family, encoder, "sdpa"))
+    lines = source.read_text().splitlines()[:10]
+    samples = [encoder.encode(normalize(json.loads(line), image_root=source.parent)) for line in lines]
+    row = PaddingFreeCollator().collate(samples)
+    assert (sum(row.num_images), sum(row.num_videos)) == (4, 8)
+    with torch.no_grad():
+        packed = clips.model(**row.transformers_inputs()).logits[0]
+        separate = torch.cat([clips.alone(sample).logits[0] for sample in samples])
+    assert (packed - separate).abs().max() <= 1e-5
 
 
 def losses(trainer: Trainer, **arguments: Any) -> dict[int, float]:

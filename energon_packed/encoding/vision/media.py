@@ -193,7 +193,7 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         if vision.takes_patch_positions and vision.patch_order == "auto":
             # Read the data now: an order that cannot be detected must reject the record before training.
             _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
-    runs = _in_text_order(conversation, image_runs, [_video_runs(vision, selection) for selection in frames])
+    runs = _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
     return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]), frames, notes)
 
 
@@ -212,7 +212,7 @@ def _num_bytes(file: MediaReference) -> int:
         return stream.seek(0, 2)
 
 
-def _video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
+def video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
     """Return the run of a video, or those of its frames for a family without a video token."""
     if vision.video_token is None:
         return [vision.image_token_run(frames.height, frames.width)] * len(frames.indices)
@@ -314,11 +314,12 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     import torch
 
     values, grids = zip(
-        *[vision.preprocess_video(selection, _frames(video, selection)) for video, selection in videos], strict=True
+        *[vision.preprocess_video(selection, video_frames(video, selection)) for video, selection in videos],
+        strict=True,
     )
     return replace(
         pixels,
-        runs=_in_text_order(conversation, pixels.runs, [_video_runs(vision, selection) for selection in frames]),
+        runs=_in_text_order(conversation, pixels.runs, [video_runs(vision, selection) for selection in frames]),
         frames=frames,
         video_values=torch.cat(values),
         video_grids=torch.tensor(np.array(grids, dtype=np.int64)),
@@ -330,14 +331,14 @@ def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.I
     """Yield images, and the frames of videos as images."""
     for item in media:
         if isinstance(item, tuple):
-            yield from map(Image.fromarray, _frames(*item))
+            yield from map(Image.fromarray, video_frames(*item))
             continue
         image = load_image(item)
         vision.image_token_run(image.height, image.width)  # rejects sizes that would crash the processor
         yield image
 
 
-def _frames(video: VideoReference, selection: FrameSelection) -> Iterator[UInt8]:
+def video_frames(video: VideoReference, selection: FrameSelection) -> Iterator[UInt8]:
     """Yield the selected frames of a video, upright RGB, uint8 (height, width, 3) each."""
     if video.file is not None:
         yield from decode_frames(video.file, selection)
