@@ -321,8 +321,8 @@ class InputOptions(EncoderSettings):
     )
     encoder: Processor | None = None
     check_images: CheckImages = option(
-        "header", help="How to check images and videos: by header and structure (videos: all packets), or by decoding "
-        "all pixels.", group=IMAGES, choices=("header", "full"), flags=("--check-images", "--check-media"),
+        "header", help="How to check images and videos: by header and structure, or by decoding all of them.",
+        group=IMAGES, choices=("header", "full"), flags=("--check-images", "--check-media"),
     )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto chooses PackedCaptioningSample if it can store every record, otherwise "
