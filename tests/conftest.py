@@ -13,6 +13,7 @@ from energon_packed import ChatEncoder, PackOptions, PackResult, pack
 from tests.frozen import freeze
 from tests.internals import DemoDataset, write_dataset, write_tokenizer
 from tests.storage import BUCKET, Store, start_store
+from tests.video_demo import VideoDemo
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side
@@ -71,6 +72,11 @@ def pack_demo(demo: DemoDataset, tokenizer_dir: Path, tmp_path_factory: pytest.T
         return done[key]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def video_demo(tmp_path_factory: pytest.TempPathFactory) -> VideoDemo:
+    return VideoDemo(tmp_path_factory.mktemp("video-demo"))
 
 
 @pytest.fixture(scope="session")

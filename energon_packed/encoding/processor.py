@@ -201,7 +201,7 @@ class Measurement:
 
     Attributes:
         length: number of tokens that `encode` returns; -1 if the sample is rejected.
-        media_bytes: bytes of its images and .npy files.
+        media_bytes: bytes of its images, videos and .npy files.
         reject: why it cannot be used, or None.
         sample: its tokens and labels if requested; pixels may be missing.
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
@@ -209,6 +209,7 @@ class Measurement:
         frames: the selected frames of each video file.
         weighted: its targets have loss weights other than 1.
         weight_checksum: checksum of these weights, as `EncodedSample.weight_checksum`.
+        notes: what was decided for its media, for the counts of a run.
     """
 
     length: int
@@ -220,6 +221,7 @@ class Measurement:
     frames: Sequence[FrameSelection] = ()
     weighted: bool = False
     weight_checksum: int = 0
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
@@ -306,6 +308,7 @@ class Processor(ABC):
             cu_seqlens=batch.cu_seqlens,
             loss_weights=batch.loss_weights,
             image_token_id=self.image_token_id,
+            video_token_id=self.rules.video_token_id,
             dummy=self.dummy,
         )
 

@@ -27,10 +27,10 @@ from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSampl
 from energon_packed.formats.references import MEDIA_PART
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.records import IMAGE_PLACEHOLDER
+from energon_packed.records.video import VIDEO_SUFFIXES
 
-_VIDEOS = ("mp4", "mov", "mkv", "webm", "avi", "ts", "flv")
 # Extensions of parts that are not images; any other extension is an image.
-_NO_IMAGES = ("npy", "json", "txt", *_VIDEOS)
+_NO_IMAGES = ("npy", "json", "txt", *[suffix[1:] for suffix in VIDEO_SUFFIXES])
 _Position = tuple[int, int, int]  # (sample i, image j of the sample, image k of the pack)
 _STEMS: tuple[Callable[[_Position], str], ...] = (
     lambda position: f"img{position[0]}_{position[1]}",
@@ -186,6 +186,12 @@ def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> StoredVideo:
 def image_count(names: Iterable[str]) -> int:
     """Return how many of the member names are images of a pack; frames of videos are no images of their own."""
     return sum(name.rpartition(".")[2].lower() not in _NO_IMAGES and not is_video_part(name) for name in names)
+
+
+def video_count(names: Iterable[str]) -> int:
+    """Return how many videos the member names of a pack have."""
+    stems = (name.partition(".")[0].split("_") for name in names if is_video_part(name))
+    return len({(stem[0], stem[1]) for stem in stems})
 
 
 def _stored(raw: RawPack, name: str) -> StoredImage:

@@ -37,8 +37,10 @@ MediaRoot = tuple[tuple[str, str], ...]
 FILES, TARS, STORED = "files", "tars", "media"
 """Auxiliary datasets of locators: files, by their path from the root folder; members of tars; and images that are in
 no file of the input, in the folder `media` beside the dataset."""
+MOST_BYTES = 1 << 30
+"""Bytes of the largest image or video of a pack, which loaders read into memory; larger files are rejected while
+packing."""
 _moved: dict[str, str] = {}
-_MOST_BYTES = 1 << 30  # of an image; larger images are rejected while packing
 _DIGITS = 32  # hex digits of a digest
 
 
@@ -152,6 +154,24 @@ def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> d
     return parts
 
 
+def emptied(raw: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
+    """Return a pack with empty bytes in place of some referenced parts, so that `complete_parts` does not read them.
+
+    Args:
+        raw: as for `complete_parts`.
+        is_left_out: whether a part is empty, by its name.
+
+    Raises:
+        FormatError: `media.json` is damaged.
+    """
+    if MEDIA_PART not in raw:
+        return dict(raw)
+    names = {name for name in read_locators(raw) if is_left_out(name)}
+    located = orjson.loads(raw[MEDIA_PART])
+    kept = {name: locator for name, locator in located.items() if name not in names}
+    return {**raw, MEDIA_PART: orjson.dumps(kept), **dict.fromkeys(names, b"")}
+
+
 def read_locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
     """Return the locators of a pack by part, None for media in its tar.
 
@@ -179,8 +199,8 @@ def _locator(value: Mapping[str, Any]) -> Locator:
         raise ValueError(f"{short(dict(value))} is not a locator")
     if not locator.file or "\0" in locator.file:
         raise ValueError(f"{short(locator.file)} is not the path of a file")
-    if locator.offset < 0 or not 0 <= locator.size <= _MOST_BYTES or locator.offset + locator.size >= 1 << 63:
-        raise ValueError(f"an image has {locator.size} bytes from byte {locator.offset}")
+    if locator.offset < 0 or not 0 <= locator.size <= MOST_BYTES or locator.offset + locator.size >= 1 << 63:
+        raise ValueError(f"a file has {locator.size} bytes from byte {locator.offset}")
     changed: Any = locator.changed
     is_time = isinstance(changed, list) and [type(number) for number in changed] == [int, int]
     is_digest = isinstance(locator.digest, str) and len(locator.digest) == _DIGITS

@@ -83,16 +83,18 @@ class LoadedSplit:
         return cls(folder, split, manifest)
 
     def stored_tokens(self) -> Processor:
-        """The processor for a dataset that stores all token ids and no image.
+        """The processor for a dataset that stores all token ids, and no image or video.
 
         Raises:
             ConfigError: it stores something else, which a ChatEncoder must encode.
         """
         sample_class = self.manifest.sample_class if self.manifest else None
-        images = self.manifest.images if self.manifest else 0
-        if sample_class is None or not codec_for(sample_class).stores_tokens or images:
+        media = ""
+        if self.manifest is not None:
+            media = " with videos" if self.manifest.videos else " with images" if self.manifest.images else ""
+        if sample_class is None or not codec_for(sample_class).stores_tokens or media:
             raise ConfigError(
-                f"{self.path} stores {sample_class or 'packs'}{' with images' if images else ''}, which needs an "
+                f"{self.path} stores {sample_class or 'packs'}{media}, which needs an "
                 "encoder. Pass `encoder=ChatEncoder.from_pretrained(...)`."
             )
         return StoredTokens()

@@ -9,8 +9,13 @@ NAME.arrow   the columns of SCHEMA, a table row per record; its metadata has the
 NAME.tokens  for every measured record its L input_ids and then its L labels, as little-endian int32, without a header;
              offsets follow from the lengths of the records. With this file, no text is tokenized twice. If a record
              has loss weights, the weights of all tokens follow, as little-endian float32.
-NAME.media   for every image of a measured record that is in no file, such as a cell of a table, an entry of the dtype
-             `MEDIA_ENTRY`; of equal images only the first. Rejected records have none.
+NAME.media   for every image or video of a measured record that is in no file, such as a cell of a table, an entry of
+             the dtype `MEDIA_ENTRY`; of equal files only the first. Rejected records have none.
+NAME.frames  for every measured record with videos the selected frames of each video, in JSON (formats/videos.py);
+             offsets follow from the column `frames_bytes`. The frames that are measured are the frames that are
+             written, also if the lengths are planned again for another `seq_len`.
+
+NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -34,7 +39,8 @@ from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
 from energon_packed.files import atomic_path, atomic_write
 from energon_packed.formats.references import media_digest
-from energon_packed.records import MediaReference
+from energon_packed.formats.videos import frames_as_dict, frames_from_dict
+from energon_packed.records import FrameSelection, MediaReference
 from energon_packed.storage import as_path, is_remote
 from energon_packed.system import most_open
 
@@ -73,6 +79,12 @@ SCHEMA = pa.schema(
         "detail": pa.string(),
     }
 )
+VIDEO_COLUMNS = {
+    "num_videos": pa.int32(),
+    "num_frames": pa.int32(),  # selected frames of all videos
+    "frame_pixels": pa.int64(),  # pixels of these frames
+    "frames_bytes": pa.int32(),  # of the record in NAME.frames
+}
 COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that are lists of strings; a chunk file has the number of records with each string."""
 StringCounts = dict[str, Counter[str]]
@@ -87,7 +99,11 @@ MEDIA_ENTRY = np.dtype(
 """Image in memory: both halves of its digest (see `media_digest`) and its size, then address, bytes and source of its
 record, and the index of the image in the record."""
 MediaEntries = npt.NDArray[np.void]
-NUMERIC = {name: SCHEMA.field(name).type.to_pandas_dtype() for name in SCHEMA.names if name not in ("id", "detail")}
+NUMERIC = {
+    name: kind.to_pandas_dtype()
+    for name, kind in (*zip(SCHEMA.names, SCHEMA.types, strict=True), *VIDEO_COLUMNS.items())
+    if name not in ("id", "detail")
+}
 # Records that were rejected for these reasons are measured again, because the files may have been fixed.
 _FIXABLE = [
     STATUSES.index(reason.value)
@@ -96,6 +112,8 @@ _FIXABLE = [
         Reason.CORRUPT_IMAGE,
         Reason.IMAGE_OUTSIDE_ROOT,
         Reason.MISSING_PATCH_POSITIONS,
+        Reason.MISSING_VIDEO,
+        Reason.CORRUPT_VIDEO,
     )
 ]
 
@@ -131,8 +149,13 @@ class Chunk:
 
     @property
     def media(self) -> Path:
-        """File of the images in memory."""
+        """File of the images and videos in memory."""
         return media_file(self.file)
+
+    @property
+    def frames(self) -> Path:
+        """File of the selected frames."""
+        return frames_file(self.file)
 
 
 class MediaFiles:
@@ -201,10 +224,10 @@ def compare_media(chunk: Chunk) -> tuple[Chunk, int, bool]:
 
 
 class MediaInMemory:
-    """Images of the measured records of a chunk that are in no file.
+    """Images and videos of the measured records of a chunk that are in no file.
 
     Args:
-        chunk: the chunk. Without `keep_media`, it is only noted that there are images.
+        chunk: the chunk. Without `keep_media`, it is only noted that there are files.
     """
 
     def __init__(self, chunk: Chunk) -> None:
@@ -212,9 +235,9 @@ class MediaInMemory:
         self._entries: dict[str, tuple[int, ...]] = {}
         self._any = False
 
-    def add(self, address: int, size: int, images: Iterable[MediaReference]) -> None:
-        """Add the images of the record with this address and size."""
-        for index, image in enumerate(images):
+    def add(self, address: int, size: int, files: Iterable[MediaReference]) -> None:
+        """Add the `media_files` of the record with this address and size."""
+        for index, image in enumerate(files):
             if image.data is None:
                 continue
             self._any = True
@@ -232,20 +255,59 @@ class MediaInMemory:
 
 
 def read_media(rows_file: Path) -> MediaEntries:
-    """Read the images in memory of a measured chunk."""
+    """Read the images and videos in memory of a measured chunk."""
     file = media_file(rows_file)
     return np.fromfile(file, dtype=MEDIA_ENTRY) if file.exists() else np.zeros(0, dtype=MEDIA_ENTRY)
 
 
 def media_file(rows_file: Path) -> Path:
-    """Path of the images in memory of a chunk, beside the file of its records."""
+    """Path of the images and videos in memory of a chunk, beside the file of its records."""
     return rows_file.with_suffix(".media")
+
+
+def dump_frames(selections: Sequence[FrameSelection]) -> bytes:
+    """Return the selected frames of the videos of a record as JSON; b"" without videos."""
+    if not selections:
+        return b""
+    return orjson.dumps([frames_as_dict(frames) for frames in selections], option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def write_frames(chunk: Chunk, frames: Sequence[bytes]) -> None:
+    """Write the selected frames of the records of a chunk, as `dump_frames` returns them; no file without videos."""
+    content = b"".join(frames)
+    if content:
+        atomic_write(chunk.frames, content)
+    else:
+        chunk.frames.unlink(missing_ok=True)  # of an earlier run that measured other records
+
+
+def frames_file(rows_file: Path) -> Path:
+    """Path of the selected frames of a chunk, beside the file of its records."""
+    return rows_file.with_suffix(".frames")
+
+
+def read_frames(refs: "RecordOffsets", index: int) -> tuple[FrameSelection, ...]:
+    """Read the selected frames of the videos of record `index` of the `RecordOffsets`.
+
+    Raises:
+        OSError: the file is gone or damaged.
+    """
+    if (size := int(refs.size[index])) == 0:
+        return ()
+    file = refs.files[int(refs.file[index])]
+    with file.open("rb") as stream:
+        stream.seek(int(refs.offset[index]))
+        content = stream.read(size)
+    try:
+        return tuple([frames_from_dict(value) for value in orjson.loads(content)])
+    except (ValueError, LookupError, TypeError) as error:
+        raise OSError(f"{file} is damaged: {error}") from error
 
 
 def write_rows(
     file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles, entries: int = 0
 ) -> None:
-    """Write the columns of `SCHEMA`; the file appears when it is complete.
+    """Write the columns of `SCHEMA`, and of `VIDEO_COLUMNS` if there are videos; the file appears when it is complete.
 
     Args:
         file: file of the chunk.
@@ -258,10 +320,14 @@ def write_rows(
     metadata[_ENTRIES] = str(entries).encode()
     if media:
         metadata |= {_MEDIA: media.dump(), _MEDIA_DIGEST: media.digest()}
-    schema = SCHEMA.with_metadata(metadata)
+    schema = SCHEMA
+    if any(columns["num_videos"]):
+        for name, kind in VIDEO_COLUMNS.items():
+            schema = schema.append(pa.field(name, kind))
+    schema = schema.with_metadata(metadata)
     arrays = [
         numeric_column(columns[name], NUMERIC[name]) if name in NUMERIC else string_column(columns[name])
-        for name in SCHEMA.names
+        for name in schema.names
     ]
     with (
         atomic_path(file) as temporary,
@@ -324,6 +390,10 @@ def is_measured(chunk: Chunk) -> bool:
             size = chunk.media.stat().st_size if chunk.media.exists() else 0
             if int(rows.schema.metadata[_ENTRIES]) * MEDIA_ENTRY.itemsize != size:
                 return False
+        if "frames_bytes" in rows.schema.names:
+            size = as_numpy(rows["frames_bytes"], np.int32).sum(dtype=np.int64)
+            if chunk.frames.stat().st_size != size:
+                return False
     except (pa.ArrowInvalid, OSError, KeyError):  # damaged, or of an earlier version
         return False
     return not np.isin(status, _FIXABLE).any()
@@ -357,23 +427,58 @@ def tokens_size(lengths: npt.NDArray[np.int32]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TokenOffsets:
-    """Files and offsets of the tokens of k records.
+class RecordOffsets:
+    """Files and offsets of the bytes of k records.
 
     Attributes:
         files: paths.
         file: int64 (k,), index into `files`.
         offset: int64 (k,), byte in that file.
-        sizes: int64 (files,), bytes of the ids and labels in each file; loss weights follow them.
+        size: int64 (k,), bytes of each record.
+        sizes: int64 (files,), bytes of all records in each file. In token files, loss weights follow them.
     """
 
     files: Sequence[Path]
     file: Int64
     offset: Int64
+    size: Int64
     sizes: Int64
 
 
-class TokenCache:
+class RecordBytes:
+    """Index of the bytes of all n records in a file of each chunk, in which they are in order and without gaps.
+
+    Args:
+        files: files of all chunks, in order.
+        starts: int64 (chunks,), index of the first record of each chunk.
+        sizes: (n,), bytes of each record, or units of `unit` bytes; -1 for a rejected record.
+        unit: bytes of a unit.
+    """
+
+    def __init__(self, files: Sequence[Path], starts: Int64, sizes: npt.NDArray[np.int32], unit: int = 1) -> None:
+        self._files = files
+        self._starts = starts
+        self._unit = unit
+        self._before = np.zeros(len(sizes) + 1, dtype=np.int64)  # units of all records before
+        np.cumsum(np.maximum(sizes, 0), out=self._before[1:])
+
+    def refs(self, rows: Int64) -> RecordOffsets:
+        """Files and offsets of the bytes of these records."""
+        # side="right": empty chunks share their start with the chunk after them, and only the last contains the record
+        chunk = np.searchsorted(self._starts, rows, side="right") - 1
+        offset = self._unit * (self._before[rows] - self._before[self._starts[chunk]])
+        used, file = np.unique(chunk, return_inverse=True)
+        bounds = self._unit * self._before[np.append(self._starts, len(self._before) - 1)]
+        return RecordOffsets(
+            files=[self._files[index] for index in used.tolist()],
+            file=file,
+            offset=offset,
+            size=self._unit * (self._before[rows + 1] - self._before[rows]),
+            sizes=np.diff(bounds)[used],
+        )
+
+
+class TokenCache(RecordBytes):
     """Index of the tokens of all n records.
 
     Args:
@@ -383,21 +488,7 @@ class TokenCache:
     """
 
     def __init__(self, files: Sequence[Path], starts: Int64, lengths: npt.NDArray[np.int32]) -> None:
-        self._files = files
-        self._starts = starts
-        self._before = np.zeros(len(lengths) + 1, dtype=np.int64)  # tokens of all records before
-        np.cumsum(np.maximum(lengths, 0), out=self._before[1:])
-
-    def refs(self, rows: Int64) -> TokenOffsets:
-        """Files and offsets of the tokens of these records."""
-        # side="right": empty chunks share their start with the chunk after them, and only the last contains the record
-        chunk = np.searchsorted(self._starts, rows, side="right") - 1
-        offset = _TOKEN * (self._before[rows] - self._before[self._starts[chunk]])
-        used, file = np.unique(chunk, return_inverse=True)
-        bounds = _TOKEN * self._before[np.append(self._starts, len(self._before) - 1)]
-        sizes = np.diff(bounds)[used]
-        files = [self._files[index] for index in used.tolist()]
-        return TokenOffsets(files=files, file=file, offset=offset, sizes=sizes)
+        super().__init__(files, starts, lengths, _TOKEN)
 
 
 class TokenReader:
@@ -407,7 +498,7 @@ class TokenReader:
         sample = tokens.read(0, 17)
     """
 
-    def __init__(self, refs: TokenOffsets) -> None:
+    def __init__(self, refs: RecordOffsets) -> None:
         self._refs = refs
         self._open: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # descriptor, and whether the file has weights
 
@@ -424,7 +515,7 @@ class TokenReader:
         """Read the tokens, labels and loss weights of a record, or of a fragment of it.
 
         Args:
-            index: index of the record in the `TokenOffsets`.
+            index: index of the record in the `RecordOffsets`.
             length: tokens of the record or fragment.
             fragment: the fragment; None for a complete record.
 

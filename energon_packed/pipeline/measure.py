@@ -7,6 +7,7 @@ joined from one file per chunk. Chunks are measured in parallel, and only if no 
 """
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,12 +21,15 @@ import numpy as np
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
-from energon_packed.errors import REQUESTED_REJECTS, RecordError, RejectLimitError
+from energon_packed.encoding.vision.video_file import decode_frames
+from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject, RejectLimitError
+from energon_packed.formats.references import MOST_BYTES
 from energon_packed.pipeline.chunks import (
     COUNTED,
     KINDS,
     SCHEMA,
     STATUSES,
+    VIDEO_COLUMNS,
     WEIGHTED,
     Chunk,
     MediaFiles,
@@ -33,20 +37,22 @@ from energon_packed.pipeline.chunks import (
     StringCounts,
     compare_media,
     count_strings,
+    dump_frames,
     has_media,
     is_measured,
     measured_records,
+    write_frames,
     write_rows,
     write_tokens,
 )
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine, Progress
-from energon_packed.pipeline.options import InputOptions, image_check
+from energon_packed.pipeline.options import InputOptions, PackOptions, image_check
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS
 from energon_packed.pipeline.table import RecordTable, load_table
-from energon_packed.records import Conversation
+from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_URL
 from energon_packed.sources import SourceRecord
 
@@ -65,7 +71,7 @@ class MeasureStage:
         folder: folder of the chunk files, named after the fingerprint of the stage.
         engine: runs the chunks.
         keep_tokens: store the tokens beside the lengths.
-        keep_media: store the digests of images in memory beside the lengths.
+        keep_media: store the digests of images and videos in memory beside the lengths.
         progress: notified of each chunk.
         strict: stop at the first rejected record.
         counters: `measured`, `tokenized` and `reused` records are added.
@@ -87,7 +93,10 @@ class MeasureStage:
     def measurer(self) -> "Measurer":
         """The function that measures one chunk."""
         return Measurer(
-            reader=self.reader, encoder=self.options.encoder_loader, check_images=image_check(self.options)
+            reader=self.reader,
+            encoder=self.options.encoder_loader,
+            check_images=image_check(self.options),
+            check_frames=isinstance(self.options, PackOptions) and self.options.extract_frames,
         )
 
     def chunks(self) -> list[Chunk]:
@@ -214,20 +223,23 @@ class Measurer:
     Attributes:
         reader: reads the input.
         encoder: loads the encoder in each process.
-        check_images: images to decode, as in `check_pixels`.
+        check_images: images and videos to decode, as in `check_pixels`.
+        check_frames: decode the selected frames of videos.
     """
 
     reader: RecordReader
     encoder: EncoderLoader
     check_images: ImageCheck = "header"
+    check_frames: bool = False
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk in batches of records and write its files."""
-        columns: dict[str, list[Any]] = {name: [] for name in SCHEMA.names}
+        columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS)}
         counts: StringCounts = {name: Counter() for name in COUNTED}
         first: tuple[int, str | None, str, str] | None = None
         tokenized = 0
         tokens: list[EncodedSample] = []
+        selected: list[bytes] = []
         media, in_memory = MediaFiles(), MediaInMemory(chunk)
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
@@ -236,22 +248,32 @@ class Measurer:
             conversations, results, stamps = self._read(chunk.source, batch, media)
             usable = [index for index, conversation in enumerate(conversations) if conversation is not None]
             measured = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
+            measured = [
+                self._with_videos(conversations[index], measurement)
+                for index, measurement in zip(usable, measured, strict=True)
+            ]
             for index, measurement in zip(usable, measured, strict=True):
                 # The check and the encoder may both have decoded the images of a record: not the sum.
                 decoded = max(results[index].decoded, measurement.decoded)
                 results[index] = replace(measurement, decoded=decoded) if decoded else measurement
             for row, conversation, result in zip(batch, conversations, results, strict=True):
-                if conversation is not None and conversation.images and result.reject is None:
-                    in_memory.add(row.address, row.size, conversation.images)
+                if conversation is not None and conversation.media_files and result.reject is None:
+                    in_memory.add(row.address, row.size, conversation.media_files)
             tokens += [measurement.sample for measurement in measured if measurement.sample is not None]
             tokenized += sum([c is not None and c.input_ids is None for c in conversations])
+            frames = [dump_frames(result.frames) for result in results]
+            selected.extend(filter(None, frames))
             batch_columns = _columns(batch, conversations, results)
+            batch_columns["frames_bytes"] = [len(content) for content in frames]
             batch_columns["media_stamp"] = stamps
             batch_columns["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
-            for name, counted in count_strings(conversations).items():
-                counts[name].update(counted)
+            noted = conversations
             if isinstance(encoder, ChatEncoder):
+                noted = [c and encoder.noted(c) for c in conversations]
                 counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
+            for name, counted in count_strings(noted).items():
+                counts[name].update(counted)
+            counts["notes"].update(note for result in results for note in result.notes)
             if weighted := sum([measurement.weighted for measurement in measured]):
                 counts["notes"][WEIGHTED] += weighted
             if first is None:
@@ -267,9 +289,10 @@ class Measurer:
                 )
             for name, values in batch_columns.items():
                 columns[name] += values
-        # Tokens first: a complete record file marks the chunk as measured.
+        # The other files first: a complete record file marks the chunk as measured.
         if chunk.keep_tokens:
             write_tokens(chunk.tokens, tokens)
+        write_frames(chunk, selected)
         write_rows(chunk.file, columns, counts, media, in_memory.write())
         return ChunkReport(
             chunk=chunk,
@@ -278,6 +301,24 @@ class Measurer:
             first_reject=first,
             tokenizer_engine=tokenizer.engine if tokenizer is not None else "",
         )
+
+    def _with_videos(self, conversation: Conversation | None, measurement: Measurement) -> Measurement:
+        """Reject a measured record if its selected frames cannot be stored."""
+        if conversation is None or not conversation.videos or measurement.reject is not None:
+            return measurement
+        if len(measurement.frames) != len(conversation.videos):
+            detail = "its encoder selects no frames of videos; use a ChatEncoder, or frames as images"
+            return Measurement.rejected(Reject(Reason.UNSUPPORTED_MEDIA, detail))
+        try:
+            for video, frames in zip(conversation.videos, measurement.frames, strict=True):
+                if video.file is not None and self.check_frames:
+                    for _ in decode_frames(video.file, frames):
+                        pass
+                elif video.file is not None and measurement.media_bytes > MOST_BYTES:
+                    _check_size(video.file)
+        except RecordError as error:
+            return Measurement.rejected(error.reject)
+        return measurement
 
     def _read(
         self, source: int, rows: Sequence[SourceRecord], media: MediaFiles
@@ -292,7 +333,7 @@ class Measurer:
         for index, row in enumerate(rows):
             try:
                 conversation = self.reader.conversation(source, row)
-                stamps[index] = media.stamp((*conversation.images, *conversation.patch_positions))
+                stamps[index] = media.stamp((*conversation.media_files, *conversation.patch_positions))
                 results.append(Measurement(0, decoded=check_pixels(conversation, self.check_images)))
                 conversations.append(conversation)
             except RecordError as error:
@@ -301,10 +342,24 @@ class Measurer:
         return conversations, results, stamps
 
 
+def _check_size(file: MediaReference) -> None:
+    with file.open() as stream:
+        num_bytes = stream.seek(0, os.SEEK_END)
+    if num_bytes > MOST_BYTES:
+        raise RecordError(
+            Reason.UNSUPPORTED_MEDIA,
+            f"{file.label} has {num_bytes:,} bytes, and packs have videos of at most {MOST_BYTES:,}; set "
+            "`extract_frames`, or cut the video",
+        )
+
+
 def _columns(
     rows: Sequence[SourceRecord], conversations: Sequence[Conversation | None], results: Sequence[Measurement]
 ) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA` (but `narrow` and `media_stamp`) from records, conversations and measurements."""
+    """Build the columns of `SCHEMA` and `VIDEO_COLUMNS` from records, conversations and measurements.
+
+    `narrow`, `media_stamp` and `frames_bytes` are missing.
+    """
     pairs = list(zip(rows, conversations, strict=True))
     rejects = [result.reject for result in results]
     return {
@@ -316,9 +371,14 @@ def _columns(
         "text_bytes": [0 if c is None else _text_bytes(c) for c in conversations],
         "media_bytes": [result.media_bytes for result in results],
         "num_images": [0 if c is None else len(c.images) for c in conversations],
+        "num_videos": [0 if c is None else len(c.videos) for c in conversations],
+        "num_frames": [sum([len(frames.indices) for frames in result.frames]) for result in results],
+        "frame_pixels": [
+            sum([len(frames.indices) * frames.height * frames.width for frames in result.frames]) for result in results
+        ],
         "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
-        "divisible": [c is not None and not c.messages for c in conversations],
+        "divisible": [c is not None and not c.messages and not c.videos for c in conversations],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
         "id": [raw_id(row.record) if c is None else c.id for row, c in pairs],
         "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],

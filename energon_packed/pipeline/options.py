@@ -321,8 +321,8 @@ class InputOptions(EncoderSettings):
     )
     encoder: Processor | None = None
     check_images: CheckImages = option(
-        "header", help="How to check images: by header and structure, or by decoding all pixels.",
-        group=IMAGES, choices=("header", "full"),
+        "header", help="How to check images and videos: by header and structure, or by decoding all of them.",
+        group=IMAGES, choices=("header", "full"), flags=("--check-images", "--check-media"),
     )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto chooses PackedCaptioningSample if it can store every record, otherwise "
@@ -537,6 +537,10 @@ class PackOptions(RejectOptions):
         "digest", help="With --media reference: what readers compare: digest of the bytes, or size and time of "
         "change of the file, for which images are not read.", group=OUTPUT, choices=MEDIA_CHECKS,
     )  # fmt: skip
+    extract_frames: bool = option(
+        False, help="Store the selected frames of video files as JPEG images, in place of the files, so that loaders "
+        "decode no video.", group=OUTPUT,
+    )  # fmt: skip
     max_packs_per_shard: int = option(
         1000, help="Maximum packs in one shard.", group=OUTPUT, minimum=1, decides="tars"
     )
@@ -569,6 +573,11 @@ class PackOptions(RejectOptions):
             self._store_tokens()
         self._place_part()
         check_layout_outputs(self)
+        if self.extract_frames and self.media == "reference":
+            raise ConfigError(
+                "`extract_frames` must be False with `media` 'reference': extracted frames are in no file of the "
+                "input. Set `media` to 'copy'"
+            )
         if self.seq_len > _MAX_INT32:  # cu_seqlens of a batch are int32
             raise ConfigError(f"`seq_len` must be at most {_MAX_INT32}, got {self.seq_len}")
         if self.pad_multiple > self.seq_len:
@@ -622,6 +631,7 @@ class PackOptions(RejectOptions):
         # The default is left out, so that digests do not change for runs of releases without this option.
         names += ["check_images"] if self.check_images != "header" else []
         names += ["split_overlap"] if self.overlong == "split" else []
+        names += ["extract_frames"] if self.extract_frames else []
         return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
 
 
@@ -641,6 +651,13 @@ class PackKeywords(TypedDict, total=False):
     min_pixels: int | None
     max_pixels: int | None
     patch_order: PatchOrder
+    fps: float | None
+    num_frames: int | None
+    min_frames: int | None
+    max_frames: int | None
+    video_min_pixels: int | None
+    video_max_pixels: int | None
+    total_pixels: int | None
     loss_on: LossOn
     tokenizer_engine: EngineName
     allow_special_in_text: bool
@@ -677,6 +694,7 @@ class PackKeywords(TypedDict, total=False):
     dataset_module: str | None
     media: Media
     media_check: MediaCheck
+    extract_frames: bool
     max_packs_per_shard: int
     max_shard_bytes: int | str
     part: tuple[int, int] | str | None

@@ -17,7 +17,16 @@ from energon_packed.encoding import EncodedSample
 from energon_packed.encoding.fragments import Fragments, split_sample, text_fragments
 from energon_packed.errors import Reason, RecordError, Reject
 from energon_packed.packing import PackPlan, pack_lengths
-from energon_packed.pipeline.chunks import KINDS, STATUSES, TokenCache, TokenOffsets, TokenReader, tokens_file
+from energon_packed.pipeline.chunks import (
+    KINDS,
+    STATUSES,
+    RecordBytes,
+    RecordOffsets,
+    TokenCache,
+    TokenReader,
+    frames_file,
+    tokens_file,
+)
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.options import PackOptions, RejectOptions
@@ -32,7 +41,8 @@ Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
 _MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
 _TOKENS_JSON = 200  # estimated bytes of JSON for a sample of tokens
-_LOCATOR = 400  # estimated bytes of a reference to an image
+_LOCATOR = 400  # estimated bytes of a reference to an image or video
+_PIXELS_PER_BYTE = 2  # estimate of a frame as a JPEG of quality 95, of which many have fewer bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +109,12 @@ def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions) -> PackPla
 
 def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
     """Cut the packs into splits, and each split into shards of even size within the limits."""
-    content = table.media_bytes + _MEMBER_OVERHEAD * table.num_images
+    media, files = table.media_bytes, table.num_images + table.num_videos
+    if options.extract_frames:
+        # Frames in place of the bytes of videos, which are not known apart from those of images of the same record.
+        media = np.where(table.num_videos > 0, table.frame_pixels // _PIXELS_PER_BYTE, media)
+        files = table.num_images + table.num_frames
+    content = media + _MEMBER_OVERHEAD * files + table.frames_bytes
     if options.codec.stores_tokens:
         content += 4 * table.length.astype(np.int64) + _TOKENS_JSON
     else:
@@ -108,7 +123,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
     sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members of a pack beside the media
     written = sizes
     if options.media == "reference" and plan.num_packs:  # the cuts stay those of a copy
-        absent = table.media_bytes + (_MEMBER_OVERHEAD - _LOCATOR) * table.num_images
+        absent = media + (_MEMBER_OVERHEAD - _LOCATOR) * files
         written = sizes - np.add.reduceat(absent[plan.indices], plan.offsets[:-1]) + _MEMBER_OVERHEAD
     shards: list[ShardPlan] = []
     for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
@@ -165,7 +180,7 @@ class OverlongTask:
     rows: Int64
     records: RecordRefs
     images: npt.NDArray[np.int32]
-    tokens: TokenOffsets | None
+    tokens: RecordOffsets | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,10 +216,11 @@ class OverlongCheck:
 
     def _samples(self, task: OverlongTask) -> Iterator[EncodedSample]:
         encoder, records = self.encoder.load(), task.records
+        image, video = encoder.image_token_id, encoder.rules.video_token_id
         if task.tokens is not None:
             with TokenReader(task.tokens) as reader:
                 for place, length in enumerate(records.length.tolist()):
-                    yield replace(reader.read(place, length), image_token_id=encoder.image_token_id)
+                    yield replace(reader.read(place, length), image_token_id=image, video_token_id=video)
             return
         for place, source in enumerate(records.source.tolist()):
             conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
@@ -346,3 +362,10 @@ def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
     if not state.options.codec.stores_tokens:
         return None
     return TokenCache([tokens_file(file) for file in table.files], table.file_starts, table.length)
+
+
+def kept_frames(table: RecordTable) -> RecordBytes | None:
+    """Return the frames that the measure stage selected; None if no record has videos."""
+    if not table.frames_bytes.any():
+        return None
+    return RecordBytes([frames_file(file) for file in table.files], table.file_starts, table.frames_bytes)

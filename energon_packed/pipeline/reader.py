@@ -77,9 +77,8 @@ class RecordReader:
             )
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
-        if self.media_root and any(image.packed for image in conversation.images):
-            images = tuple([self._moved(image) for image in conversation.images])
-            conversation = replace(conversation, images=images)
+        if self.media_root and any(file.packed for file in conversation.media_files):
+            conversation = self._moved(conversation)
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
@@ -88,9 +87,21 @@ class RecordReader:
             conversation = codec.fitted(conversation)
         return conversation
 
-    def _moved(self, image: MediaReference) -> MediaReference:
-        path = image.path
-        return image if image.packed is None else replace(image, path=path and moved_path(path, self.media_root))
+    def _moved(self, conversation: Conversation) -> Conversation:
+        def moved(file: MediaReference) -> MediaReference:
+            return file if file.packed is None else replace(file, path=file.path and moved_path(file.path, root))
+
+        root = self.media_root
+        return replace(
+            conversation,
+            images=tuple([moved(image) for image in conversation.images]),
+            videos=tuple(
+                [
+                    replace(video, file=video.file and moved(video.file), images=tuple(map(moved, video.images)))
+                    for video in conversation.videos
+                ]
+            ),
+        )
 
     def fits_captioning(self, conversation: Conversation) -> bool:
         """Whether PackedCaptioningSample can store the conversation; True after `auto` is resolved."""

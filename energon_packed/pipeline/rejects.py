@@ -423,9 +423,9 @@ def write_reports(
 ) -> None:
     """Write lengths.parquet and rejects.jsonl.
 
-    lengths.parquet has source, row, id, length (tokens, null if unknown), num_images and status of every record;
-    rejects.jsonl has source, row, id, reason and detail of the rejected records. The fragments of a record follow the
-    records of its chunk in lengths.parquet.
+    lengths.parquet has source, row, id, length (tokens, null if unknown), num_images and status of every record, and
+    num_videos if any record has videos; rejects.jsonl has source, row, id, reason and detail of the rejected records.
+    The fragments of a record follow the records of its chunk in lengths.parquet.
 
     Args:
         rejects: the measured records and their rejects.
@@ -439,10 +439,12 @@ def write_reports(
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
+    has_videos = bool(table.num_videos.any())
+    schema = _SCHEMA.append(pa.field("num_videos", pa.int32())) if has_videos else _SCHEMA
     with (
         atomic_path(workspace.lengths) as lengths_file,
         atomic_path(workspace.rejects) as rejects_file,
-        pq.ParquetWriter(lengths_file, _SCHEMA) as writer,
+        pq.ParquetWriter(lengths_file, schema) as writer,
         rejects_file.open("wb") as out,
     ):
         # A row group per chunk file: the ids of all records need not fit in memory.
@@ -467,7 +469,10 @@ def write_reports(
                 numeric_column(images, np.int32),
                 dictionary_column(shown, names_of, np.int8),
             ]
-            writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA))
+            if has_videos:
+                videos = table.num_videos[chunk.rows]  # fragments have no videos
+                columns.append(numeric_column(np.append(videos, [0] * (len(names) - len(videos))), np.int32))
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
             for index in np.flatnonzero(chunk_status).tolist():
                 rejected = rejects.row(int(chunk.rows[index]), chunk.names[index], chunk.details[index])
                 out.write(orjson.dumps(rejected._asdict(), option=orjson.OPT_APPEND_NEWLINE))

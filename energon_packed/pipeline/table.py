@@ -69,14 +69,17 @@ class RecordTable:
         supervised: int32 (n,), targets, -1 for a rejected record or if the encoder does not count them.
         weight_checksum: int64 (n,), of its loss weights, as `weight_checksums` computes it.
         text_bytes: int32 (n,), estimated bytes of the text in JSON.
-        media_bytes: int64 (n,), bytes of images and .npy files.
+        media_bytes: int64 (n,), bytes of images, videos and .npy files.
         media_stamp: int64 (n,), digest of path, size and time of change of these files; 0 without files.
         num_images: int32 (n,).
+        num_videos: int32 (n,).
+        num_frames: int32 (n,), selected frames of its videos; frame_pixels: int64 (n,), pixels of these frames.
+        frames_bytes: int32 (n,), bytes of the selected frames in JSON.
         num_decoded: int32 (n,), images whose pixels were decoded; the headers of the other images were checked.
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
         narrow: int8 (n,), 1 if PackedCaptioningSample can store the record.
-        divisible: int8 (n,), 1 for documents and token records, which can be split.
+        divisible: int8 (n,), 1 for documents and token records without videos, which can be split.
         source_starts: int64 (sources + 1,), index of the first record of each source, and n.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), index of the first record of each file.
@@ -94,6 +97,10 @@ class RecordTable:
     media_bytes: Int64
     media_stamp: Int64
     num_images: npt.NDArray[np.int32]
+    num_videos: npt.NDArray[np.int32]
+    num_frames: npt.NDArray[np.int32]
+    frame_pixels: Int64
+    frames_bytes: npt.NDArray[np.int32]
     num_decoded: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
     status: npt.NDArray[np.int8]
@@ -173,7 +180,8 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items():
-            if (values := as_numpy(table[name], column.dtype)).any():
+            # A chunk without videos has no columns of videos.
+            if name in table.schema.names and (values := as_numpy(table[name], column.dtype)).any():
                 column[start : start + count] = values
         for name, counter in read_counts(table).items():
             listed[name].update(counter)

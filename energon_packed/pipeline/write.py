@@ -8,6 +8,7 @@ Input: the Plan and the RecordTable of a run. Output of `write_shards`: the tars
 
 import hashlib
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -21,18 +22,20 @@ import orjson
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.fragments import fragment_id
-from energon_packed.encoding.vision.images import as_jpeg, sniff_extension
+from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_extension
+from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
 from energon_packed.files import atomic_write
-from energon_packed.formats import StoredImage, StoredSample, codec_for
-from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, TokenOffsets, TokenReader
+from energon_packed.formats import StoredImage, StoredSample, StoredVideo, codec_for
+from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, RecordOffsets, TokenReader, read_frames
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.plan import Plan, kept_tokens
+from energon_packed.pipeline.plan import Plan, kept_frames, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import Fingerprints, RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable, most_common, reject_counts
-from energon_packed.records import Conversation, MediaReference
+from energon_packed.records import Conversation, MediaReference, VideoReference
+from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import SourceEntry
@@ -42,7 +45,7 @@ from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
 from energon_packed.storage import RemotePath, StorageError, is_remote, map_paths
 from energon_packed.system import raise_resource_error
-from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, WEIGHTED_FORMAT_VERSION
+from energon_packed.version import oldest_version
 
 Int64 = npt.NDArray[np.int64]
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
@@ -62,7 +65,8 @@ class ShardTask:
         records: records of all packs, pack after pack.
         offsets: int64 (packs+1,), pack p is records offsets[p] to offsets[p + 1].
         tokens: files of the tokens of the records; None for flavors without tokens.
-        media: names of the tars with referenced images that are in no file of the input.
+        frames: files of the selected frames of their videos; None if no record has videos.
+        media: names of the tars with referenced images and videos that are in no file of the input.
     """
 
     tar: Path
@@ -71,7 +75,8 @@ class ShardTask:
     first_pack: int
     records: RecordRefs
     offsets: Int64
-    tokens: TokenOffsets | None = None
+    tokens: RecordOffsets | None = None
+    frames: RecordOffsets | None = None
     media: Sequence[str] = ()
 
     @property
@@ -87,6 +92,8 @@ class ShardTask:
         """
         digest = hashlib.sha256(f"{self.prefix} {self.first_pack}".encode())
         digest.update("".join(self.media).encode())
+        if self.frames is not None:
+            digest.update(self.frames.size.tobytes())
         records = self.records
         for array in (self.offsets, *(getattr(records, name) for name in records.__slots__)):
             if array is not None:  # `fragments` of records that are all complete
@@ -103,12 +110,16 @@ class ShardWriter:
         truncate: length to which longer samples are truncated, or None.
         keep_bytes: for a layout whose images are named `.jpg`: do not convert images of other formats, nor images with
             an EXIF orientation; store their bytes under that name.
-        locator: stores the location of images instead of their bytes; None stores the bytes.
+        extract_frames: store the selected frames of a video file as JPEG images instead of its bytes.
+        timestamps: the measured lengths of records with `fps` have the timestamps of their frames.
+        locator: stores the location of images and videos instead of their bytes; None stores the bytes.
     """
 
     reader: RecordReader
     truncate: int | None
     keep_bytes: bool = False
+    extract_frames: bool = False
+    timestamps: bool = False
     locator: MediaLocator | None = None
 
     def __call__(self, task: ShardTask) -> ShardSummary:
@@ -123,13 +134,17 @@ class ShardWriter:
             split: dict[tuple[int, int], Conversation] = {}
             for pack, (start, stop) in enumerate(itertools.pairwise(bounds), start=task.first_pack):
                 members = itertools.islice(records, stop - start)
-                samples = [self.stored_sample(record, tokens, split) for record in members]
+                samples = [self.stored_sample(record, tokens, split, task.frames) for record in members]
                 shard.add(f"{task.prefix}_{pack:08d}", codec.write(samples))
         seconds = self.locator.seconds - seconds_before if self.locator else 0.0
         return replace(finish_shard(task, shard.rows), digest_seconds=seconds)
 
     def stored_sample(
-        self, record: "_Record", tokens: TokenReader | None, split: dict[tuple[int, int], Conversation]
+        self,
+        record: "_Record",
+        tokens: TokenReader | None,
+        split: dict[tuple[int, int], Conversation],
+        frames: RecordOffsets | None = None,
     ) -> StoredSample:
         """Read a record and its media again, and its tokens if the flavor stores tokens.
 
@@ -138,6 +153,7 @@ class ShardWriter:
             tokens: reader of the tokens of the shard; None for flavors without tokens.
             split: the split records without images that were read for the shard, without their content, by source
                 and index; a record is added with its first fragment.
+            frames: files of the selected frames of the shard; None if no record has videos.
 
         Raises:
             SourceError: the record or its media changed since it was measured.
@@ -145,21 +161,30 @@ class ShardWriter:
         source, row, measured, fragment = record.source, record.row, record.length, record.fragment
         images: tuple[StoredImage, ...] = ()
         positions: tuple[bytes, ...] = ()
+        videos: tuple[StoredVideo, ...] = ()
         try:
             conversation = split.get((source, row)) or self.reader.read(source, record.address, record.size)
-            if fragment is not None and not conversation.images:
+            if fragment is not None and not conversation.images:  # records with videos are not split
                 # A long document has thousands of fragments, so it is not read again for each.
                 split[source, row] = Conversation(id=conversation.id, input_ids=_NO_CONTENT)
             ident = self.reader.default_id(source, row) if conversation.id is None else conversation.id
-            if conversation.images:
-                images = tuple([self._stored_image(image) for image in conversation.images])
+            if conversation.media_files:
+                images = tuple([self._stored_file(image) for image in conversation.images])
                 positions = tuple([file.read() for file in conversation.patch_positions])
                 media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
+                if conversation.videos:
+                    conversation = self._with_frames(conversation, record, frames)
+                    videos = tuple([self._stored_video(video) for video in conversation.videos])
+                    read = (self._read_bytes(*pair) for pair in zip(conversation.videos, videos, strict=True))
+                    media_bytes += sum(read)
                 if media_bytes != record.media_bytes:
                     raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
                 # After the files are read, so that no change is missed. A digest of the content would have to read all
                 # media while measuring.
-                if MediaFiles().stamp((*conversation.images, *conversation.patch_positions)) != record.media_stamp:
+                if (
+                    MediaFiles().stamp((*conversation.media_files, *conversation.patch_positions))
+                    != record.media_stamp
+                ):
                     raise self._changed(record, "its media was replaced by a file of the same size")
                 if self.reader.layout and not self.keep_bytes:
                     images = tuple([StoredImage("jpg", as_jpeg(image.data)) for image in images])
@@ -179,9 +204,12 @@ class ShardWriter:
                     labels=encoded.labels,
                     loss_weights=encoded.loss_weights,
                     images=references,
+                    videos=conversation.videos,
                 )
             elif conversation.id is None:
                 conversation = conversation.named(ident)
+            if self.timestamps and tokens is None and conversation.fps and conversation.images:
+                conversation = replace(conversation, timestamps=True)
         except (RecordError, OSError) as error:
             raise_resource_error(error, self.reader.sources[source].path)
             raise self._changed(record, str(error)) from error
@@ -192,14 +220,42 @@ class ShardWriter:
             is_truncated=self.truncate is not None and measured > self.truncate,
             images=images,
             patch_positions=positions,
+            videos=videos,
         )
 
-    def _stored_image(self, image: MediaReference) -> StoredImage:
-        """Return the location of an image, or its bytes, which have the name of a JPEG in a layout."""
+    def _stored_file(self, file: MediaReference) -> StoredImage:
+        """Return the location of an image or video, or its bytes; in a layout, images have the name of a JPEG."""
         if self.locator is not None:
-            return self.locator.locate(image)
-        data = image.read()
+            return self.locator.locate(file)
+        data = file.read()
         return StoredImage("jpg" if self.reader.layout else sniff_extension(data), data)
+
+    def _with_frames(
+        self, conversation: Conversation, record: "_Record", frames: RecordOffsets | None
+    ) -> Conversation:
+        """Add the frames that were selected when the record was measured."""
+        selections = () if frames is None else read_frames(frames, record.entry)
+        if len(selections) != len(conversation.videos):
+            raise self._changed(record, f"it has {len(conversation.videos)} videos, and had {len(selections)}")
+        pairs = zip(conversation.videos, selections, strict=True)
+        return replace(conversation, videos=tuple([replace(video, frames=selected) for video, selected in pairs]))
+
+    def _stored_video(self, video: VideoReference) -> StoredVideo:
+        """Return the location or the bytes of a video with its selected frames, or these frames as images."""
+        assert video.frames is not None  # of `_with_frames`
+        if video.file is None:
+            return StoredVideo(video.frames, images=tuple([self._stored_file(image) for image in video.images]))
+        if not self.extract_frames:
+            return StoredVideo(video.frames, self._stored_file(video.file))
+        frames = decode_frames(video.file, video.frames)
+        return StoredVideo(video.frames, images=tuple([StoredImage("jpg", frame_as_jpeg(frame)) for frame in frames]))
+
+    def _read_bytes(self, video: VideoReference, stored: StoredVideo) -> int:
+        """Bytes of the files that a stored video was made of."""
+        if video.file is None or stored.file is not None:
+            return sum([file.num_bytes for file in stored.files])
+        with video.file.open() as stream:
+            return stream.seek(0, os.SEEK_END)
 
     def _changed(self, record: "_Record", change: str) -> EnergonPackedError:
         return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
@@ -318,7 +374,7 @@ def write_shards(
     workspace.check_space(needed, key, options.unfinished_bytes)  # before anything is replaced
     workspace.delete_other_run(key)
     folder.mkdir(parents=True, exist_ok=True)
-    kept = kept_tokens(state, table)
+    kept, frames = kept_tokens(state, table), kept_frames(table)
 
     def task_of(name: str) -> ShardTask:
         shard = shards[name]
@@ -330,6 +386,7 @@ def write_shards(
             records=plan.entries.refs(shard.rows),
             offsets=shard.offsets,
             tokens=kept.refs(plan.entries.records(shard.rows)) if kept else None,
+            frames=frames.refs(plan.entries.records(shard.rows)) if frames else None,
             media=[tar.name for tar in stored.shards] if stored else (),
         )
 
@@ -354,7 +411,12 @@ def write_shards(
     if options.media == "reference":
         locator = MediaLocator(check=options.media_check, stored=stored)
     writer = ShardWriter(
-        reader=state.reader, truncate=options.truncate, keep_bytes=options.keep_bytes, locator=locator
+        reader=state.reader,
+        truncate=options.truncate,
+        keep_bytes=options.keep_bytes,
+        extract_frames=options.extract_frames,
+        timestamps=table.counts["notes"][TIMESTAMPS_WRITTEN] > 0,
+        locator=locator,
     )
     with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
         for summary in summaries:
@@ -446,8 +508,14 @@ def _manifest(
     options, packs, entries_of = state.options, plan.packs, plan.entries
     cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
     fragments, is_weighted = entries_of.fragments, table.counts["notes"][WEIGHTED] > 0
+    num_videos = int(entries_of.num_videos[packs.indices].sum(dtype=np.int64))
     return PackingManifest(
-        format_version=_format_version(options, table),
+        format_version=oldest_version(
+            videos=num_videos > 0,
+            timestamps=table.counts["notes"][TIMESTAMPS_WRITTEN] > 0,
+            references=options.media == "reference",
+            weights=is_weighted,
+        ),
         sample_class=options.sample_class,
         layout=options.layout,
         dataset_module=options.dataset_module,
@@ -468,6 +536,9 @@ def _manifest(
         weight_checksum=int(entries_of.weight_checksum[packs.indices].sum()) % 2**63 if is_weighted else None,
         images=int(entries_of.num_images[packs.indices].sum(dtype=np.int64)),
         images_decoded=int(entries_of.num_decoded[packs.indices].sum(dtype=np.int64)),
+        videos=num_videos,
+        frames=int(entries_of.num_frames[packs.indices].sum(dtype=np.int64)),
+        extract_frames=num_videos > 0 and options.extract_frames,
         check_images=options.check_images,
         seq_len=options.seq_len,
         algorithm=options.algorithm if options.codec.packed else "none",
@@ -490,13 +561,6 @@ def _manifest(
         sources=_sources(state, table, plan),
         shards=entries,
     )
-
-
-def _format_version(options: PackOptions, table: RecordTable) -> int:
-    """Return the oldest version of the format that has everything in the dataset."""
-    if options.media == "reference":
-        return FORMAT_VERSION
-    return WEIGHTED_FORMAT_VERSION if table.counts["notes"][WEIGHTED] else UNWEIGHTED_FORMAT_VERSION
 
 
 def _supervised(plan: Plan) -> int | None:

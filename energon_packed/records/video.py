@@ -23,18 +23,20 @@ VIDEO_SUFFIXES = (
 # Brands of ISO base media files that contain images (HEIF, AVIF); all other files of this kind are videos or audio.
 _IMAGE_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis", b"crx ")
 _BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")  # first boxes of MP4 and QuickTime
-_SIGNATURE = re.compile(
-    rb"\x1a\x45\xdf\xa3"  # Matroska and WebM
-    rb"|RIFF....AVI "
-    rb"|FLV\x01"
-    rb"|\x30\x26\xb2\x75\x8e\x66\xcf\x11"  # ASF, the container of WMV
-    rb"|\x00\x00\x01[\xba\xb3]"  # MPEG program stream, MPEG video
-    rb"|\x47.{187}\x47"  # MPEG transport stream: packets of 188 bytes
-    rb"|.{4}\x47.{191}\x47",  # and of 192 bytes, with a time before each packet
-    re.DOTALL,
-)
-SIGNATURE_BYTES = 200
-"""Bytes at the start of a file that `is_video_content` needs."""
+_SIGNATURES = {  # in the order of the tests
+    "webm": rb"\x1a\x45\xdf\xa3.{0,60}webm",  # the document type of an EBML file, RFC 8794
+    "mkv": rb"\x1a\x45\xdf\xa3",
+    "avi": rb"RIFF....AVI ",
+    "flv": rb"FLV\x01",
+    "wmv": rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11",  # ASF, the container of WMV
+    "mpg": rb"\x00\x00\x01[\xba\xb3]",  # MPEG program stream, MPEG video
+    # MPEG transport stream: packets of 188 bytes, or of 192 bytes with a time before each. Files of other formats,
+    # such as GIF, may have the byte 0x47 at two of these places by chance.
+    "ts": rb"\x47(?:.{187}\x47){3}|.{4}\x47(?:.{191}\x47){3}",
+}
+_COMPILED = {extension: re.compile(pattern, re.DOTALL) for extension, pattern in _SIGNATURES.items()}
+SIGNATURE_BYTES = 584
+"""Bytes at the start of a file that `video_extension` needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +96,14 @@ def has_video_suffix(name: str) -> bool:
 
 def is_video_content(head: bytes) -> bool:
     """Whether the first `SIGNATURE_BYTES` bytes of a file are those of a video container."""
+    return video_extension(head) is not None
+
+
+def video_extension(head: bytes) -> str | None:
+    """Return the file extension of a video from its first `SIGNATURE_BYTES` bytes, without the dot; None of others."""
     if head[4:8] in _BOXES:
-        return head[4:8] != b"ftyp" or head[8:12] not in _IMAGE_BRANDS
-    return _SIGNATURE.match(head) is not None
+        if head[4:8] == b"ftyp" and head[8:12] in _IMAGE_BRANDS:
+            return None
+        # Files of QuickTime may start with other boxes; a segment of a fragmented mp4 starts with `styp`.
+        return "mp4" if head[4:8] in (b"ftyp", b"styp") and head[8:12] != b"qt  " else "mov"
+    return next((extension for extension, pattern in _COMPILED.items() if pattern.match(head)), None)

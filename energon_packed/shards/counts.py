@@ -14,7 +14,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import read_yaml
 from energon_packed.formats import Codec
-from energon_packed.formats.parts import image_count
+from energon_packed.formats.parts import image_count, video_count
 from energon_packed.formats.references import MEDIA_PART, located_names
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
@@ -109,7 +109,7 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
         ConfigError: no split has a shard.
     """
     entries: list[ShardEntry] = []
-    longest = images = 0
+    longest = images = videos = 0
     has_lengths = True
     splits = read_split(folder)
     for split in splits.parts:
@@ -125,7 +125,8 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
                 known = [length for length in lengths if length is not None]
                 has_lengths = has_lengths and len(known) == len(lengths)
                 samples, tokens, longest = samples + len(lengths), tokens + sum(known), max(longest, sum(known))
-                images += image_count({*parts, *located_names(parts)})
+                names = {*parts, *located_names(parts)}
+                images, videos = images + image_count(names), videos + video_count(names)
             entries.append(
                 ShardEntry(
                     name=name, split=split, packs=len(reader), samples=samples, tokens=tokens if has_lengths else 0,
@@ -146,6 +147,7 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
         packs=packs,
         tokens=tokens,
         images=images,
+        videos=videos,
         seq_len=seq_len,
         algorithm="unknown",
         group_by="unknown",

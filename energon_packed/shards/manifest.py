@@ -94,7 +94,10 @@ class PackingManifest:
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
-        packs, tokens, images: totals over all shards; tokens exclude padding.
+        packs, tokens, images: totals over all shards; frames of video files are no images, and tokens exclude padding.
+        videos, frames: video files, and their selected frames, over all shards; the file has no such keys without
+            videos.
+        extract_frames: packs have the frames of the videos as images, in place of the files.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
             and structure. None in manifests of earlier versions.
         check_images: `header`, or `full`, which decodes all images.
@@ -143,6 +146,9 @@ class PackingManifest:
     supervised_tokens: int | None = None
     weight_checksum: int | None = None
     images: int
+    videos: int = 0
+    frames: int = 0
+    extract_frames: bool = False
     images_decoded: int | None = None
     check_images: str = "header"
     seq_len: int
@@ -187,6 +193,9 @@ class PackingManifest:
             "media_check": self.media != "copy",
             "weight_checksum": self.weight_checksum is not None,
             "media_stored": self.media_stored,
+            "videos": self.videos,
+            "frames": self.videos,
+            "extract_frames": self.extract_frames,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 

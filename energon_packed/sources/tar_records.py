@@ -11,7 +11,7 @@ A text part overrides a caption in the json. Other parts become unused fields, s
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import FormatError, Reason, RecordError
-from energon_packed.formats import READ_ONLY, codec_of
+from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import Conversation, MediaReference, VideoReference
 from energon_packed.records.fields import parse_json
@@ -35,6 +35,7 @@ VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO_SUFFIXES)
 _SOURCE_CODE = ("ts", "mts")  # extensions of TypeScript, too: the content of such a member decides
 _AUDIO_PARTS = ("wav", "mp3", "flac", "m4a", "aac", "wma", "ogg", "oga", "opus", "aif", "aiff")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
+_MEMBER_LISTS = {"image_keys": "images", "patch_positions_keys": "patch_positions"}  # of LLaVA-OneVision-2
 _CAPTION_FIELDS = ("caption", "text", "captions")
 _VIDEO_FIELDS = ("videos", "video", "frames")
 _MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path")
@@ -42,7 +43,7 @@ _MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path")
 _PATH_FIELDS = (*_MEDIA_FIELDS, "image_path", "image_file", "img", "file_name", "video_file", "video_name")
 _NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "video_url", "frames", "images", "videos")
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
-_PACKED_IMAGE = re.compile(r"(?:img\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
+_PACKED_FILE = re.compile(r"(?:img\w*|vid\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
 _MEMBER_TAG = b"\0member of the tar: "
 _LOCATED_TAG = b"\0image in another file: "
 _DIGITS = re.compile(r"(\d+)")
@@ -209,16 +210,17 @@ def is_pack(group: KeyMembers, value: Any) -> bool:
 
 
 def read_pack(group: KeyMembers) -> list[Conversation]:
-    """Read the samples of a pack; their images are references into the tar.
+    """Read the samples of a pack; their images and videos are references into the tar, or to where the tar refers.
 
     Raises:
         RecordError: the pack is damaged.
     """
     raw: dict[str, Any] = {"__key__": group.key}
     for position, member in enumerate(group.members):
-        # Codecs return images unchanged, so the position of the member replaces its bytes, which are not read.
-        is_image = _PACKED_IMAGE.fullmatch(member.part) is not None and member.extension != "npy"
-        raw[member.part] = _MEMBER_TAG + str(position).encode() if is_image else group.content(member)
+        # Codecs return images and videos unchanged, so the position of the member replaces its bytes, which are not
+        # read.
+        is_file = _PACKED_FILE.fullmatch(member.part) is not None and member.extension != "npy"
+        raw[member.part] = _MEMBER_TAG + str(position).encode() if is_file else group.content(member)
     try:
         located = located_images(raw | {FOLDER: group.path.parent}) if MEDIA_PART in raw else {}
         # As in `complete_parts`, without reading the files: the new dataset refers to the same files.
@@ -227,16 +229,26 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
         samples = codec_of(raw).read(raw)
     except FormatError as error:
         raise RecordError(Reason.BAD_JSON, f"{group.key} is not a valid pack: {error}") from error
+
+    def references(files: Iterable[StoredImage]) -> tuple[MediaReference, ...]:
+        return tuple([_packed_file(group, located, file.data) for file in files])
+
+    def reference(video: StoredVideo) -> VideoReference:
+        file = None if video.file is None else references([video.file])[0]
+        return VideoReference(file=file, frames=video.frames, images=references(video.images))
+
     return [
         replace(
             sample.conversation,
-            images=tuple([_packed_image(group, located, image.data) for image in sample.images]),
+            images=references(sample.images),
+            videos=tuple([reference(video) for video in sample.videos]),
+            timestamps=None,  # the lengths of the old pack are not used
         )
         for sample in samples
     ]
 
 
-def _packed_image(group: KeyMembers, located: Mapping[str, MediaReference], data: bytes) -> MediaReference:
+def _packed_file(group: KeyMembers, located: Mapping[str, MediaReference], data: bytes) -> MediaReference:
     if data.startswith(_LOCATED_TAG):
         return located[data.removeprefix(_LOCATED_TAG).decode()]
     if data.startswith(_MEMBER_TAG):
@@ -264,7 +276,9 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     images = [group.reference(member) for member in group.images()]
     videos = [VideoReference(file=group.reference(member)) for member in group.videos()]
     media: list[MediaReference | VideoReference] = [*images, *videos]
-    others = {m.part or m.name: m.name for m in group.members if not _is_known(group, m)}
+    value = _with_member_lists(group, value)
+    positions = [group.find(str(name)) for name in _list(value.get("patch_positions"))]
+    others = {m.part or m.name: m.name for m in group.members if not _is_known(group, m) and m not in positions}
     if _is_conversation(value):
         placer = _Placer(group)
         record = placer.walk(value)
@@ -286,6 +300,23 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             "conversation",
         )
     return caption_record(group, text, images, metadata, videos)
+
+
+def _with_member_lists(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the lists of member names in the unpacked samples of LLaVA-OneVision-2.
+
+    Source: `convert_jsonl_to_webdataset_simple.py` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+    """
+    renamed = {
+        name: other
+        for name, other in _MEMBER_LISTS.items()
+        if other not in value and all([group.find(str(member)) for member in _list(value.get(name))])
+    }
+    return {renamed.get(name, name): item for name, item in value.items()}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(group: KeyMembers, value: Mapping[str, Any]) -> str | None:

@@ -44,15 +44,27 @@ def build(tmp_path: Path, tokenizer_dir: Path) -> Any:
 @pytest.fixture(scope="session")
 def command_line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CommandLine]:
     """Runs with faults; in its folder are 48 conversations with images in 4 files, and a tokenizer."""
-    folder = tmp_path_factory.mktemp("faults")
-    demo = write_dataset(folder / "data", records=48, broken=0)
-    tokenizer = write_tokenizer(folder / "tokenizer", demo.texts)
+    yield from _command_line(tmp_path_factory.mktemp("faults"))
+
+
+def _command_line(folder: Path, *, videos: bool = False) -> Iterator[CommandLine]:
+    demo = write_dataset(folder / "data", records=48, broken=0, videos=videos)
+    tokenizer = write_tokenizer(folder / "tokenizer", demo.texts, videos=videos)
     lines = demo.jsonl.read_text().splitlines(keepends=True)
     for number in range(4):
         (folder / "data" / f"part{number}.jsonl").write_text("".join(lines[12 * number : 12 * number + 12]))
     line = CommandLine(folder, tokenizer)
     yield line
     line.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed_videos(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    """Of 48 conversations, 14 of which have videos, packed without a fault."""
+    folder = tmp_path_factory.mktemp("videos")
+    for line in _command_line(folder, videos=True):
+        options = ("--seq-len", "1024", "--max-packs-per-shard", "1")
+        yield Build.made(line, folder, line.tokenizer, "PackedMultiMixQASample", *options)
 
 
 @pytest.fixture(scope="session")

@@ -52,10 +52,9 @@ def moments(build: Build, kinds: dict[str, str], seed: int) -> list[Fault]:
 
 @pytest.mark.parametrize("number", range(MOMENTS))
 def test_after_a_kill_one_run_gives_the_same_bytes(
-    undisturbed: Build, undisturbed_tokens: Build, tmp_path: Path, number: int
+    undisturbed: Build, undisturbed_tokens: Build, undisturbed_videos: Build, tmp_path: Path, number: int
 ) -> None:
-    if number % 2:
-        undisturbed = undisturbed_tokens
+    undisturbed = (undisturbed, undisturbed_tokens, undisturbed_videos)[number % 3]
     kinds = {"kill": "any", "kill_all": "any", "kill_parent": "worker"}
     fault = moments(undisturbed, kinds, 1)[number]
     ran = undisturbed.run(tmp_path / "out", fault=fault)

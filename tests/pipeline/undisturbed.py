@@ -41,10 +41,10 @@ class Build:
     options: tuple[str, ...] = ()
 
     @classmethod
-    def made(cls, command_line: CommandLine, folder: Path, tokenizer: Path, flavor: str) -> "Build":
-        """Run without a fault."""
+    def made(cls, command_line: CommandLine, folder: Path, tokenizer: Path, flavor: str, *more: str) -> "Build":
+        """Run without a fault; `more` are options of all runs."""
         given = {"command_line": command_line, "folder": folder, "tokenizer": tokenizer}
-        build = cls(**given, files={}, events=[], options=("--sample-class", flavor))
+        build = cls(**given, files={}, events=[], options=("--sample-class", flavor, *more))
         out = folder / f"out-{flavor}"
         ran = build.run(out, fault=Fault())
         assert (ran.status, ran.err, ran.orphans) == (0, "", False)

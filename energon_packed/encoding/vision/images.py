@@ -22,10 +22,12 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image, ImageOps
 
 from energon_packed.errors import Reason, RecordError, ResourceError
 from energon_packed.records import MediaReference
+from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 from energon_packed.system import raise_resource_error
 
 _ORIENTATION = 0x0112  # EXIF 2.3, 4.6.4 A: tag 274
@@ -90,11 +92,20 @@ def load_image(reference: MediaReference) -> Image.Image:
 
 
 def sniff_extension(data: bytes) -> str:
-    """File extension by content: `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or Pillow's format name."""
+    """File extension of an image or video by content.
+
+    Returns:
+        `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or Pillow's format name; or that of a `video_extension`.
+
+    Raises:
+        RecordError: `corrupt_image`, if it is neither an image nor a video.
+    """
     if data.startswith(b"\xff\xd8\xff"):
         return "jpg"
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return "png"
+    if (container := video_extension(data[:SIGNATURE_BYTES])) is not None:
+        return container
     return read_header(MediaReference(data=data)).extension
 
 
@@ -305,8 +316,15 @@ def as_jpeg(data: bytes) -> bytes:
         RecordError: `corrupt_image`, if it cannot be decoded or has a side of more than 65,500 pixels.
     """
     image = _to_convert(data)
-    if image is None:
-        return data
+    return data if image is None else _jpeg(image)
+
+
+def frame_as_jpeg(frame: npt.NDArray[np.uint8]) -> bytes:
+    """Return a frame of a video, RGB (height, width, 3), as `as_jpeg` returns an image."""
+    return _jpeg(Image.fromarray(frame))
+
+
+def _jpeg(image: Image.Image) -> bytes:
     out = io.BytesIO()
     image.save(out, "JPEG", quality=QUALITY, subsampling=0, progressive=False, optimize=False)
     return out.getvalue()

@@ -18,7 +18,8 @@ import torch
 
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.vision.images import load_image
-from energon_packed.errors import EnergonPackedError, RecordError, Reject, ResourceError
+from energon_packed.encoding.vision.video_file import read_video_info
+from energon_packed.errors import EnergonPackedError, Reason, RecordError, Reject, ResourceError
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.formats.references import complete_parts, located_names
@@ -27,7 +28,7 @@ from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.loading.process import checked_sample
 from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
-from energon_packed.records import Conversation
+from energon_packed.records import Conversation, VideoReference
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import TarScan
@@ -41,12 +42,12 @@ class TarContents:
 
     Attributes:
         name: file name of the tar.
-        counts: number of packs, samples, images and tokens, and of supervised tokens of the encoded samples; and the
-            sum of the checksums of their loss weights.
+        counts: number of packs, samples, images, videos, selected frames and tokens, and of supervised tokens of the
+            encoded samples; and the sum of the checksums of their loss weights.
         samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         changed: packs with a referenced image that changed, by file and change.
-        packs, images, fit, encoded: checks of this tar.
+        packs, images, videos, fit, encoded: checks of this tar.
     """
 
     name: str
@@ -56,6 +57,7 @@ class TarContents:
     changed: Counter[str] = field(default_factory=Counter)
     packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
     images: Check = field(default_factory=lambda: Check("images decode"))
+    videos: Check = field(default_factory=lambda: Check("videos have the selected frames"))
     fit: Check = field(default_factory=lambda: Check("packs fit seq_len"))
     encoded: Check = field(
         default_factory=lambda: Check("samples encode to their recorded length, with a supervised token")
@@ -99,6 +101,9 @@ class PackChecker:
                 contents.counts["packs"] += 1
                 contents.counts["samples"] += len(samples)
                 contents.counts["images"] += sum(len(sample.images) for sample in samples)
+                selections = [video.frames for sample in samples for video in sample.videos]
+                contents.counts["videos"] += len(selections)
+                contents.counts["frames"] += sum([len(frames.indices) for frames in selections])
                 for sample in samples:
                     conversation = sample.conversation
                     contents.samples.append((str(conversation.id), _checksum(conversation), key))
@@ -116,10 +121,17 @@ class PackChecker:
                     load_image(image)
                 except RecordError as error:
                     contents.images.fail(f"{pack}, sample {sample.conversation.id}: {error}")
+            for video in sample.conversation.videos:
+                try:
+                    _check_video(video)
+                except RecordError as error:
+                    contents.videos.fail(f"{pack}, sample {sample.conversation.id}: {error}")
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None and has_images:
             ambiguous = self.encoder.vision is not None and self.encoder.vision.ambiguous_layouts
-            places = [place for place, sample in enumerate(samples) if not (ambiguous and sample.conversation.images)]
+            places = [
+                place for place, sample in enumerate(samples) if not (ambiguous and sample.conversation.media_files)
+            ]
             results = self.encoder.encode_many([samples[place].conversation for place in places])
             for place, result in zip(places, results, strict=True):
                 encoded[place] = result
@@ -161,6 +173,29 @@ class PackChecker:
         return len(checked)
 
 
+def _check_video(video: VideoReference) -> None:
+    """Compare the selected frames of a video with its file, without decoding, or with the images of the frames.
+
+    Raises:
+        RecordError: a file is damaged, or has other frames.
+    """
+    frames = video.frames
+    assert frames is not None  # of every codec
+    if video.file is not None:
+        info = read_video_info(video.file)
+        found, expected = (info.num_frames, info.height, info.width), (frames.num_frames, frames.height, frames.width)
+        if found != expected:
+            raise RecordError(
+                Reason.CORRUPT_VIDEO,
+                "it has {} frames of {} x {} pixels, and {} of {} x {} were selected from".format(*found, *expected),
+            )
+    for image in video.images:
+        size = load_image(image).size
+        if size != (frames.width, frames.height):
+            detail = f"a frame has {size[1]} x {size[0]} pixels, and its video {frames.height} x {frames.width}"
+            raise RecordError(Reason.CORRUPT_IMAGE, detail)
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Limit torch to this thread: its thread pool does not survive a fork, and each core already has a process."""
@@ -190,6 +225,7 @@ def contents_checks(
     summaries = {
         "packs": f"{total['packs']:,} packs",
         "images": f"{total['images']:,} images",
+        "videos": f"{total['videos']:,} videos",
         "fit": f"{manifest.seq_len:,} tokens" if manifest else "",
         "encoded": f"{total['encoded samples']:,} of {total['samples']:,} samples",
     }
@@ -202,18 +238,21 @@ def contents_checks(
     if manifest is not None and (manifest.images_decoded or 0) < manifest.images:
         joined.images.remedy = "check-images"
     unknown = f"{total['unknown lengths']:,} samples have no recorded length" if total["unknown lengths"] else ""
+    media = "images and videos" if total["videos"] else "images"
     if changed := total["changed packs"]:
-        not_encoded = not_encoded or f"images of {changed:,} packs changed"
-        joined.images.not_checked = unread or f"images of {changed:,} packs changed"
+        not_encoded = not_encoded or f"{media} of {changed:,} packs changed"
+        joined.images.not_checked = joined.videos.not_checked = unread or f"{media} of {changed:,} packs changed"
     if total["encoded samples"] == total["samples"]:
         not_encoded, joined.encoded.summary = "", f"{total['samples']:,} samples"
     joined.encoded.not_checked = not_encoded or unread
     joined.fit.not_checked = (NO_MANIFEST if manifest is None else unknown) or unread
     yield joined.packs
     if total["references"]:
-        yield _media_unchanged(total["references"], contents, unread)
+        yield _media_unchanged(total["references"], media, contents, unread)
     yield _every_sample_once(folder, contents, unread)
     yield joined.images
+    if total["videos"]:
+        yield joined.videos
     yield joined.fit
     yield joined.encoded
     if manifest is None:
@@ -224,10 +263,10 @@ def contents_checks(
         yield _samples_share_rows(folder, contents, total, unknown or unread)
 
 
-def _media_unchanged(images: int, contents: list[TarContents], unread: str) -> Check:
-    """Check that no referenced image changed; each file is listed once, with the number of its packs."""
+def _media_unchanged(files: int, media: str, contents: list[TarContents], unread: str) -> Check:
+    """Check that no referenced image or video changed; each file is listed once, with the number of its packs."""
     packs = sum((tar.changed for tar in contents), Counter[str]())
-    check = Check("referenced images are unchanged", summary=f"{images:,} images", not_checked=unread)
+    check = Check(f"referenced {media} are unchanged", summary=f"{files:,} {media}", not_checked=unread)
     for change, count in sorted(packs.items()):
         check.fail(f"{change} ({count:,} packs)")
     return check
@@ -325,6 +364,7 @@ def _sums(
                 check.fail(f"{tar.name} has {tar.counts[name]} {name}, packing.json has {recorded}")
     # Totals are compared as well: a shard that is missing changes only them.
     totals = {"packs": manifest.packs, "samples": manifest.packed, "images": manifest.images}
+    totals |= {"videos": manifest.videos, "frames": manifest.frames}
     if not unknown:
         totals["tokens"] = manifest.tokens
     if not not_encoded and manifest.supervised_tokens is not None:

@@ -1,6 +1,6 @@
-"""Images of a record in, StoredImages with a Locator out: `pack --media reference`.
+"""Images and videos of a record in, StoredImages with a Locator out: `pack --media reference`.
 
-| image of the record | located in |
+| file of the record | located in |
 |---|---|
 | a file | that file, auxiliary dataset `files` |
 | a member of a tar | the tar, auxiliary dataset `tars` |
@@ -10,6 +10,7 @@ stored.py writes `out/media`. `MediaLocator.locate` runs in the write stage, whi
 digest, as a copy would.
 """
 
+import os
 import time
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import StoredImage
 from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
+from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote
 
@@ -81,7 +83,7 @@ class MediaLocator:
     seconds: float = 0.0
 
     def locate(self, reference: MediaReference) -> StoredImage:
-        """Return the location of an image, with the value that readers compare.
+        """Return the location of an image or video, with the value that readers compare.
 
         Raises:
             RecordError: the image cannot be read, or is not the measured image.
@@ -95,9 +97,9 @@ class MediaLocator:
             extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None
             self.seconds += time.perf_counter() - start
         else:
-            header, status = read_header(reference), as_path(file).stat()
-            extension, size, digest = header.extension, header.num_bytes, None
-            changed = (status.st_size, status.st_mtime_ns)
+            status = as_path(file).stat()
+            extension, size = _type_and_size(reference)
+            digest, changed = None, (status.st_size, status.st_mtime_ns)
         path, offset = file.lstrip("/"), reference.offset or 0
         # A member of a tar is behind its header. Names of members repeat, and Energon needs an extension to decode.
         source, member = (TARS, f"{path}/{offset}.{extension}") if offset else (FILES, path)
@@ -111,8 +113,18 @@ class MediaLocator:
         extension, digest = sniff_extension(data), media_digest(data)
         place = None if self.stored is None else self.stored.find(digest)
         if place is None:
-            raise RecordError(Reason.CORRUPT_IMAGE, f"an image of {len(data)} bytes has other bytes")
+            raise RecordError(Reason.CORRUPT_IMAGE, f"a file of {len(data)} bytes has other bytes")
         tar, offset = place
         file = f"../{STORED}/{tar}"  # relative to the dataset, so that the output folder can be moved
         locator = Locator(file, offset, len(data), digest, None, STORED, f"{digest}.{extension}")
         return StoredImage(extension, b"", locator=locator)
+
+
+def _type_and_size(reference: MediaReference) -> tuple[str, int]:
+    """File extension by content, and bytes, from the header of an image or the start of a video."""
+    with reference.open() as stream:
+        start, size = stream.read(SIGNATURE_BYTES), stream.seek(0, os.SEEK_END)
+    if (extension := video_extension(start)) is not None:
+        return extension, size
+    header = read_header(reference)
+    return header.extension, header.num_bytes

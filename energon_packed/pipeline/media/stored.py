@@ -1,6 +1,6 @@
-"""Stage media, with `media='reference'`: images that are in no file of the input are stored once, in `out/media`.
+"""Stage media, with `media='reference'`: images and videos in no file of the input are stored once, in `out/media`.
 
-Input: the images in memory that the measure stage found, by digest. Output: an Energon dataset with a member
+Input: the files in memory that the measure stage found, by digest. Output: an Energon dataset with a member
 `DIGEST.EXT` for each different image, and its index, in which the write stage finds the images.
 
     NAME.media ──► MediaPlan ──MediaTask──► MediaWriter (worker) ──► tar of out/media, state file
@@ -111,7 +111,7 @@ class MediaWriter:
 
     def _images(self, source: int, address: int, size: int) -> list[bytes]:
         try:
-            return [image.data or b"" for image in self.reader.read(source, address, size).images]
+            return [file.data or b"" for file in self.reader.read(source, address, size).media_files]
         except (RecordError, OSError) as error:
             raise_resource_error(error, self.reader.sources[source].path)
             raise self._changed(source, address, str(error)) from error
