@@ -116,7 +116,7 @@ PLACES = {
     "CODECS": "formats:CODECS",
     "codec_of": "formats:codec_of",
     "READ_ONLY": "formats:READ_ONLY",
-    "TIMESTAMPS_ADDED": "formats.third_party:TIMESTAMPS_ADDED",
+    "TIMESTAMPS_WRITTEN": "records.normalize:TIMESTAMPS_WRITTEN",
     "image_count": "formats.parts:image_count",
     "complete_parts": "formats.references:complete_parts",
     "stored_media": "pipeline.media.stored",

@@ -64,7 +64,7 @@ def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
     batches = samples = tokens = supervised = 0
     for batch in loader:
         if batches < _SHOWN_BATCHES:
-            shapes = {name: tuple(value.shape) for name in _SHOWN if (value := getattr(batch, name, None)) is not None}
+            shapes = {name: tuple(value.shape) for name in _SHOWN if (value := getattr(batch, name)) is not None}
             console.print(f"  batch {batches}: {batch.num_samples} samples, " +
                           ", ".join(f"{name} {shape}" for name, shape in shapes.items()), soft_wrap=True)  # fmt: skip
         batches += 1

@@ -417,7 +417,8 @@ def warnings(data: ReportData) -> Iterator[str]:
     problems = [problem for problem in shown if problem is not None]
     problems += [strip.problem for pack in data.shown for strip in pack.strips.values() if strip.problem is not None]
     if problems:
-        yield f"{len(problems):,} of {len(shown):,} videos that were read cannot be used, such as {problems[0]}"
+        counts = f"{len(problems):,} of {len(shown):,} videos that were read"
+        yield f"{counts} cannot be used or shown, such as {problems[0]}"
     if data.not_encoded:
         yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 
@@ -461,7 +462,8 @@ def _image_size_facts(data: ReportData) -> str:
 def _video_facts(data: ReportData) -> str:
     m = data.manifest
     stored = "frames as images" if m.extract_frames else "video files"
-    listed = f"{m.videos:,} videos with {m.frames:,} selected frames, stored as {stored}"
+    selected = f" with {m.frames:,} selected frames, stored as {stored}" if m.frames else ""  # a scan counts no frames
+    listed = f"{m.videos:,} videos{selected}"
     if not data.videos:
         return listed
     seconds = sorted(frames.num_frames / frames.fps for frames in data.videos if frames.fps)
