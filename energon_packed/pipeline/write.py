@@ -245,7 +245,8 @@ class ShardWriter:
     def _stored_video(self, video: VideoReference) -> StoredVideo:
         """Return the location or the bytes of a video with its selected frames, or these frames as images."""
         assert video.frames is not None  # of `_with_frames`
-        file, images = None, ()
+        file: StoredImage | None = None
+        images: tuple[StoredImage, ...] = ()
         if video.file is None:
             images = tuple([self._stored_file(image) for image in video.images])
         elif not self.extract_frames:
