@@ -60,7 +60,7 @@ def frames_from_dict(value: Mapping[str, Any]) -> FrameSelection:
         raise ValueError(f"frames are {short(value['frames'])}, of a video with {num_frames}")
     if len(timestamps) != len(indices) or not all(map(math.isfinite, timestamps)):
         raise ValueError(f"timestamps of {len(indices)} frames are {short(value['timestamps'])}")
-    if not math.isfinite(fps) or fps < 0:
+    if not math.isfinite(fps) or fps <= 0:
         raise ValueError(f"fps is {fps}")
     if not isinstance(value["settings"], dict):
         raise ValueError(f"settings are {short(value['settings'])}")

@@ -224,15 +224,11 @@ def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelecti
     """Return the frames of a video, its size in bytes, and whether the file has audio, as far as it is read."""
     # What was packed is trained, whatever the settings of this family are.
     if video.frames is not None:
-        return video.frames, sum([_num_bytes(file) for file in video.files]), False
+        vision.check_selection(video.frames)
+        return video.frames, sum([file.num_bytes() for file in video.files]), False
     assert video.file is not None, "a video without a file has its frames"
     info = read_video_info(video.file)
     return vision.select_frames(info, video.settings), info.num_bytes, info.has_audio
-
-
-def _num_bytes(file: MediaReference) -> int:
-    with file.open() as stream:
-        return stream.seek(0, 2)
 
 
 def video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
