@@ -12,6 +12,7 @@
     size                [height, width] of an upright frame
     resized             [height, width] that frames are resized to; null if they are resized as images are
     settings            settings that selected the frames, by the names of the processors
+    images_before       of tokenized samples with images: number of their images before the video
 
 The restart state of `pack` has the same fields without the parts (`frames_as_dict`, `frames_from_dict`).
 """

@@ -235,7 +235,8 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
 
     def reference(video: StoredVideo) -> VideoReference:
         file = None if video.file is None else references([video.file])[0]
-        return VideoReference(file=file, frames=video.frames, images=references(video.images))
+        images = references(video.images)
+        return VideoReference(file=file, frames=video.frames, images=images, images_before=video.images_before)
 
     return [
         replace(
