@@ -651,8 +651,6 @@ class _Counting(_Decoder):
 class _Sequential(_Decoder):
     """Decodes all frames from the start, and identifies them by their time."""
 
-    _jumps = False
-
     def __init__(self, video: _Video, selection: FrameSelection) -> None:
         super().__init__(video, selection)
         self._packets = video.packets()
