@@ -77,7 +77,6 @@ PLACES = {
     "VideoInfo": "encoding.vision.video_file:VideoInfo",
     "VideoSettings": "encoding.vision.video_sampling:VideoSettings",
     "images": "encoding.vision.images",
-    "FrameSelection": "records.video:FrameSelection",
     "check_video": "encoding.vision.video_file:check_video",
     "video_file": "encoding.vision.video_file",
     "mrope_positions": "encoding.vision.positions:mrope_positions",

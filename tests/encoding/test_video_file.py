@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from transformers.video_utils import read_video_pyav
 
-from energon_packed import ConfigError, MediaReference, RecordError, ResourceError
-from tests.internals import FrameSelection, call_in_child, check_video, decode_frames, read_video_info, video_file
+from energon_packed import ConfigError, FrameSelection, MediaReference, RecordError, ResourceError
+from tests.internals import call_in_child, check_video, decode_frames, read_video_info, video_file
 from tests.processes import run_python
 from tests.storage import Store
 from tests.videos import (
