@@ -7,7 +7,6 @@ joined from one file per chunk. Chunks are measured in parallel, and only if no 
 """
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -309,6 +308,11 @@ class Measurer:
         if len(measurement.frames) != len(conversation.videos):
             detail = "its encoder selects no frames of videos; use a ChatEncoder, or frames as images"
             return Measurement.rejected(Reject(Reason.UNSUPPORTED_MEDIA, detail))
+        sample = measurement.sample
+        if conversation.images and sample is not None and sample.video_token_id is None:
+            # Their order is that of `<image>` and `<video>` in the text, which is not stored.
+            detail = "images and frames of a video file have the same token; set another `sample_class` to pack both"
+            return Measurement.rejected(Reject(Reason.UNSUPPORTED_MEDIA, detail))
         try:
             for video, frames in zip(conversation.videos, measurement.frames, strict=True):
                 if video.file is not None and self.check_frames:
@@ -343,9 +347,7 @@ class Measurer:
 
 
 def _check_size(file: MediaReference) -> None:
-    with file.open() as stream:
-        num_bytes = stream.seek(0, os.SEEK_END)
-    if num_bytes > MOST_BYTES:
+    if (num_bytes := file.num_bytes()) > MOST_BYTES:
         raise RecordError(
             Reason.UNSUPPORTED_MEDIA,
             f"{file.label} has {num_bytes:,} bytes, and packs have videos of at most {MOST_BYTES:,}; set "

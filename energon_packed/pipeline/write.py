@@ -23,6 +23,7 @@ import orjson
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.fragments import fragment_id
 from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_extension
+from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
 from energon_packed.files import atomic_write
@@ -175,6 +176,7 @@ class ShardWriter:
                 media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
                 if conversation.videos:
                     conversation = self._with_frames(conversation, record, frames)
+                    conversation = conversation if tokens is None else with_image_counts(conversation)
                     videos = tuple([self._stored_video(video) for video in conversation.videos])
                     read = (self._read_bytes(*pair) for pair in zip(conversation.videos, videos, strict=True))
                     media_bytes += sum(read)
@@ -244,12 +246,17 @@ class ShardWriter:
     def _stored_video(self, video: VideoReference) -> StoredVideo:
         """Return the location or the bytes of a video with its selected frames, or these frames as images."""
         assert video.frames is not None  # of `_with_frames`
+        file: StoredImage | None = None
+        images: tuple[StoredImage, ...] = ()
         if video.file is None:
-            return StoredVideo(video.frames, images=tuple([self._stored_file(image) for image in video.images]))
-        if not self.extract_frames:
-            return StoredVideo(video.frames, self._stored_file(video.file))
-        frames = decode_frames(video.file, video.frames)
-        return StoredVideo(video.frames, images=tuple([StoredImage("jpg", frame_as_jpeg(frame)) for frame in frames]))
+            images = tuple([self._stored_file(image) for image in video.images])
+        elif not self.extract_frames:
+            file = self._stored_file(video.file)
+        else:
+            images = tuple(
+                [StoredImage("jpg", frame_as_jpeg(frame)) for frame in decode_frames(video.file, video.frames)]
+            )
+        return StoredVideo(video.frames, file, images, video.images_before)
 
     def _read_bytes(self, video: VideoReference, stored: StoredVideo) -> int:
         """Bytes of the files that a stored video was made of."""

@@ -161,6 +161,35 @@ def test_the_stored_selection_is_trained_whatever_the_settings_are(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_selection_of_a_family_that_resizes_differently_is_rejected(
+    encoders: Encoders, clip: Path, family: str
+) -> None:
+    encoder, conversation = encoders[family], asked("<video>Why?", [str(clip)])
+    [frames] = encoder.measure([conversation])[0].frames
+    other = None if frames.resized else (56, 56)
+    for resized in (other, (100, 56)):
+        stored = replace(conversation.videos[0], frames=replace(frames, resized=resized))
+        with pytest.raises(RecordError, match="unsupported_media: the stored frames of a video are .*; pack the orig"):
+            encoder.encode(replace(conversation, videos=(stored,)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "detail"),
+    [
+        ("qwen3_vl", {"num_frames": 10**12}, "`num_frames` must be at most 65,536, got 1,000,000,000,000"),
+        ("qwen2vl", {"min_pixels": 10**12}, "frames resized to 1154720x866040 have more than 67,108,864 pixels"),
+        ("llava_onevision2", {"min_pixels": 10**12}, "have more than 67,108,864 pixels. Lower `min_pixels`"),
+    ],
+)
+def test_settings_of_a_record_need_bounded_memory(
+    encoders: Encoders, clip: Path, family: str, settings: dict[str, int], detail: str
+) -> None:
+    [measured] = encoders[family].measure([asked("<video>Why?", [{"path": str(clip), **settings}])])
+    assert measured.reject is not None
+    assert detail in measured.reject.detail
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stored_frames_equal_the_file(encoders: Encoders, clip: Path, family: str) -> None:
     encoder, conversation = encoders[family], asked("<video>Why?", [str(clip)])
     [frames] = encoder.measure([conversation])[0].frames

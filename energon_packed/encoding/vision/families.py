@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, mrope_positions
+from energon_packed.encoding.vision.video_file import MAX_FRAME_PIXELS
 from energon_packed.encoding.vision.video_sampling import (
     FRAME_SETTINGS,
     PIXEL_SETTINGS,
@@ -239,6 +240,9 @@ class VisionFamily(ABC):
         try:
             indices = self.frame_indices(info.num_frames, info.fps, resolved)
             resized = self.resized_frame(len(indices), info.height, info.width, resolved)
+            if resized is not None and resized[0] * resized[1] > MAX_FRAME_PIXELS:
+                detail = f"frames resized to {resized[1]}x{resized[0]} have more than {MAX_FRAME_PIXELS:,} pixels"
+                raise ValueError(f"{detail}. Lower `min_pixels` or `max_pixels` of the video")
         except ValueError as error:
             raise RecordError(Reason.CORRUPT_VIDEO, str(error)) from error
         return FrameSelection(
@@ -251,6 +255,23 @@ class VisionFamily(ABC):
             resized=resized,
             settings=resolved.plain(),
         )
+
+    def check_selection(self, frames: FrameSelection) -> None:
+        """Check that stored frames have a size that this family can use.
+
+        Raises:
+            RecordError: `unsupported_media`, if they were selected for a family that resizes frames in another way.
+        """
+        is_resized = type(self).resized_frame is not VisionFamily.resized_frame
+        if is_resized and frames.resized is not None:
+            factor = int(self.image_processor.patch_size) * self.merge_size
+            if not any(side % factor for side in frames.resized):
+                return
+        elif not is_resized and frames.resized is None:
+            return
+        size = "not resized" if frames.resized is None else f"resized to {frames.resized[1]}x{frames.resized[0]}"
+        detail = f"the stored frames of a video are {size}, which {type(self).__name__} cannot use"
+        raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{detail}; pack the original video files with its processor")
 
     def frame_indices(self, num_frames: int, fps: float, settings: VideoSettings) -> Int64:
         """Indices of the selected frames, int64 (frames,), of a file with `num_frames` at `fps` frames per second.
