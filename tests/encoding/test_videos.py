@@ -189,6 +189,24 @@ def test_settings_of_a_record_need_bounded_memory(
     assert detail in measured.reject.detail
 
 
+def test_a_damaged_last_frame_is_named(tmp_path: Path) -> None:
+    # Packets of a ts have no length, so that a truncated last frame is found when it is decoded.
+    path = make_video(tmp_path / "whole.ts", frames=40, fps=10)
+    content = path.read_bytes()
+    reference = MediaReference(data=content[: len(content) * 7 // 20])
+    info = read_video_info(reference)
+    last = FrameSelection(
+        indices=(info.num_frames - 1,),
+        timestamps=(float(info.timestamps[-1]),),
+        fps=info.fps,
+        num_frames=info.num_frames,
+        height=info.height,
+        width=info.width,
+    )
+    with pytest.raises(RecordError, match="has damaged data in a frame; replace the video"):
+        list(decode_frames(reference, last))
+
+
 def test_a_frame_with_the_time_of_another_frame_is_not_selected(encoders: Encoders, tmp_path: Path) -> None:
     # Times of a mkv are milliseconds, so that three frames have the same.
     path = make_video(tmp_path / "fast.mkv", frames=36, fps=3000, b_frames=0)

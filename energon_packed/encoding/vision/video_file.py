@@ -9,7 +9,7 @@ are recognized by their header. Frames that packets do not show are counted by d
 codecs that are not listed, MPEG-4 frames without content, and files that do not start with a keyframe.
 
 The pixels equal `frame.to_ndarray(format="rgb24")` of PyAV, which `transformers.video_utils.read_video_pyav` calls,
-and are then rotated upright, which that function does not do. The aspect ratio of pixels is ignored, as it does.
+and are then rotated upright, which that function does not do. As there, the aspect ratio of pixels is ignored.
 
 Files are untrusted: FFmpeg reads through `MediaReference.open` and can open nothing else, its containers are limited
 to the formats below, and frames, pixels and bytes have limits.
@@ -576,7 +576,8 @@ def _all_frames(video: _Video) -> Iterator[Any]:
 
 def _check_frame(frame: Any) -> None:
     if frame.is_corrupt:
-        at = "" if frame.time is None else f" at {frame.time:.3f} s"
+        # The last frames of a truncated ts have no unit of time.
+        at = f" at {frame.time:.3f} s" if frame.time is not None and np.isfinite(frame.time) else ""
         raise _Damaged(f"has damaged data in a frame{at}")
 
 

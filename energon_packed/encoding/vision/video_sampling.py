@@ -44,9 +44,9 @@ class VideoSettings:
         num_frames: number of selected frames.
         min_frames, max_frames: limits of the number of frames that `fps` selects.
         min_pixels, max_pixels: limits of a resized frame in pixels; None for no limit.
-        total_pixels: limit of all resized frames of a video together, where the frames of a temporal patch count as
+        total_pixels: limit of all resized frames of a video together; the frames of a temporal patch count as
             one frame, as in qwen_vl_utils; None for no limit.
-        min_total_pixels, max_total_pixels: limits of all resized frames of a video together, where every frame counts:
+        min_total_pixels, max_total_pixels: limits of all resized frames of a video together; every frame counts:
             `size` of Qwen3VLVideoProcessor.
 
     Raises:
