@@ -68,7 +68,7 @@ def test_the_log_of_eight_ranks_stopped_three_times_proves_that_nothing_is_lost(
 
 def test_a_row_without_targets_has_no_samples_in_the_log(tmp_path: Path) -> None:
     for rank in range(3):
-        list(DataflowLoader(MapDistributor(FEATURES), rank=rank, world_size=3, even_ranks="mask", order_log=tmp_path))
+        list(DataflowLoader(MapDistributor(FEATURES), rank=rank, world_size=3, order_log=tmp_path))
     found = check_order(tmp_path)
     assert found.problems == []
     assert (found.steps, found.samples, sum(found.sources.values())) == (15, 13, 13)

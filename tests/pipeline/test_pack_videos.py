@@ -129,7 +129,7 @@ def test_loaders_decode_the_frames_that_were_measured(data: VideoDemo, flavor: s
     for sample in samples:
         conversation = normalize(records(data)[sample.id], image_root=str(data.jsonl.parent))
         assert equal(sample, data.encoder.encode(conversation)), sample.id
-    loader = get_packed_loader(result.shards, data.encoder, epochs=1, num_workers=0, even_ranks="off")
+    loader = get_packed_loader(result.shards, data.encoder, epochs=1, num_workers=0)
     by_id = {sample.id: sample for sample in samples}
     read = []
     for batch in loader:
