@@ -15,6 +15,7 @@ from energon_packed.options import make, refuse_remote
 from energon_packed.pipeline import PackOptions
 
 _MAX_REJECT_RATE = 0.5  # some generated records are invalid on purpose
+_INVALID = {False: 6, True: 8}  # invalid records, by whether there are videos: one of each kind
 _SHOWN_BATCHES = 3
 _SHOWN = ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid_thw", "pixel_values_videos",
           "video_grid_thw", "second_per_grid_ts")  # fmt: skip
@@ -39,7 +40,7 @@ def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
         raise ConfigError(f"{output_dir} contains a dataset that the demo did not write. Pass another `output_dir`.")
     media = "images and videos" if videos else "images"
     console.print(f"Drawing {media} and writing {records} conversations to {source} ...", soft_wrap=True)
-    data = write_dataset(source, records=records, videos=videos)
+    data = write_dataset(source, records=records, broken=_INVALID[videos], videos=videos)
     tokenizer = write_tokenizer(source / "tokenizer", data.texts, videos=videos)
     arguments = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
     arguments += ["--max-reject-rate", _MAX_REJECT_RATE]
@@ -63,7 +64,7 @@ def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
     batches = samples = tokens = supervised = 0
     for batch in loader:
         if batches < _SHOWN_BATCHES:
-            shapes = {name: tuple(value.shape) for name in _SHOWN if (value := getattr(batch, name, None)) is not None}
+            shapes = {name: tuple(value.shape) for name in _SHOWN if (value := getattr(batch, name)) is not None}
             console.print(f"  batch {batches}: {batch.num_samples} samples, " +
                           ", ".join(f"{name} {shape}" for name, shape in shapes.items()), soft_wrap=True)  # fmt: skip
         batches += 1

@@ -47,6 +47,9 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
         for name, count in (("checked by header", by_header), ("checked by decoding", manifest.images_decoded)):
             if count:
                 table.add_row(f"  {name}", f"{count:,}")
+    if manifest.videos:
+        table.add_row("videos", f"{manifest.videos:,}")
+        table.add_row("  selected frames", f"{manifest.frames:,}")
     if stored := manifest.media_stored:
         table.add_row("  stored in media", f"{stored['images']:,} ({format_bytes(stored['bytes'])})")
     table.add_row("seq_len", f"{manifest.seq_len:,}")

@@ -18,7 +18,7 @@ from energon_packed.files import visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.view import PackView, SampleView, extract_pack, view_pack
+from energon_packed.inspection.view import ImageView, PackView, SampleView, VideoView, extract_pack, view_pack
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
 from energon_packed.shards.scan import scan_tar
 
@@ -42,7 +42,7 @@ def command(
 ) -> None:
     """Show the contents of a tar, a dataset folder or a Metadataset YAML.
 
-    Supervised text is green. The code of the dataset is not executed, and only the headers of images are read.
+    Supervised text is green. The code of the dataset is not executed, and images and videos are not decoded.
 
     \b
     energon-packed inspect out/webdataset/out-000000.tar
@@ -112,9 +112,9 @@ def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
 
 
 def _kind(part: str) -> str:
-    """Group image parts by extension: `img*.jpg` for `img3_0.jpg`."""
+    """Group image and video parts by extension: `img*.jpg` for `img3_0.jpg`."""
     name, _, extension = part.rpartition(".")
-    return f"img*.{extension}" if name.startswith("img") else part or "(no part)"
+    return f"{name[:3]}*.{extension}" if name.startswith(("img", "vid")) else part or "(no part)"
 
 
 def _show_manifest(console: Console, folder: PackedFolder) -> None:
@@ -160,13 +160,20 @@ def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     console.print(f"── {index}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
     for image in sample.images:
         size = image.problem or f"{image.width} x {image.height}"
-        place = "" if image.file is None else f", {image.file} from byte {image.offset:,}"
+        place = _place(image)
         shown = f"  {image.name}  {size}, {format_bytes(image.bytes)}{place}"
         console.print(shown, style="blue", markup=False, soft_wrap=bool(place))
+    for video in sample.videos:
+        shown = f"  {video.name}  {video.text}, {format_bytes(video.bytes)}{_place(video)}"
+        console.print(shown, style="blue", markup=False, soft_wrap=True)
     for turn in sample.turns:
         line = Text(turn_text(turn.role, turn.shown), style="green" if turn.supervised else "")
         line.stylize(_ROLES.get(turn.role, "white"), 0, 12)
         console.print(line)
+
+
+def _place(media: ImageView | VideoView) -> str:
+    return "" if media.file is None else f", {media.file} from byte {media.offset:,}"
 
 
 def _show_tokens(console: Console, raw: Mapping[str, Any], encoder: Any, view: PackView, as_json: bool) -> None:

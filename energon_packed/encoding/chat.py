@@ -41,13 +41,16 @@ from energon_packed.encoding.vision.media import (
     measure_media,
     patch_positions,
     read_pixels,
+    trained_grids,
     with_frames_as_images,
 )
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
 from energon_packed.encoding.vision.settings import load_vision
+from energon_packed.encoding.vision.timestamps import has_timestamps
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.options import declared, make, plain_values
 from energon_packed.records import Conversation
+from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED, TIMESTAMPS_WRITTEN
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 
 Int64 = npt.NDArray[np.int64]
@@ -219,7 +222,7 @@ class ChatEncoder(Processor):
                 media[index] = read_pixels(self._vision(), conversation) if has_media else Pixels()
             except RecordError as error:
                 results[index] = error.reject
-        sizes = [MediaSize(pixels.runs, frames=pixels.frames) for pixels in media.values()]
+        sizes = [MediaSize(pixels.runs, frames=pixels.frames, spelled=pixels.spelled) for pixels in media.values()]
         batch, rejects = self._tokenize([conversations[index] for index in media], sizes)
         for slot, (index, pixels) in enumerate(media.items()):  # slot: index in the batch, which has no rejects
             if slot in rejects:
@@ -235,20 +238,14 @@ class ChatEncoder(Processor):
         sample = self._expanded(conversation, pixels.runs, batch, slot)
         if self.vision is None or self.image_token_id is None:
             return sample
-        grids = NO_IMAGES if pixels.video_grids is None else pixels.video_grids.numpy()
-        positions = self.vision.position_ids(
-            sample.input_ids,
-            self.image_token_id,
-            pixels.grids,
-            self.rules.video_token_id,
-            grids,
-            pixels.second_per_grid_ts,
-        )
+        videos: tuple[Any, ...] = ()  # families without videos may lack these parameters
+        if pixels.video_grids is not None:
+            videos = self.rules.video_token_id, pixels.video_grids.numpy(), pixels.second_per_grid_ts
+        positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids, *videos)
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.video_values is not None:
             sample = replace(
                 sample,
-                video_token_id=self.rules.video_token_id,
                 pixel_values_videos=pixels.video_values,
                 video_grid_thw=pixels.video_grids,
                 second_per_grid_ts=pixels.second_per_grid_ts,
@@ -256,7 +253,8 @@ class ChatEncoder(Processor):
         if pixels.values is None:
             return replace(sample, vision_inputs=pixels.inputs)
         places = patch_positions(self.vision, conversation, pixels)
-        return replace(sample, pixel_values=pixels.values, image_grid_thw=pixels.grids_tensor, patch_positions=places)
+        grids = trained_grids(self.vision, conversation, pixels.grids_tensor)
+        return replace(sample, pixel_values=pixels.values, image_grid_thw=grids, patch_positions=places)
 
     def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
         """Return length and media size of each conversation, without decoding pixels, in batches.
@@ -338,6 +336,13 @@ class ChatEncoder(Processor):
             vision_inputs=pixels.inputs,
             token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention
         )
+
+    def noted(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with notes about `fps` that are true for the vision family."""
+        if self.vision is None or not self.vision.writes_timestamps or not has_timestamps(conversation):
+            return conversation
+        others = [note for note in conversation.notes if note not in (FPS_STORED, TIMESTAMPS_ADDED)]
+        return replace(conversation, notes=(*others, TIMESTAMPS_WRITTEN))
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
@@ -432,7 +437,9 @@ class ChatEncoder(Processor):
         rendered: dict[int, Rendered] = {}
         if self.vision is not None and self.vision.video_token is None:
             conversations = [
-                with_frames_as_images(conversation, self.vision, size.frames) if conversation.videos else conversation
+                with_frames_as_images(conversation, self.vision, size.frames)
+                if conversation.videos
+                else size.spelled or conversation
                 for conversation, size in zip(conversations, media, strict=True)
             ]
         for index, conversation in enumerate(conversations):
@@ -515,6 +522,7 @@ class ChatEncoder(Processor):
             labels=labels,
             loss_weights=weights,
             image_token_id=token,
+            video_token_id=self.rules.video_token_id,
             token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
         )
 

@@ -308,6 +308,7 @@ class Processor(ABC):
             cu_seqlens=batch.cu_seqlens,
             loss_weights=batch.loss_weights,
             image_token_id=self.image_token_id,
+            video_token_id=self.rules.video_token_id,
             dummy=self.dummy,
         )
 

@@ -31,6 +31,7 @@ class PackedCaptioningSample(PackSample):
         patch_positions: bytes of the .npy files of each sample, or None.
         timestamp_decimal: decimals of frame timestamps, or None.
         fps: frames per second, or None.
+        timestamps: whether the lengths have the timestamps of `fps`, or None.
         videos: whether the images are frames of a video, or None.
         video_files: video files of each sample, with their selected frames, or None.
         weights: weight of each turn in the loss (0 is context), or None.
@@ -49,6 +50,7 @@ class PackedCaptioningSample(PackSample):
     patch_positions: list[list[bytes]] | None = None
     timestamp_decimal: list[int | None] | None = None
     fps: list[float | None] | None = None
+    timestamps: list[bool | None] | None = None
     videos: list[bool] | None = None
     video_files: list[list[StoredVideo]] | None = None
     weights: list[list[float] | None] | None = None

@@ -48,7 +48,10 @@ from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, nor
 
 _ROLES = ("user", "assistant")  # of the turns after the system prompt, alternating
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
-COLUMNS = ("ids", "systems", "lengths", "timestamp_decimal", "fps", "videos", "weights", "record_weights", "truncated")
+COLUMNS = (
+    *("ids", "systems", "lengths", "timestamp_decimal", "fps", "timestamps", "videos", "weights", "record_weights"),
+    "truncated",
+)
 """Optional keys of the json with one entry per sample."""
 
 
@@ -106,6 +109,7 @@ class CaptioningCodec(Codec):
                 "patch_positions": media.positions,
                 "timestamp_decimal": [c.timestamp_decimal for c in conversations],
                 "fps": [c.fps for c in conversations],
+                "timestamps": [c.timestamps or None for c in conversations],
                 "videos": [c.video for c in conversations],
                 "video_files": media.videos,
                 "weights": [_weights(c) for c in conversations],
@@ -180,6 +184,7 @@ def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
         videos=video_references(videos),
         video=bool(sample["videos"]),
         fps=sample["fps"],
+        timestamps=bool(sample["timestamps"]),
         timestamp_decimal=sample["timestamp_decimal"],
     )
     return StoredSample(

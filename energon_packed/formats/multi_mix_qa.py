@@ -129,6 +129,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
             "patch_positions": position_names,
             "video": c.video,
             "fps": c.fps,
+            "timestamps": c.timestamps,
             "timestamp_decimal": c.timestamp_decimal,
             "video_files": video_entries,
             "truncate": sample.truncate,
@@ -160,6 +161,7 @@ def _sample(
         tools=value.get("tools"),
         video=bool(value.get("video")),
         fps=value.get("fps"),
+        timestamps=bool(value.get("timestamps")),
         timestamp_decimal=value.get("timestamp_decimal"),
     )
     return StoredSample(

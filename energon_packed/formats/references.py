@@ -154,6 +154,24 @@ def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> d
     return parts
 
 
+def emptied(raw: Mapping[str, Any], is_left_out: Callable[[str], bool]) -> dict[str, Any]:
+    """Return a pack with empty bytes in place of some referenced parts, so that `complete_parts` does not read them.
+
+    Args:
+        raw: as for `complete_parts`.
+        is_left_out: whether a part is empty, by its name.
+
+    Raises:
+        FormatError: `media.json` is damaged.
+    """
+    if MEDIA_PART not in raw:
+        return dict(raw)
+    names = {name for name in read_locators(raw) if is_left_out(name)}
+    located = orjson.loads(raw[MEDIA_PART])
+    kept = {name: locator for name, locator in located.items() if name not in names}
+    return {**raw, MEDIA_PART: orjson.dumps(kept), **dict.fromkeys(names, b"")}
+
+
 def read_locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
     """Return the locators of a pack by part, None for media in its tar.
 

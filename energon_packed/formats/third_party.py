@@ -37,13 +37,11 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats.captioning import CaptioningCodec
 from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, media_references
 from energon_packed.formats.parts import optional, read_images, read_json, read_object, write_json, write_media
-from energon_packed.records import Conversation, Message, normalize
-from energon_packed.records.normalize import FPS_STORED
+from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, normalize
+from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED
 
 SYSTEM_IN_PROMPT = "system prompt in the first prompt"
 """Note of a conversation whose system prompt is stored in the first prompt."""
-TIMESTAMPS_ADDED = "fps: the reader adds timestamps to the measured length"
-"""Note of a conversation that the trainer makes longer (`_rewrap_vision_by_frame`); leave space in `seq_len`."""
 _VIDEO = "<video>"
 _READER = "the reader of layout llava-onevision2"
 _MEMBER = re.compile(r"s\d{3}_.*\.\w+")  # {sample}_{name of the file}, of LoongForge
@@ -61,7 +59,8 @@ class LlavaOnevision2Codec(CaptioningCodec):
         if conversation.videos:
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
-                f"{_READER} takes images only; omit `layout` for records with video files",
+                f"{_READER} takes images only; omit `layout` for records with video files, or store their frames as "
+                "`images` with `patch_positions` and `fps`",
             )
         if conversation.text is not None:
             raise RecordError(
@@ -86,6 +85,12 @@ class LlavaOnevision2Codec(CaptioningCodec):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
                 f"{_READER} puts images in place of the text {_VIDEO}; remove it from the text",
+            )
+        if (conversation.fps or 0) > 0 and not _is_single_group([message.content for message in turns]):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{_READER} replaces all text between the images of a record with `fps` by timestamps; put the images "
+                "together in a single turn, or remove `fps`",
             )
 
     def fitted(self, conversation: Conversation) -> Conversation:
@@ -123,7 +128,13 @@ class LlavaOnevision2Codec(CaptioningCodec):
             ],
             "timestamp_decimal": [c.timestamp_decimal or 1 for c in conversations],
         }
-        value |= optional({"fps": [c.fps for c in conversations], "videos": [c.video for c in conversations]})
+        value |= optional(
+            {
+                "fps": [c.fps for c in conversations],
+                "timestamps": [c.timestamps or None for c in conversations],
+                "videos": [c.video for c in conversations],
+            }
+        )
         value |= {"ids": [c.id for c in conversations], "lengths": [sample.length for sample in samples]}
         return [("json", write_json(value)), *media.parts]
 
@@ -220,6 +231,14 @@ class LoongForgeChatMixCodec(LoongForgeCodec):
             {name: sample[name] for name in _MESSAGE_FIELDS if sample.get(name) is not None}
             for sample in value["messages"]
         ]
+
+
+def _is_single_group(contents: Sequence[str]) -> bool:
+    """Whether all images are in a single turn, with only white space between them; also without images."""
+    pictured = [content for content in contents if IMAGE_PLACEHOLDER in content]
+    return len(pictured) < 2 and not any(
+        between.strip() for content in pictured for between in content.split(IMAGE_PLACEHOLDER)[1:-1]
+    )
 
 
 def _is_conversation(value: Any) -> bool:

@@ -129,6 +129,13 @@ def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
         pixels = [width * height / 1e6 for width, height in data.image_sizes]
         caption = f"Image sizes, from {len(pixels):,} of {data.manifest.images:,} images"
         yield caption, histogram_svg(pixels, even_bins(pixels), "megapixels (width x height / 1,000,000)", "images")
+    if videos := data.videos:
+        read = f", from {len(videos):,} of {data.manifest.videos:,} videos"
+        frames = [len(video.indices) for video in videos]
+        yield f"Frames per video{read}", histogram_svg(frames, integer_bins(frames), "selected frames", "videos")
+        seconds = [video.num_frames / video.fps for video in videos if video.fps]
+        if seconds:
+            yield f"Seconds per video{read}", histogram_svg(seconds, even_bins(seconds), "seconds", "videos")
 
 
 def _zoomed(used: Sequence[float]) -> tuple[list[float], int]:

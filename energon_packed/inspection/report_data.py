@@ -16,17 +16,19 @@ from typing import Any
 
 import numpy as np
 import orjson
+from PIL import Image
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.vision.images import load_image, read_header
-from energon_packed.errors import RecordError
+from energon_packed.encoding.vision.media import video_frames
+from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
-from energon_packed.inspection.view import PackView, view_pack
+from energon_packed.inspection.view import PackView, VideoView, view_pack
 from energon_packed.pipeline.chunks import WEIGHTED
-from energon_packed.records import MediaReference
+from energon_packed.records import FrameSelection, MediaReference, VideoReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest
 from energon_packed.shards.reader import ShardReader
@@ -39,9 +41,12 @@ _MAX_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
 _MAX_SHOWN = 40  # packs in the gallery
 _MAX_WORST = 10  # packs in the list of least utilized packs
 _MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
+_MAX_STRIPS = 2  # videos of a pack in the gallery whose frames are shown: decoding takes longer than all else
+_MAX_FRAMES = 8  # frames shown of a video
 _MAX_NAMES = 5  # names listed in one warning
 _EXAMPLES = 3  # examples shown per reject reason
 _THUMBNAIL = 240  # pixels of the longer side
+_FRAME = 140  # the same of a frame of a video
 _DIGITS = 12  # characters shown of a fingerprint
 _LOW_UTILIZATION = 0.9  # a warning is shown below it
 _IMAGE = re.compile(r"img(\d+)_\d+\.(?!npy$)\w+")  # part name: sample index, image index
@@ -72,6 +77,34 @@ class PackSize:
         return sum(self.lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class ShownPack:
+    """One pack of the gallery.
+
+    Attributes:
+        view: its samples.
+        thumbnails: images as data URLs, by member name.
+        strips: frames of videos, by the name of the video.
+    """
+
+    view: PackView
+    thumbnails: Mapping[str, str]
+    strips: Mapping[str, "Strip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """Some selected frames of a video.
+
+    Attributes:
+        frames: (time in seconds, data URL) of each of them.
+        problem: why they cannot be decoded, or None.
+    """
+
+    frames: Sequence[tuple[float, str]] = ()
+    problem: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """Content of the page of one dataset.
@@ -84,7 +117,7 @@ class ReportData:
         packs: number of packs in the dataset.
         measured: packs that were read for the distributions.
         mapped: packs of the map.
-        shown: packs of the gallery, with thumbnails as data URLs by member name.
+        shown: packs of the gallery.
         image_sizes: (width, height) in pixels of the images that were read.
         bad_images: number of images whose size cannot be read.
         not_encoded: why there is no encoder, or an empty string.
@@ -99,7 +132,7 @@ class ReportData:
     packs: int
     measured: Sequence[PackSize]
     mapped: Sequence[MappedPack]
-    shown: Sequence[tuple[PackView, Mapping[str, str]]]
+    shown: Sequence["ShownPack"]
     image_sizes: Sequence[tuple[int, int]]
     bad_images: int
     not_encoded: str
@@ -123,6 +156,11 @@ class ReportData:
             return {}
         counts = [segment.tokens for pack in self.mapped for segment in pack.segments if segment.tokens]
         return {kind: sum(tokens[kind] for tokens in counts) for kind in KINDS}
+
+    @property
+    def videos(self) -> Sequence[FrameSelection]:
+        """Selected frames of each video in the packs of the map."""
+        return [frames for pack in self.mapped for segment in pack.segments for frames in segment.videos]
 
 
 def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
@@ -165,7 +203,7 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
         packs=len(reader),
         measured=measured,
         mapped=[map_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in mapped],
-        shown=[_with_thumbnails(reader[pack], codec, encoder) for pack in shown],
+        shown=[_shown(reader[pack], codec, encoder) for pack in shown],
         image_sizes=sizes,
         bad_images=bad_images,
         not_encoded=not_encoded,
@@ -214,7 +252,7 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
     sizes: list[tuple[int, int]] = []
     bad = 0
     for pack in packs:
-        for name, content in complete_parts(reader[pack]).items():
+        for name, content in complete_parts(reader[pack], set()).items():
             if len(sizes) + bad == _MAX_IMAGES:
                 return sizes, bad
             if _IMAGE.fullmatch(name) is None:
@@ -228,22 +266,51 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
     return sizes, bad
 
 
-def _with_thumbnails(
-    raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None
-) -> tuple[PackView, Mapping[str, str]]:
-    raw = complete_parts(raw)
+def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) -> ShownPack:
     view = view_pack(raw, codec, encoder)
+    raw = complete_parts(raw, set())  # missing files are shown as missing
     names = [image.name for sample in view.samples for image in sample.images if image.problem is None]
-    return view, {name: url for name in names if (url := _thumbnail(raw[name])) is not None}
+    thumbnails = {name: url for name in names if (url := _thumbnail(raw[name])) is not None}
+    videos = [video for sample in view.samples for video in sample.videos if video.problem is None]
+    return ShownPack(view, thumbnails, {video.name: _strip(raw, video) for video in videos[:_MAX_STRIPS]})
 
 
 def _thumbnail(data: bytes) -> str | None:
     try:
-        image = load_image(MediaReference(data=data))
+        return _as_url(load_image(MediaReference(data=data)), _THUMBNAIL)
     except RecordError:
         return None
+
+
+def _strip(raw: Mapping[str, Any], video: VideoView) -> Strip:
+    """Decode some of the selected frames of a video."""
+    count = len(video.frames)
+    # Equal frames, which fill a temporal patch, are shown once.
+    places = [step * count // _MAX_FRAMES for step in range(_MAX_FRAMES)]
+    chosen = sorted({video.frames[place]: place for place in places}.values())
+    frames = FrameSelection(
+        indices=tuple(video.frames[i] for i in chosen),
+        timestamps=tuple(video.timestamps[i] for i in chosen),
+        fps=video.fps,
+        num_frames=video.num_frames,
+        height=video.height,
+        width=video.width,
+    )
+    files = tuple(MediaReference(data=raw[name]) for name in video.names)
+    if video.is_file:
+        reference = VideoReference(file=files[0], frames=frames)
+    else:
+        reference = VideoReference(file=None, frames=frames, images=tuple(files[i] for i in chosen))
+    try:
+        images = [_as_url(Image.fromarray(frame), _FRAME) for frame in video_frames(reference, frames)]
+    except EnergonPackedError as error:  # damaged, or PyAV is not installed
+        return Strip(problem=error.detail if isinstance(error, RecordError) else str(error))
+    return Strip(list(zip(frames.timestamps, images, strict=True)))
+
+
+def _as_url(image: Image.Image, side: int) -> str:
     # JPEG at quality 70: forty packs of thumbnails would otherwise dominate the size of the page.
-    image.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    image.thumbnail((side, side))
     out = io.BytesIO()
     image.save(out, "JPEG", quality=70)
     return "data:image/jpeg;base64," + base64.b64encode(out.getvalue()).decode()
@@ -282,11 +349,15 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     yield "supervised tokens", _supervised(data)
     if m.images:
         yield "image sizes", _image_size_facts(data)
+    if m.videos:
+        yield "videos", _video_facts(data)
     if not data.is_counted:
         yield "tokenizer", _tokenizer(m)
     if not data.is_counted or data.encoder is not None:
         yield "chat template", _template(data)
         yield "image settings", _vision(data)
+        if m.videos and data.encoder is not None and data.encoder.vision is not None:
+            yield "video settings", _listed(data.encoder.vision.videos.plain())
     if data.is_counted:
         return
     if weighted := m.notes.get(WEIGHTED):
@@ -342,6 +413,12 @@ def warnings(data: ReportData) -> Iterator[str]:
     if data.bad_images:
         total = data.bad_images + len(data.image_sizes)
         yield f"{data.bad_images:,} of {total:,} images that were read are damaged"
+    shown = [video.problem for pack in data.shown for sample in pack.view.samples for video in sample.videos]
+    problems = [problem for problem in shown if problem is not None]
+    problems += [strip.problem for pack in data.shown for strip in pack.strips.values() if strip.problem is not None]
+    if problems:
+        counts = f"{len(problems):,} of {len(shown):,} videos that were read"
+        yield f"{counts} cannot be used or shown, such as {problems[0]}"
     if data.not_encoded:
         yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 
@@ -380,6 +457,20 @@ def _image_size_facts(data: ReportData) -> str:
     chosen = {name: sizes[order[rank]].tolist() for name, rank in ranks.items()}
     listed = ", ".join(f"{name} {width} x {height}" for name, (width, height) in chosen.items())
     return f"{listed} pixels; from {len(sizes):,} of {data.manifest.images:,} images"
+
+
+def _video_facts(data: ReportData) -> str:
+    m = data.manifest
+    stored = "frames as images" if m.extract_frames else "video files"
+    selected = f" with {m.frames:,} selected frames, stored as {stored}" if m.frames else ""  # a scan counts no frames
+    listed = f"{m.videos:,} videos{selected}"
+    if not data.videos:
+        return listed
+    seconds = sorted(frames.num_frames / frames.fps for frames in data.videos if frames.fps)
+    sizes = sorted({(frames.width, frames.height) for frames in data.videos}, key=lambda size: size[0] * size[1])
+    (first, last), count = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1])), len(data.videos)
+    durations = f"; {seconds[0]:.4g} to {seconds[-1]:.4g} s" if seconds else ""
+    return f"{listed}{durations}, {first} to {last} pixels, from {count:,} videos"
 
 
 def _tokenizer(m: PackingManifest) -> str:

@@ -1,8 +1,8 @@
 """Classify the tokens of a pack, from its raw parts and the encoder that it was packed with.
 
-`map_pack` returns the position of each sample in its row and the runs of tokens of equal kind (image, supervised,
-other), for the packing map of a report. `token_rows` returns every token with text, label and position, for
-`inspect --tokens`. Both use the ids and labels that training uses, never the roles of the turns.
+`map_pack` returns the position of each sample in its row and the runs of tokens of equal kind (image, video,
+supervised, other), for the packing map of a report. `token_rows` returns every token with text, label and position,
+for `inspect --tokens`. Both use the ids and labels that training uses, never the roles of the turns.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,14 @@ from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Me
 from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample, codec_of
+from energon_packed.formats.references import complete_parts
 from energon_packed.loading.collator import PaddingFreeCollator
 from energon_packed.loading.process import encode_pack
+from energon_packed.records import FrameSelection
 from energon_packed.seqlens import round_up, segment_ids_from_cu_seqlens
 
-KINDS = ("other", "supervised", "image")
-"""Kinds of tokens. An image token is never supervised."""
+KINDS = ("other", "supervised", "image", "video")
+"""Kinds of tokens. Image tokens and video tokens are never supervised; timestamps between video tokens are `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,7 @@ class Segment:
         start: index of its first token in the row.
         length: number of tokens.
         media: content of the sample: `text`, `image` or `video`.
+        videos: selected frames of each of its videos.
         runs: (kind, first token in the row, tokens) of runs of equal kind; empty if the kinds are unknown.
         tokens: number of tokens of each kind; empty if the kinds are unknown.
         problem: why the kinds are unknown although an encoder was passed, or None.
@@ -43,6 +46,7 @@ class Segment:
     start: int
     length: int
     media: str
+    videos: Sequence[FrameSelection] = ()
     runs: Sequence[tuple[str, int, int]] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
     problem: str | None = None
@@ -75,7 +79,8 @@ def map_pack(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None, 
     Raises:
         FormatError: the parts are damaged.
     """
-    samples = codec.read(raw)
+    # Media that are missing are empty here.
+    samples = codec.read(complete_parts(raw, set()))
     # A sample that cannot be encoded stays in the map, with its recorded length and the reason.
     outcomes = _encoded(samples, encoder) if encoder is not None else [None] * len(samples)
     segments, start = [], 0
@@ -111,7 +116,13 @@ def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str
 
 def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: int) -> Segment:
     conversation = sample.conversation
-    segment = Segment(id=conversation.id, start=start, length=sample.length or 0, media=conversation.kind)
+    segment = Segment(
+        id=conversation.id,
+        start=start,
+        length=sample.length or 0,
+        media=conversation.kind,
+        videos=[video.frames for video in sample.videos],
+    )
     if not isinstance(encoded, EncodedSample):
         return replace(segment, problem=encoded)
     kinds = token_kinds(encoded)
@@ -126,8 +137,9 @@ def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:
     """Kind of each token: int8 (L,), index into `KINDS`."""
     kinds: npt.NDArray[np.int8] = (sample.labels != IGNORE_INDEX).astype(np.int8)
     kinds[:1] = 0  # the first token is never a target, as no token precedes it
-    if sample.image_token_id is not None:
-        kinds[sample.input_ids == sample.image_token_id] = KINDS.index("image")
+    for kind, token in (("image", sample.image_token_id), ("video", sample.video_token_id)):
+        if token is not None:
+            kinds[sample.input_ids == token] = KINDS.index(kind)
     return kinds
 
 

@@ -1,7 +1,7 @@
 """Show one pack, from its raw parts (bytes by part name), without pixels and without running code of the dataset.
 
-`view_pack` returns a PackView: turns, images and recorded lengths of each sample. `extract_pack` writes the members as
-files inside one folder.
+`view_pack` returns a PackView: turns, images, videos and recorded lengths of each sample. `extract_pack` writes the
+members as files inside one folder.
 """
 
 import io
@@ -16,12 +16,17 @@ import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
 from energon_packed.encoding.supervision import supervised_turns
+from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.images import read_header
-from energon_packed.errors import FormatError, RecordError
+from energon_packed.encoding.vision.media import video_runs
+from energon_packed.encoding.vision.video_file import read_video_info
+from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.files import atomic_write
-from energon_packed.formats import Codec, StoredSample, codec_of
+from energon_packed.formats import Codec, StoredSample, StoredVideo, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
-from energon_packed.records import MediaReference
+from energon_packed.records import FrameSelection, MediaReference
+
+_TIMES = 3  # timestamps of a video that are shown, besides the last
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,61 @@ class ImageView:
     problem: str | None = None
     file: str | None = None
     offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoView:
+    """One video of a sample.
+
+    Attributes:
+        names: part name of the video file, or of the images of its frames.
+        is_file: there is a video file; False for images of the selected frames (`pack --extract-frames`).
+        bytes: size of these files.
+        frames: indices of the selected frames.
+        timestamps: time of each of them in seconds, from that of frame 0.
+        num_frames: frames of the video file.
+        fps: average frames per second of the video file.
+        width, height: size of a frame in pixels, upright.
+        resized: (width, height) that frames are resized to; None if they are resized as images are.
+        settings: settings that selected the frames.
+        tokens: number of tokens of the video; None if it is unknown without an encoder.
+        problem: why it cannot be used, or None. The frames are not decoded.
+        file: file with the video, if it is not in the tar; None if it is.
+        offset: its first byte in `file`.
+    """
+
+    names: Sequence[str]
+    is_file: bool
+    bytes: int
+    frames: Sequence[int]
+    timestamps: Sequence[float]
+    num_frames: int
+    fps: float
+    width: int
+    height: int
+    resized: tuple[int, int] | None
+    settings: Mapping[str, Any]
+    tokens: int | None = None
+    problem: str | None = None
+    file: str | None = None
+    offset: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Part names as one string."""
+        return " to ".join(dict.fromkeys((self.names[0], self.names[-1])))
+
+    @property
+    def text(self) -> str:
+        """Values as one string: `6 of 36 frames at 0, 0.5, 1, ... 2.5 s, 12 fps, 160 x 112, 72 tokens`."""
+        times = [f"{time:.4g}" for time in self.timestamps]
+        listed = ", ".join(times if len(times) <= _TIMES + 1 else [*times[:_TIMES], f"... {times[-1]}"])
+        size = f"{self.width} x {self.height}"
+        if self.resized is not None:
+            size += f" resized to {self.resized[0]} x {self.resized[1]}"
+        values = [f"{len(self.frames):,} of {self.num_frames:,} frames at {listed} s", f"{self.fps:.4g} fps", size]
+        values += [] if self.tokens is None else [f"{self.tokens:,} tokens"]
+        return (f"{self.problem}; " if self.problem else "") + ", ".join(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +141,7 @@ class SampleView:
         images: images in order.
         supervised: number of supervised tokens if the flavor stores tokens, else None.
         video: the images are frames of a video.
+        videos: videos in order.
         truncated_to: number of tokens that it was truncated to, or None. The end of its text is not in the row.
     """
 
@@ -91,6 +152,7 @@ class SampleView:
     images: tuple[ImageView, ...]
     supervised: int | None = None
     video: bool = False
+    videos: tuple[VideoView, ...] = ()
     truncated_to: int | None = None
 
 
@@ -119,8 +181,12 @@ class PackView:
         return None if None in lengths else sum(length for length in lengths if length is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to plain types, for JSON."""
-        return asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
+        """Convert to plain types, for JSON; samples without videos have no key `videos`."""
+        value = asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
+        for sample in value["samples"]:
+            if not sample["videos"]:
+                del sample["videos"]
+        return value
 
 
 def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Processor | None = None) -> PackView:
@@ -136,7 +202,7 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
     """
     codec = codec or codec_of(raw)
     located = located_images(raw) if MEDIA_PART in raw else {}
-    # A missing image is shown with its location: the files of a dataset from others may not be here.
+    # A missing image or video is shown with its location: the files of a dataset from others may not be here.
     samples = codec.read(complete_parts(raw, set()) if located else raw)
     lengths = [sample.length for sample in samples]
     # One unknown length makes the start of every later sample unknown, so no start is shown then.
@@ -169,6 +235,7 @@ def _view(
         images=tuple(_image(image.part or "?", image.data, located.get(image.part)) for image in sample.images),
         supervised=supervised,
         video=conversation.video,
+        videos=tuple(_video(video, encoder, located) for video in sample.videos),
         truncated_to=sample.truncate if sample.is_truncated else None,
     )
 
@@ -204,6 +271,57 @@ def _image(name: str, data: bytes, reference: MediaReference | None) -> ImageVie
     except RecordError as error:
         return ImageView(name, len(data), problem=error.detail, file=file, offset=offset)
     return ImageView(name, len(data), header.width, header.height, file=file, offset=offset)
+
+
+def _video(stored: StoredVideo, encoder: Processor | None, located: Mapping[str, MediaReference]) -> VideoView:
+    frames = stored.frames
+    names = [file.part or "?" for file in stored.files]
+    reference = located.get(names[0])
+    vision = encoder.vision if isinstance(encoder, ChatEncoder) else None
+    return VideoView(
+        names=names,
+        is_file=stored.file is not None,
+        bytes=sum(len(file.data) for file in stored.files),
+        frames=frames.indices,
+        timestamps=frames.timestamps,
+        num_frames=frames.num_frames,
+        fps=frames.fps,
+        width=frames.width,
+        height=frames.height,
+        resized=None if frames.resized is None else (frames.resized[1], frames.resized[0]),
+        settings=frames.settings,
+        tokens=None if vision is None else _video_tokens(vision, frames),
+        problem=_video_problem(stored, is_located=reference is not None),
+        file=None if reference is None else reference.path,
+        offset=None if reference is None else reference.offset,
+    )
+
+
+def _video_tokens(vision: VisionFamily, frames: FrameSelection) -> int | None:
+    try:
+        return sum(run.length for run in video_runs(vision, frames))
+    except (RecordError, ConfigError):  # another encoder than the encoder that packed the video
+        return None
+
+
+def _video_problem(stored: StoredVideo, *, is_located: bool) -> str | None:
+    """Find damage that needs no decoding."""
+    if is_located and not all(file.data for file in stored.files):
+        return "missing, or not the packed video"
+    frames = stored.frames
+    try:
+        if stored.file is None:
+            headers = [read_header(MediaReference(data=image.data)) for image in stored.images]
+            sizes = {(header.height, header.width) for header in headers}
+            is_packed = sizes == {(frames.height, frames.width)}
+        else:
+            info = read_video_info(MediaReference(data=stored.file.data))
+            is_packed = (info.num_frames, info.height, info.width) == (frames.num_frames, frames.height, frames.width)
+    except RecordError as error:
+        return error.detail
+    except ConfigError:  # PyAV is not installed: the recorded values are shown
+        return None
+    return None if is_packed else "not the packed video: it has another number of frames, or another size"
 
 
 def _shape(content: bytes) -> str:

@@ -81,6 +81,8 @@ def prepared_loader(accelerator: Any, loader: Any, to_inputs: Callable[[Any], An
         device=accelerator.device if accelerator.device_placement else None,
         batch_size=None,
         collate_fn=unchanged,
+        # Otherwise each iterator draws a seed from torch's random state, and a resumed run has one iterator more.
+        generator=torch.Generator(),
     )
     # With this mark, accelerator.prepare only registers the loader, and does not wrap it again.
     prepared._is_accelerate_prepared = True

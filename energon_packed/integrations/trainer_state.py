@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError
+from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.batch import trainer_inputs
 from energon_packed.loading.state import check_numbers, damage_named, gather_state, is_left, position_of, state_at
 
@@ -45,13 +46,14 @@ class ConsumedBatches:
         self.read = 0
         self._resumed = False
         self._positions: deque[tuple[int, Any]] = deque()
+        self._random = SeparateRandomStates()
 
     def epoch(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch; after the last batch, the batches of the next epoch."""
         self._start()
         while True:
             before = self.read
-            for batch in self.loader:
+            for batch in self._batches():
                 self.read += 1
                 self._resumed = False
                 self._positions.append((self.read, position_of(self.loader)))
@@ -59,6 +61,17 @@ class ConsumedBatches:
             if self.read > before or not self._resumed:
                 return
             self._resumed = False  # the state was at the end of an epoch: read the next epoch
+
+    def _batches(self) -> Iterator[Any]:
+        with self._random:
+            iterator = iter(self.loader)
+        while True:
+            with self._random:
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
 
     def use(self, used: int) -> None:
         """Drop the positions before batch `used`, from 1: all batches up to it are used."""

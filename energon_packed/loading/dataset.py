@@ -22,6 +22,8 @@ from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
+from energon_packed.formats.references import emptied
+from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.distributors.datasets import Balance, check_balance
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
 from energon_packed.loading.failures import sendable, verify_hint
@@ -365,7 +367,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         return self.item_sizes()[self._packs]
 
     def item_sizes(self) -> RowSizes:
-        """Sizes that determine the cost of each item; the first use reads recorded lengths and image headers."""
+        """Sizes that determine the cost of each item; the first use reads all packs, but not their video files."""
         sizes = [folder.sizes for folder in self._folders]
         names = ("tokens", "squares", "patches")
         return RowSizes(**{name: np.concatenate([getattr(part, name) for part in sizes]) for name in names})
@@ -399,6 +401,13 @@ def _is_remote(split: LoadedSplit) -> bool:
     return any(
         is_remote(path) for source in split.manifest.sources for path in [*source.path, source.image_root or ""]
     )
+
+
+class _NotVideos:
+    """Names of all parts of a pack but video files and their frames."""
+
+    def __contains__(self, name: object) -> bool:
+        return not is_video_part(str(name))
 
 
 class _Folder:
@@ -447,11 +456,15 @@ class _Folder:
         return packs
 
     def _patches(self, pack: int) -> int:
-        """Patches of the images of a pack."""
+        """Patches of the images and videos of a pack."""
         vision = getattr(self._encoder, "vision", None)
-        if vision is None or (self._manifest is not None and not self._manifest.images):
+        if vision is None or (self._manifest is not None and not (self._manifest.images or self._manifest.videos)):
             return 0
-        conversations = [conversation for conversation in self.sample(pack).conversations() if conversation.images]
-        tokens = sum(run.length for media in conversations for run in measure_media(vision, media).runs)
+        # The selected frames are in the json: a video file, larger than all the rest, is not read.
+        raw = emptied(self.reader.parts(pack, only=_NotVideos()), is_video_part)
+        conversations = [c for c in load_pack(self._codec, raw).conversations() if c.images or c.videos]
+        runs = [run for conversation in conversations for run in measure_media(vision, conversation).runs]
+        video_token = self._encoder.rules.video_token_id
+        tokens = sum(run.features(video_token) if run.is_video else run.length for run in runs)
         # An image token represents merge_size x merge_size patches.
         return int(tokens * vision.merge_size**2)

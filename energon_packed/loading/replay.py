@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from energon_packed.encoding import EncodedSample, Processor, StoredTokens
+from energon_packed.encoding import EncodedSample, Measurement, Processor, StoredTokens
+from energon_packed.encoding.vision.media import num_images
 from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig
@@ -180,16 +181,15 @@ class _Lengths(Processor):
         """Measure conversations, and return blank samples."""
         measurements = self.processor.measure(conversations)
         return [
-            _blank(conversation, measured.length) if measured.reject is None else measured.reject
+            measured.reject or self._blank(conversation, measured)
             for conversation, measured in zip(conversations, measurements, strict=True)
         ]
 
-
-def _blank(conversation: Conversation, length: int) -> EncodedSample:
-    tokens = np.broadcast_to(np.zeros(1, dtype=np.int64), (length,))
-    images = len(conversation.images)
-    grids = torch.zeros((images, 3), dtype=torch.int64) if images else None  # packers count images by it
-    return EncodedSample(id=conversation.id, input_ids=tokens, labels=tokens, image_grid_thw=grids)
+    def _blank(self, conversation: Conversation, measured: Measurement) -> EncodedSample:
+        tokens = np.broadcast_to(np.zeros(1, dtype=np.int64), (measured.length,))
+        images = num_images(getattr(self.processor, "vision", None), conversation, measured.frames)
+        grids = torch.zeros((images, 3), dtype=torch.int64) if images else None  # packers count images by it
+        return EncodedSample(id=conversation.id, input_ids=tokens, labels=tokens, image_grid_thw=grids)
 
 
 class _Ids(Collator):

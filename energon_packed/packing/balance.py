@@ -37,8 +37,8 @@ class CostModel:
             floating point operations per token and layer (h hidden units, 4h in the MLP), causal attention needs 2 h
             per square (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
             appendix).
-        patch: cost of an image patch. The default is a vision tower of 0.7 billion parameters next to a model of 7
-            billion.
+        patch: cost of a patch of an image or a video. The default is a vision tower of 0.7 billion parameters next to
+            a model of 7 billion.
 
     Raises:
         ConfigError: a constant below 0, or all 0.
@@ -104,7 +104,7 @@ class RowSizes:
     Attributes:
         tokens: int64 (P,), tokens of each row.
         squares: int64 (P,), sum of the squared lengths of the samples of each row.
-        patches: int64 (P,), patches of the images of each row.
+        patches: int64 (P,), patches of the images and videos of each row.
     """
 
     tokens: Int64

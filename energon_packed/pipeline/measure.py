@@ -267,10 +267,12 @@ class Measurer:
             batch_columns["frames_bytes"] = [len(content) for content in frames]
             batch_columns["media_stamp"] = stamps
             batch_columns["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
-            for name, counted in count_strings(conversations).items():
-                counts[name].update(counted)
+            noted = conversations
             if isinstance(encoder, ChatEncoder):
+                noted = [c and encoder.noted(c) for c in conversations]
                 counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
+            for name, counted in count_strings(noted).items():
+                counts[name].update(counted)
             counts["notes"].update(note for result in results for note in result.notes)
             if weighted := sum([measurement.weighted for measurement in measured]):
                 counts["notes"][WEIGHTED] += weighted

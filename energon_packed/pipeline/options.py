@@ -321,8 +321,8 @@ class InputOptions(EncoderSettings):
     )
     encoder: Processor | None = None
     check_images: CheckImages = option(
-        "header", help="How to check images: by header and structure, or by decoding all pixels.",
-        group=IMAGES, choices=("header", "full"),
+        "header", help="How to check images and videos: by header and structure, or by decoding all of them.",
+        group=IMAGES, choices=("header", "full"), flags=("--check-images", "--check-media"),
     )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto chooses PackedCaptioningSample if it can store every record, otherwise "
@@ -651,6 +651,13 @@ class PackKeywords(TypedDict, total=False):
     min_pixels: int | None
     max_pixels: int | None
     patch_order: PatchOrder
+    fps: float | None
+    num_frames: int | None
+    min_frames: int | None
+    max_frames: int | None
+    video_min_pixels: int | None
+    video_max_pixels: int | None
+    total_pixels: int | None
     loss_on: LossOn
     tokenizer_engine: EngineName
     allow_special_in_text: bool

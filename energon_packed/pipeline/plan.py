@@ -216,10 +216,11 @@ class OverlongCheck:
 
     def _samples(self, task: OverlongTask) -> Iterator[EncodedSample]:
         encoder, records = self.encoder.load(), task.records
+        image, video = encoder.image_token_id, encoder.rules.video_token_id
         if task.tokens is not None:
             with TokenReader(task.tokens) as reader:
                 for place, length in enumerate(records.length.tolist()):
-                    yield replace(reader.read(place, length), image_token_id=encoder.image_token_id)
+                    yield replace(reader.read(place, length), image_token_id=image, video_token_id=video)
             return
         for place, source in enumerate(records.source.tolist()):
             conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))

@@ -35,6 +35,7 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import Fingerprints, RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable, most_common, reject_counts
 from energon_packed.records import Conversation, MediaReference, VideoReference
+from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import SourceEntry
@@ -110,6 +111,7 @@ class ShardWriter:
         keep_bytes: for a layout whose images are named `.jpg`: do not convert images of other formats, nor images with
             an EXIF orientation; store their bytes under that name.
         extract_frames: store the selected frames of a video file as JPEG images instead of its bytes.
+        timestamps: the measured lengths of records with `fps` have the timestamps of their frames.
         locator: stores the location of images and videos instead of their bytes; None stores the bytes.
     """
 
@@ -117,6 +119,7 @@ class ShardWriter:
     truncate: int | None
     keep_bytes: bool = False
     extract_frames: bool = False
+    timestamps: bool = False
     locator: MediaLocator | None = None
 
     def __call__(self, task: ShardTask) -> ShardSummary:
@@ -205,6 +208,8 @@ class ShardWriter:
                 )
             elif conversation.id is None:
                 conversation = conversation.named(ident)
+            if self.timestamps and tokens is None and conversation.fps and conversation.images:
+                conversation = replace(conversation, timestamps=True)
         except (RecordError, OSError) as error:
             raise_resource_error(error, self.reader.sources[source].path)
             raise self._changed(record, str(error)) from error
@@ -410,6 +415,7 @@ def write_shards(
         truncate=options.truncate,
         keep_bytes=options.keep_bytes,
         extract_frames=options.extract_frames,
+        timestamps=table.counts["notes"][TIMESTAMPS_WRITTEN] > 0,
         locator=locator,
     )
     with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
@@ -505,7 +511,10 @@ def _manifest(
     num_videos = int(entries_of.num_videos[packs.indices].sum(dtype=np.int64))
     return PackingManifest(
         format_version=oldest_version(
-            videos=num_videos > 0, references=options.media == "reference", weights=is_weighted
+            videos=num_videos > 0,
+            timestamps=table.counts["notes"][TIMESTAMPS_WRITTEN] > 0,
+            references=options.media == "reference",
+            weights=is_weighted,
         ),
         sample_class=options.sample_class,
         layout=options.layout,

@@ -67,12 +67,14 @@ class Conversation:
             all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
         video: the images are frames of a video.
-        fps: frames per second of the source video, stored unchanged.
-        timestamp_decimal: decimals of frame timestamps, stored unchanged.
+        fps: frames per second of the source video, for images that are its frames.
+        timestamp_decimal: decimals of frame timestamps, 1 by default.
+        timestamps: whether the length of a packed sample with `fps` has timestamps of its frames, which some families
+            write into the text; None for a sample without a recorded length: the family decides.
         unused_fields: names of fields of the record and of its turns that nothing reads, for the counts of a run.
         notes: what was decided for the record, such as "several answers: one is the target", for the counts of a run.
 
-    Two conversations are equal if all attributes except `unused_fields` and `notes` are equal.
+    Two conversations are equal if all attributes except `timestamps`, `unused_fields` and `notes` are equal.
     """
 
     id: str | None = None
@@ -89,6 +91,7 @@ class Conversation:
     video: bool = False
     fps: float | None = None
     timestamp_decimal: int | None = None
+    timestamps: bool | None = None
     unused_fields: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -139,8 +142,8 @@ class Conversation:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Conversation):
             return NotImplemented
-        # Unused fields and notes describe the source record, not the sample.
-        names = [field.name for field in fields(self) if field.name not in ("unused_fields", "notes")]
+        # Unused fields and notes describe the source record, not the sample; timestamps describe a pack.
+        names = [field.name for field in fields(self) if field.name not in ("timestamps", "unused_fields", "notes")]
         return all(_equal(getattr(self, name), getattr(other, name)) for name in names)
 
     __hash__ = None  # type: ignore[assignment]  # arrays are not hashable

@@ -50,6 +50,10 @@ RecordWeight = Literal["refuse", "loss"]
 RECORD_WEIGHT: tuple[RecordWeight, ...] = ("refuse", "loss")
 FPS_STORED = "fps stored, no timestamps in the text"
 """Note of a conversation with frame times that do not appear in its text."""
+TIMESTAMPS_ADDED = "fps: the reader adds timestamps to the measured length"
+"""Note of a conversation that the trainer of a layout makes longer; leave space in `seq_len`."""
+TIMESTAMPS_WRITTEN = "fps: timestamps in the text, before each frame"
+"""Note of a conversation whose vision family writes timestamps; it replaces the two notes above."""
 FPS_OF_FILE = "fps beside a video file, not used to sample frames"
 """Note of a conversation with a frame rate that is metadata of its video file."""
 NO_PLACEHOLDER = "no placeholder: images stand before the first user turn"

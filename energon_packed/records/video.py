@@ -30,11 +30,12 @@ _SIGNATURES = {  # in the order of the tests
     "flv": rb"FLV\x01",
     "wmv": rb"\x30\x26\xb2\x75\x8e\x66\xcf\x11",  # ASF, the container of WMV
     "mpg": rb"\x00\x00\x01[\xba\xb3]",  # MPEG program stream, MPEG video
-    "ts": rb"\x47.{187}\x47"  # MPEG transport stream: packets of 188 bytes
-    rb"|.{4}\x47.{191}\x47",  # and of 192 bytes, with a time before each packet
+    # MPEG transport stream: packets of 188 bytes, or of 192 bytes with a time before each. Files of other formats,
+    # such as GIF, may have the byte 0x47 at two of these places by chance.
+    "ts": rb"\x47(?:.{187}\x47){3}|.{4}\x47(?:.{191}\x47){3}",
 }
 _COMPILED = {extension: re.compile(pattern, re.DOTALL) for extension, pattern in _SIGNATURES.items()}
-SIGNATURE_BYTES = 200
+SIGNATURE_BYTES = 584
 """Bytes at the start of a file that `video_extension` needs."""
 
 

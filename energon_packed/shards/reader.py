@@ -9,7 +9,7 @@ again in the meantime, it has other packs at the same offsets, and a run would r
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,8 +77,16 @@ class ShardReader:
             FormatError: the tar does not match its index, or cannot be read.
             DataChangedError: the tar was replaced or changed since this reader was made.
         """
+        return self.parts(pack)
+
+    def parts(self, pack: int, only: Container[str] | None = None) -> dict[str, Any]:
+        """Return what `[pack]` returns; with `only`, the contents of parts with other names are not read, and empty.
+
+        Raises:
+            IndexError, FormatError, DataChangedError: as `[pack]`.
+        """
         raw: dict[str, Any] = {}
-        for member, content in self.members(pack):
+        for member, content in self.members(pack, only=only):
             # The index of another tar with equal sizes has offsets in the middle of packs.
             if raw.setdefault("__key__", member.key) != member.key:
                 tar = self.tars[self.locate(pack)[0]]
@@ -100,7 +108,7 @@ class ShardReader:
                 raw[part] = content
         return raw
 
-    def members(self, pack: int, only: Collection[str] | None = None) -> Iterator[tuple[Member, bytes]]:
+    def members(self, pack: int, only: Container[str] | None = None) -> Iterator[tuple[Member, bytes]]:
         """Yield each member of a pack with its content; with `only`, the contents of other parts are empty.
 
         Raises:

@@ -35,6 +35,7 @@ VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO_SUFFIXES)
 _SOURCE_CODE = ("ts", "mts")  # extensions of TypeScript, too: the content of such a member decides
 _AUDIO_PARTS = ("wav", "mp3", "flac", "m4a", "aac", "wma", "ogg", "oga", "opus", "aif", "aiff")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
+_MEMBER_LISTS = {"image_keys": "images", "patch_positions_keys": "patch_positions"}  # of LLaVA-OneVision-2
 _CAPTION_FIELDS = ("caption", "text", "captions")
 _VIDEO_FIELDS = ("videos", "video", "frames")
 _MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path")
@@ -241,6 +242,7 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
             sample.conversation,
             images=references(sample.images),
             videos=tuple([reference(video) for video in sample.videos]),
+            timestamps=None,  # the lengths of the old pack are not used
         )
         for sample in samples
     ]
@@ -274,7 +276,9 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     images = [group.reference(member) for member in group.images()]
     videos = [VideoReference(file=group.reference(member)) for member in group.videos()]
     media: list[MediaReference | VideoReference] = [*images, *videos]
-    others = {m.part or m.name: m.name for m in group.members if not _is_known(group, m)}
+    value = _with_member_lists(group, value)
+    positions = [group.find(str(name)) for name in _list(value.get("patch_positions"))]
+    others = {m.part or m.name: m.name for m in group.members if not _is_known(group, m) and m not in positions}
     if _is_conversation(value):
         placer = _Placer(group)
         record = placer.walk(value)
@@ -296,6 +300,23 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             "conversation",
         )
     return caption_record(group, text, images, metadata, videos)
+
+
+def _with_member_lists(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the lists of member names in the unpacked samples of LLaVA-OneVision-2.
+
+    Source: `convert_jsonl_to_webdataset_simple.py` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+    """
+    renamed = {
+        name: other
+        for name, other in _MEMBER_LISTS.items()
+        if other not in value and all([group.find(str(member)) for member in _list(value.get(name))])
+    }
+    return {renamed.get(name, name): item for name, item in value.items()}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _text(group: KeyMembers, value: Mapping[str, Any]) -> str | None:

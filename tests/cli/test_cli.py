@@ -17,6 +17,7 @@ import energon_packed as energon_packed_package
 from energon_packed import ConfigError, PackingManifest
 from tests.canary import packed_texts
 from tests.internals import SOURCES, DemoDataset, as_options, cli
+from tests.printed import invoke
 from tests.processes import energon_packed
 
 TOOL = Path(sys.executable).with_name("energon-packed")
@@ -134,6 +135,28 @@ def test_the_demo_packs_and_loads(tmp_path: Path) -> None:
     packed = sum(1 for line in (tmp_path / "demo" / "source" / "data.jsonl").open() if "demo-" in line)
     assert f"{packed} samples" in done.stdout
     assert "supervised), no padding" in done.stdout
+
+
+def test_the_demo_with_videos_packs_and_loads(tmp_path: Path) -> None:
+    done = run("demo", "-o", tmp_path / "demo", "--records", "60", "--videos")
+    assert done.returncode == 0, done.stderr
+    shapes = r"pixel_values_videos \((\d+), 1176\), video_grid_thw \((\d+), 3\), second_per_grid_ts \((\d+),\)"
+    batches = re.findall(shapes, done.stdout)
+    records = (tmp_path / "demo" / "source" / "data.jsonl").read_text().splitlines()
+    videos = [line for line in records if '"demo-' in line and "videos/" in line]
+    assert sum(int(count) for _, count, _ in batches) == sum(int(count) for *_, count in batches) == len(videos)
+    rejects = [json.loads(line) for line in (tmp_path / "demo" / "rejects.jsonl").read_text().splitlines()]
+    reasons = {reject["id"]: reject["reason"] for reject in rejects}
+    assert reasons["broken-cut-video"] == "corrupt_video"
+    assert reasons["broken-missing-video"] == "missing_video"
+
+
+def test_the_demo_with_videos_without_pyav_is_an_error_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    error = invoke("demo", "-o", tmp_path / "demo", "--records", "20", "--videos").exception
+    assert str(error) == "`av` is needed for video files; pip install 'energon-packed[video]'"
 
 
 def test_the_demo_does_not_replace_other_datasets(tmp_path: Path) -> None:

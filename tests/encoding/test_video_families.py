@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
-from energon_packed import ChatEncoder, ConfigError, RecordError, VisionFamily
-from energon_packed.records import FrameSelection
-from tests.golden.videos.cases import FAMILIES, FOLDERS, PATCH, Case, Video, cases, digest
+from energon_packed import ChatEncoder, ConfigError, RecordError, VisionFamily, normalize
+from tests.golden.videos.cases import FAMILIES, FILES, FOLDERS, MESSAGES, PATCH, Case, Video, cases, digest
 from tests.internals import EncoderSettings, VideoInfo, VideoSettings, load_vision
+from tests.videos import decoded, make_video
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 NAMES = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
@@ -71,7 +73,7 @@ def info_of(video: Video) -> VideoInfo:
     )
 
 
-def ids_of(case: Case, vision: VisionFamily, selections: list[FrameSelection], tokenizer: Tokenizer) -> np.ndarray:
+def ids_of(case: Case, vision: VisionFamily, selections: list[Any], tokenizer: Tokenizer) -> np.ndarray:
     """Token ids of a case: its text with the run of each medium."""
     image, video = tokenizer.token_to_id(vision.image_token), tokenizer.token_to_id(vision.video_token)
     videos = iter([vision.video_token_run(selection) for selection in selections])
@@ -297,7 +299,94 @@ def test_settings_of_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
         vision.video_token_run(vision.select_frames(info_of(Video(0, 60, 30, 48, 64))))
 
 
-def test_settings_need_fps_or_num_frames() -> None:
-    for settings in ({}, {"fps": 1, "num_frames": 2}):
-        with pytest.raises(ConfigError, match="Set either `fps` or `num_frames`"):
-            VideoSettings(**settings)
+def test_settings_have_fps_or_num_frames() -> None:
+    with pytest.raises(ConfigError, match="Set either `fps` or `num_frames`"):
+        VideoSettings(fps=1, num_frames=2)
+
+
+@pytest.fixture(scope="module")
+def encoders(families: dict[tuple[str, int], VisionFamily]) -> dict[str, ChatEncoder]:
+    tokenizer = AutoTokenizer.from_pretrained(str(GOLDEN / "tokenizer"))
+    return {family: ChatEncoder(tokenizer, families[family, 0]) for family in FAMILIES}
+
+
+def turns_with(media: str) -> list[dict[str, str]]:
+    return [turn | {"content": turn["content"].replace("{media}", media)} for turn in MESSAGES]
+
+
+@pytest.mark.parametrize("number", range(len(FILES)))
+def test_real_files_equal_the_processor(number: int, encoders: dict[str, ChatEncoder], tmp_path: Path) -> None:
+    settings = dict(FILES[number])
+    path = make_video(tmp_path / f"video.{settings.pop('extension')}", **settings)
+    all_frames = [np.rot90(frame, -settings.get("rotation", 0) // 90) for _, frame in decoded(path)]
+    conversation = normalize({"messages": turns_with("<video>"), "videos": [str(path)]})
+    expected = json.loads((GOLDEN / "videos" / "files.json").read_text())[number]
+    for family, outputs in zip(FAMILIES, expected, strict=True):
+        encoder = encoders[family]
+        sample, measurement = encoder.encode(conversation), encoder.measure([conversation])[0]
+        vision, (selection,) = encoder.vision, measurement.frames
+        assert vision is not None
+        assert sample.position_ids is not None
+        assert sample.pixel_values_videos is not None
+        assert sample.video_grid_thw is not None
+        found = {
+            "indices": [list(selection.indices)],
+            "grids": sample.video_grid_thw.tolist(),
+            "tokens": measurement.length,
+            "ids": digest(sample.input_ids),
+            "positions": digest(sample.position_ids),
+            "last": sample.position_ids[:, -1].tolist(),
+        }
+        if sample.second_per_grid_ts is not None:
+            found["seconds"] = sample.second_per_grid_ts.astype(np.float32).tolist()
+        assert found == outputs
+        # The preprocessing of frames equals the processor, as above; here it is compared on the frames of PyAV.
+        values, _ = vision.preprocess_video(selection, [all_frames[index] for index in selection.indices])
+        assert torch.equal(sample.pixel_values_videos, values)
+
+
+def test_frames_are_the_steps_of_torch_without_its_index_after_the_last_frame() -> None:
+    """`torch.arange` of the processor may return one step more, which is the number of frames."""
+    vision, longer = loaded(vision_family="qwen2_vl"), 0
+    for total in range(2, 300):
+        for count in range(2, total + 1, 2):
+            steps = torch.arange(0, total, total / count).int().tolist()
+            longer += len(steps) > count
+            assert vision.frame_indices(total, 30, VideoSettings(num_frames=count)).tolist() == steps[:count]
+            assert steps[count:] in ([], [total])
+    assert longer > 100
+
+
+def test_a_family_without_videos_keeps_the_parameters_of_images(tokenizer_dir: Path) -> None:
+    plain = ChatEncoder.from_pretrained(tokenizer_dir)
+
+    class Earlier(type(plain.vision)):  # type: ignore[misc]
+        def position_ids(self, input_ids: Any, image_token_id: int, grids: Any) -> Any:
+            return super().position_ids(input_ids, image_token_id, grids)
+
+    turns = [{"role": "user", "content": "<image>"}, MESSAGES[1]]
+    talk = normalize({"messages": turns, "images": [str(GOLDEN / "inputs" / "red.png")]})
+    assert plain.vision is not None
+    found = ChatEncoder(plain.tokenizer, Earlier(plain.vision.image_processor)).encode(talk)
+    assert np.array_equal(found.position_ids, plain.encode(talk).position_ids)
+
+
+def test_a_video_of_an_image_family_equals_its_frames_as_images(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(GOLDEN / "tokenizer"))
+    vision = loaded(vision_family="llava_onevision15")
+    path = make_video(tmp_path / "video.mp4", frames=25, fps=5, rotation=90)
+    frames = [Image.fromarray(np.rot90(frame, -1)) for _, frame in decoded(path)]
+    images = []
+    for number, frame in enumerate(frames[::5]):  # a frame per second
+        frame.save(tmp_path / f"{number}.png")
+        images.append(str(tmp_path / f"{number}.png"))
+    records = [{"videos": [str(path)]}, {"images": images}]
+    samples = [
+        ChatEncoder(tokenizer, vision).encode(normalize({"messages": turns_with(media)} | files))
+        for media, files in zip(["<video>", "<image>" * 5], records, strict=True)
+    ]
+    video, image = samples
+    assert video.pixel_values_videos is None
+    assert np.array_equal(video.input_ids, image.input_ids)
+    assert torch.equal(video.pixel_values, image.pixel_values)
+    assert torch.equal(video.image_grid_thw, image.image_grid_thw)

@@ -118,7 +118,8 @@ def test_frames_of_other_families_are_images_in_the_order_of_the_text(
     [frames] = encoder.measure([conversation])[0].frames
     stored = [Image.fromarray(pixels) for _, pixels in decoded(clip)]
     images = [*conversation.images]
-    images[1:1] = [png(stored[index]) for index in frames.indices]
+    # LLaVA-OneVision-2 resizes frames before they are preprocessed as images.
+    images[1:1] = [png(encoder.vision.frame_image(frames, np.array(stored[index]))) for index in frames.indices]
     text = f"<image>one{encoder.vision.frames_text(frames)}two<image>"  # type: ignore[union-attr]
     expected = encoder.encode(
         Conversation(messages=(Message("user", text), Message("assistant", "A number.")), images=tuple(images))

@@ -26,7 +26,7 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from tests.internals import TIMESTAMPS_ADDED, PackedFolder, codec_for, load_image, make_nv_meta, verify
+from tests.internals import TIMESTAMPS_WRITTEN, PackedFolder, codec_for, load_image, make_nv_meta, verify
 from tests.outside import read_packs
 from tests.sources.tars import picture
 
@@ -52,7 +52,8 @@ def write_files(root: Path) -> None:
 RECORDS: list[dict[str, Any]] = [
     *({"messages": turns(f"<image>\nWhat is {n}?", "A.", "And?", "No."), "images": [n]}
       for n in ("jpeg", "png", "gif", "webp", "turned.jpg")),
-    {"messages": turns("<image> or <image>?", "Both."), "images": ["png", "jpeg"], "fps": 2.0},
+    {"messages": turns("<image> or <image>?", "Both."), "images": ["png", "jpeg"]},
+    {"messages": turns("<image>\n<image>\nMoves?", "Yes."), "images": ["png", "png"], "fps": 2.0},
     {"messages": turns("Text.", "Only.")},
     {"messages": [{"role": "system", "content": "Be brief."}, *turns("<image>Which?", "This.")], "images": ["gif"]},
     {"messages": turns("At <image>", "p."), "images": ["jpeg"], "patch_positions": ["p.npy"], "timestamp_decimal": 2},
@@ -115,7 +116,7 @@ def test_every_pack_has_the_fields_of_the_reader(written: PackResult, source: Pa
             assert value["prompts"][i] == [system + said[0], *said[2::2]]
             assert value["captions"][i] == said[1::2]
     assert seen == set(records)
-    assert written.manifest.notes == {"system prompt in the first prompt": 1, TIMESTAMPS_ADDED: 1}
+    assert written.manifest.notes == {"system prompt in the first prompt": 1, TIMESTAMPS_WRITTEN: 1}
 
 
 def test_the_tars_are_the_same_with_any_workers(

@@ -71,7 +71,7 @@ def report(out: str, result: Any) -> None:
     (Path(out) / f"rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(result))
 
 
-def tiny_qwen2(vocab_size: int = 2048) -> Qwen2ForCausalLM:
+def tiny_qwen2(vocab_size: int = 2048, *, dropout: float = 0.0) -> Qwen2ForCausalLM:
     """Two layers, the same weights in every process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -84,5 +84,6 @@ def tiny_qwen2(vocab_size: int = 2048) -> Qwen2ForCausalLM:
             num_attention_heads=4,
             num_key_value_heads=2,
             pad_token_id=0,
+            attention_dropout=dropout,
         )
     )

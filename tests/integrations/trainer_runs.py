@@ -3,6 +3,7 @@
 ARGUMENTS: OUT PACKS BLEND TOKENIZER IMAGES IMAGE_TOKENIZER
 """
 
+import hashlib
 import sys
 from functools import partial
 from pathlib import Path
@@ -125,13 +126,26 @@ def train(
         args.train_sampling_strategy = "group_by_length"  # on finished arguments, as the page says
     kind = PackedTrainer if packed else Trainer
     trainer = kind(
-        tiny_qwen2(), args, train_dataset=data, eval_dataset=validation, data_collator=collator, callbacks=callbacks
+        tiny_qwen2(dropout=0.1),
+        args,
+        train_dataset=data,
+        eval_dataset=validation,
+        data_collator=collator,
+        callbacks=callbacks,
     )
     trainer.train(resume_from_checkpoint=resume)
     losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
     evaluated = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
     found = {"steps": trainer.state.global_step, "seen": collator.seen, "losses": losses, "used": used.used}
-    return found | {"evaluated": evaluated, "until": used.until}
+    return found | {"evaluated": evaluated, "until": used.until, "weights": digest(trainer.model)}
+
+
+def digest(model: torch.nn.Module) -> str:
+    """SHA-256 of all weights, bit by bit."""
+    found = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        found.update(name.encode() + weight.detach().cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
 
 
 def twice(folder: Path, make: Any, **arguments: Any) -> dict[str, Any]:

@@ -88,6 +88,7 @@ def tiny_model(name: str, encoder: ChatEncoder, attention: str) -> Any:
                 "out_hidden_size": 32,
                 "fullatt_block_indexes": [1],
                 "window_size": 56,
+                "tokens_per_second": 2,  # of the published models; the default of the class is 4
             },
             image_token_id=token("<|image_pad|>"),
             video_token_id=token("<|video_pad|>"),

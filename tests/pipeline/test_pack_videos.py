@@ -432,6 +432,23 @@ def test_combinations_that_cannot_work_are_refused(data: VideoDemo, tmp_path: Pa
     assert "takes images only; omit `layout` for records with video files" in reasons["a"]
 
 
+@pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])
+def test_truncation_removes_no_part_of_a_video(data: VideoDemo, tmp_path: Path, flavor: str) -> None:
+    make_video(tmp_path / "a.mp4", frames=10)
+    first, second = record("", "a.mp4")["messages"], [{"role": "assistant", "content": "word " * 200}]
+    lines = [
+        {"id": "kept", "messages": [*first[:1], *second], "videos": ["a.mp4"]},
+        {"id": "cut", "messages": [{"role": "user", "content": "Why?"}, *second, *first], "videos": ["a.mp4"]},
+    ]
+    options = data.options(tmp_path / "out", sample_class=flavor, seq_len=100, overlong="truncate")
+    result = pack(write_jsonl(tmp_path, lines), **options)
+    (reject,) = [json.loads(line) for line in result.rejects.read_text().splitlines()]
+    assert (reject["id"], reject["reason"]) == ("cut", "overlong")
+    assert reject["detail"].endswith("truncation to 100 would remove part of a video")
+    (sample,) = _read_all(PackedDataset(result.shards, data.encoder))
+    assert (sample.id, len(sample), sample.pixel_values_videos is None) == ("kept", 100, False)
+
+
 def test_audio_tracks_are_counted_and_not_used(data: VideoDemo, tmp_path: Path) -> None:
     make_video(tmp_path / "a.mp4", frames=10, audio=True)
     make_video(tmp_path / "b.mp4", frames=10)

@@ -21,6 +21,7 @@ from tests.pipeline.embedded import rows, write_parquet
 from tests.pipeline.faults import ROOT
 from tests.pipeline.undisturbed import Build, chunks, shards_done
 from tests.pipeline.undisturbed import contents as packed_files
+from tests.video_demo import VideoDemo
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
@@ -134,6 +135,13 @@ def test_images_that_are_in_no_file_are_stored_by_all_nodes(cluster: Any, tokeni
     there = pack(data, output_dir=tmp_path / "there", engine="ray", ray_address=cluster.address, **settings)
     assert packed_files(there.shards.parent) == packed_files(local.shards.parent)
     assert there.manifest.counters["media_shards_written"] > 4
+
+
+def test_videos_are_measured_and_written_by_all_nodes(cluster: Any, video_demo: VideoDemo, tmp_path: Path) -> None:
+    options = {"engine": "ray", "ray_address": cluster.address}
+    for name, changes in (("files", {}), ("frames", {"extract_frames": True})):
+        there = pack(video_demo.jsonl, **video_demo.options(tmp_path / name, **options, **changes))
+        assert contents(there.shards.parent) == contents(video_demo.packed(**changes).shards.parent)
 
 
 class _KillsAWorker(Progress):

@@ -27,10 +27,13 @@ from energon_packed.encoding.vision.video_sampling import (
     FramePatches,
     VideoSettings,
     arange_indices,
+    duration_indices,
     enlarged,
     frame_limit,
     linspace_indices,
+    resized_pixels,
     resized_size,
+    rounded_size,
     uniform_indices,
 )
 from energon_packed.errors import ConfigError, Reason, RecordError
@@ -62,6 +65,7 @@ class VisionFamily(ABC):
         reserved: tokens that text must not contain.
         token_types: whether the model has an argument `token_type_ids`, 1 at image tokens.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
+        writes_timestamps: whether `fps` of a record with images becomes timestamps in its text.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
             no processor folder; limits as in the preprocessor_config.json of the published models.
         layouts: (patch size, merge size) of the published models of this family; `factor` selects among them.
@@ -83,6 +87,7 @@ class VisionFamily(ABC):
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
     token_types: bool = False
     takes_patch_positions: ClassVar[bool] = False
+    writes_timestamps: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
     default_merge: ClassVar[int] = 2
     temporal_patch_size: ClassVar[int] = 2
@@ -333,8 +338,24 @@ class VisionFamily(ABC):
         """M-RoPE positions, int64 (3, L), or None for models that use 0..L-1."""
         return None
 
-    def patch_positions(self, grids: Int64) -> Int64 | None:
-        """Patch positions, int64 (patches, 3) as (t, h, w), or None for vision towers without them."""
+    def frame_image(self, frames: FrameSelection, pixels: UInt8) -> "Image.Image":
+        """Return a frame of a video as the image that `preprocess` gets, in a family without a video token.
+
+        Args:
+            frames: the selection.
+            pixels: the frame, upright RGB, uint8 (height, width, 3).
+        """
+        from PIL import Image
+
+        return Image.fromarray(pixels)
+
+    def patch_positions(self, grids: Int64, times: Int64 | None = None) -> Int64 | None:
+        """Patch positions, int64 (patches, 3) as (t, h, w), or None for vision towers without them.
+
+        Args:
+            grids: int64 (images, 3), patches in t, h and w.
+            times: int64 (images,), t of the first frame of each image; None for 0.
+        """
         return None
 
     def check_tokenizer(self, tokenizer: Any) -> None:
@@ -671,41 +692,85 @@ class Qwen3VLVision(Qwen2VLVision):
         return super().position_ids(input_ids, image_token_id, grids, video_token_id, patches)
 
 
-@register_vision
-class LlavaOnevision2Vision(VisionFamily):
-    """LLaVA-OneVision-2: sequential text positions, and (t, h, w) per patch for the vision tower.
+class OnevisionVision(VisionFamily):
+    """Base class of LLaVA-OneVision-1.5 and -2: sequential text positions, (t, h, w) per patch for the vision tower.
 
-    Its models have four layouts; without a `factor`, 16-pixel patches, 3 x 3 merged. A patch covers a single frame.
-    Source: `llava_onevision2_config.py` and `merge_ov2/variants` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+    A patch covers a single frame. Records of frames are encoded as the trainer of both models does: `fps` becomes
+    timestamps in the text. Source: `Qwen2VLTaskEncoder.process_sft_qa` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
     """
 
-    names: ClassVar[tuple[str, ...]] = ("llavaonevision2",)
     takes_patch_positions = True
-    patch_size = 16
-    default_merge = 3
+    writes_timestamps = True
     temporal_patch_size = 1
-    layouts: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (14, 2), (16, 2), (14, 3))
     max_pixels = 2000 * 2000
 
-    def patch_positions(self, grids: Int64) -> Int64:
+    def patch_positions(self, grids: Int64, times: Int64 | None = None) -> Int64:
         """Patch positions, int64 (patches, 3), in the order of `pixel_values`: merged blocks in row-major order."""
         m = self.merge_size
+        starts = np.zeros(len(grids), dtype=np.int64) if times is None else times
         images = []
-        for t, h, w in grids:
-            grid = np.moveaxis(np.indices((t, h, w)), 0, -1)
+        for (t, h, w), start in zip(grids, starts, strict=True):
+            grid = np.moveaxis(np.indices((t, h, w)), 0, -1) + np.array([start, 0, 0])
             blocks = grid.reshape(t, h // m, m, w // m, m, 3).transpose(0, 1, 3, 2, 4, 5)
             images.append(blocks.reshape(-1, 3))
         return np.concatenate(images) if images else np.zeros((0, 3), dtype=np.int64)
 
 
 @register_vision
-class LlavaOnevision15Vision(LlavaOnevision2Vision):
-    """LLaVA-OneVision-1.5: as LLaVA-OneVision-2, with 14-pixel patches, 2 x 2 merged."""
+class LlavaOnevision2Vision(OnevisionVision):
+    """LLaVA-OneVision-2: frames of a video are images after `<1.5 seconds>`, with their index as t of the patches.
 
-    names = ("llavaonevision15", "llavaov")
-    patch_size = 14
-    default_merge = 2
-    layouts = ((14, 2),)
+    Its models have four layouts; without a `factor`, 16-pixel patches, 3 x 3 merged. Source:
+    `llava_onevision2_config.py`, `merge_ov2/variants` and `transformers_impl/llavaonevision2` of
+    EvolvingLMMs-Lab/LLaVA-OneVision-2. Videos are as of its processor; its class selects up to 384 frames unless
+    `max_frames` is set, and its frame extraction for training, like this family, up to 32.
+    """
+
+    names: ClassVar[tuple[str, ...]] = ("llavaonevision2",)
+    patch_size = 16
+    default_merge = 3
+    layouts: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (14, 2), (16, 2), (14, 3))
+    videos = VideoSettings(max_frames=32)
+    video_options: ClassVar[tuple[str, ...]] = (*FRAME_SETTINGS, "min_pixels", "max_pixels")
+
+    def frame_indices(self, num_frames: int, fps: float, settings: VideoSettings) -> Int64:
+        """Indices of the selected frames, int64 (frames,)."""
+        return duration_indices(num_frames, fps, settings)
+
+    def resized_frame(self, frames: int, height: int, width: int, settings: VideoSettings) -> tuple[int, int]:
+        """(height, width) of the resized frames; by default, their limits are those of images."""
+        limits = self.image_processor.size
+        return rounded_size(
+            height,
+            width,
+            int(self.image_processor.patch_size) * self.merge_size,
+            min_pixels=settings.min_pixels or int(limits["shortest_edge"]),
+            max_pixels=settings.max_pixels or int(limits["longest_edge"]),
+        )
+
+    def frames_text(self, frames: FrameSelection) -> str:
+        """Text of a video: the time of each frame and its placeholder; a time is index / fps, with one decimal."""
+        times = [_to_microseconds(index / frames.fps) for index in frames.indices]
+        return "".join([f"<{time:.1f} seconds>{IMAGE_PLACEHOLDER}" for time in times])
+
+    def frame_image(self, frames: FrameSelection, pixels: UInt8) -> "Image.Image":
+        """Return a frame in its resized size, as torchvision's `resize` (bicubic, antialias) computes it."""
+        assert frames.resized is not None, "this family resizes frames"
+        return super().frame_image(frames, resized_pixels(pixels, frames.resized))
+
+
+def _to_microseconds(seconds: float) -> float:
+    """The value of a time that was written as minutes and seconds with six decimals, and read again."""
+    minutes = int(seconds // 60)
+    return minutes * 60 + float(f"{seconds - minutes * 60:.6f}")
+
+
+@register_vision
+class LlavaOnevision15Vision(OnevisionVision):
+    """LLaVA-OneVision-1.5: 14-pixel patches, 2 x 2 merged; frames of a video file are images, without timestamps."""
+
+    names: ClassVar[tuple[str, ...]] = ("llavaonevision15", "llavaov")
+    layouts: ClassVar[tuple[tuple[int, int], ...]] = ((14, 2),)
 
 
 def vision_families() -> tuple[type[VisionFamily], ...]:

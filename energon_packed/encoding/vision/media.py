@@ -23,7 +23,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,7 @@ from PIL import Image
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
 from energon_packed.encoding.vision.images import check_as_jpeg, load_image, read_header
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
+from energon_packed.encoding.vision.timestamps import has_timestamps, with_timestamps
 from energon_packed.encoding.vision.video_file import check_video, decode_frames, read_video_info
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import (
@@ -43,6 +44,9 @@ from energon_packed.records import (
     VideoReference,
 )
 from energon_packed.system import raise_resource_error
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 UInt8 = npt.NDArray[np.uint8]
@@ -164,6 +168,7 @@ class MediaSize:
         decoded: number of images whose pixels were decoded, because the header is not enough.
         frames: the selected frames of each video file.
         notes: what was decided for its media, for the counts of a run.
+        spelled: the conversation to render in place of the measured one, with timestamps; None if it has none.
     """
 
     runs: Sequence[ImageRun] = ()
@@ -171,6 +176,7 @@ class MediaSize:
     decoded: int = 0
     frames: Sequence[FrameSelection] = ()
     notes: tuple[str, ...] = ()
+    spelled: Conversation | None = None
 
 
 def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize:
@@ -186,15 +192,28 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     frames = [selection for selection, _, _ in selected]
     num_bytes += sum(size for _, size, _ in selected)
     notes = (AUDIO_IGNORED,) if any([has_audio for _, _, has_audio in selected]) else ()
+    is_timed, positions = vision.writes_timestamps and has_timestamps(conversation), None
     if conversation.patch_positions:
         vision.check_decided()
         patches = [vision.num_patches(header.height, header.width) for header in headers]
         num_bytes += check_patch_positions(conversation.patch_positions, patches)
-        if vision.takes_patch_positions and vision.patch_order == "auto":
+        if vision.takes_patch_positions and (vision.patch_order == "auto" or is_timed):
             # Read the data now: an order that cannot be detected must reject the record before training.
-            _in_blocks(vision, conversation, [vision.grid(header.height, header.width) for header in headers])
-    runs = _in_text_order(conversation, image_runs, [_video_runs(vision, selection) for selection in frames])
-    return MediaSize(runs, num_bytes, sum([header.decoded for header in headers]), frames, notes)
+            grids = [vision.grid(header.height, header.width) for header in headers]
+            positions = _in_blocks(vision, conversation, grids)
+    decoded = sum([header.decoded for header in headers])
+    if is_timed:
+        spelled, runs = _with_timestamps(vision, conversation, image_runs, positions)
+        return MediaSize(runs, num_bytes, decoded, spelled=spelled)
+    runs = _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
+    return MediaSize(runs, num_bytes, decoded, frames, notes)
+
+
+def _with_timestamps(
+    vision: VisionFamily, conversation: Conversation, runs: Sequence[ImageRun], positions: Int64 | None
+) -> tuple[Conversation, list[ImageRun]]:
+    """`with_timestamps`, with patch positions in block order: the patches of a token are consecutive."""
+    return with_timestamps(conversation, runs, None if positions is None else positions[:: vision.merge_size**2, 0])
 
 
 def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelection, int, bool]:
@@ -212,10 +231,10 @@ def _num_bytes(file: MediaReference) -> int:
         return stream.seek(0, 2)
 
 
-def _video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
+def video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
     """Return the run of a video, or those of its frames for a family without a video token."""
     if vision.video_token is None:
-        return [vision.image_token_run(frames.height, frames.width)] * len(frames.indices)
+        return [vision.image_token_run(*(frames.resized or (frames.height, frames.width)))] * len(frames.indices)
     return [replace(vision.video_token_run(frames), is_video=True)]
 
 
@@ -260,6 +279,18 @@ def with_frames_as_images(
     )
 
 
+def num_images(vision: VisionFamily | None, conversation: Conversation, frames: Sequence[FrameSelection]) -> int:
+    """Return the images of a conversation for the model: without a video token, frames of videos are images too.
+
+    Args:
+        vision: the family, or None.
+        conversation: the conversation.
+        frames: the selected frames of each of its videos.
+    """
+    has_frames = vision is not None and vision.video_token is None
+    return len(conversation.images) + sum([len(selection.indices) for selection in frames if has_frames])
+
+
 def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
     """Decode images and videos to find damage that a header does not show.
 
@@ -295,18 +326,24 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     if vision.video_token is None:
         # Frames and images are preprocessed in one call: in some families, tensors depend on all images of a sample.
         ordered: list[_Medium] = _in_text_order(conversation, conversation.images, [[video] for video in videos])
-        return replace(vision.preprocess(_decoded(vision, ordered)), frames=frames)
+        pixels = replace(vision.preprocess(_decoded(vision, ordered)), frames=frames)
+        if vision.writes_timestamps and has_timestamps(conversation):
+            positions = patch_positions(vision, conversation, pixels) if conversation.patch_positions else None
+            spelled, runs = _with_timestamps(vision, conversation, pixels.runs, positions)
+            return replace(pixels, runs=runs, spelled=spelled)
+        return pixels
     pixels = vision.preprocess(_decoded(vision, conversation.images)) if conversation.images else Pixels()
     if not videos:
         return pixels
     import torch
 
     values, grids = zip(
-        *[vision.preprocess_video(selection, _frames(video, selection)) for video, selection in videos], strict=True
+        *[vision.preprocess_video(selection, video_frames(video, selection)) for video, selection in videos],
+        strict=True,
     )
     return replace(
         pixels,
-        runs=_in_text_order(conversation, pixels.runs, [_video_runs(vision, selection) for selection in frames]),
+        runs=_in_text_order(conversation, pixels.runs, [video_runs(vision, selection) for selection in frames]),
         frames=frames,
         video_values=torch.cat(values),
         video_grids=torch.tensor(np.array(grids, dtype=np.int64)),
@@ -318,14 +355,15 @@ def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.I
     """Yield images, and the frames of videos as images."""
     for item in media:
         if isinstance(item, tuple):
-            yield from map(Image.fromarray, _frames(*item))
+            video, frames = item
+            yield from (vision.frame_image(frames, pixels) for pixels in video_frames(video, frames))
             continue
         image = load_image(item)
         vision.image_token_run(image.height, image.width)  # rejects sizes that would crash the processor
         yield image
 
 
-def _frames(video: VideoReference, selection: FrameSelection) -> Iterator[UInt8]:
+def video_frames(video: VideoReference, selection: FrameSelection) -> Iterator[UInt8]:
     """Yield the selected frames of a video, upright RGB, uint8 (height, width, 3) each."""
     if video.file is not None:
         yield from decode_frames(video.file, selection)
@@ -339,12 +377,38 @@ def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pi
     Raises:
         RecordError: `missing_patch_positions`.
     """
+    # The t of a frame of a video file is its index in the file; that of an image is 0, or in its .npy file.
+    times: list[int | None] = [None] * len(pixels.grids)
+    if pixels.frames and vision.video_token is None:
+        frames = [selection.indices for selection in pixels.frames]
+        times = _in_text_order(conversation, [None] * len(conversation.images), frames)
+        positions = vision.patch_positions(pixels.grids, np.array([t or 0 for t in times], dtype=np.int64))
+    else:
+        positions = vision.patch_positions(pixels.grids)
     if not conversation.patch_positions:
-        return vision.patch_positions(pixels.grids)
-    if not vision.takes_patch_positions:
-        check_patch_positions(conversation.patch_positions, pixels.patches)
-        return vision.patch_positions(pixels.grids)
-    return _in_blocks(vision, conversation, [(int(h), int(w)) for _, h, w in pixels.grids])
+        return positions
+    is_image = np.array([t is None for t in times], dtype=bool)
+    grids = [(int(h), int(w)) for _, h, w in pixels.grids[is_image]]
+    if not vision.takes_patch_positions or positions is None:
+        check_patch_positions(conversation.patch_positions, [h * w for h, w in grids])
+        return positions
+    positions[np.repeat(is_image, pixels.patches)] = _in_blocks(vision, conversation, grids)
+    return positions
+
+
+def trained_grids(vision: VisionFamily, conversation: Conversation, grids: "torch.Tensor") -> "torch.Tensor":
+    """image_grid_thw of a sample: a single grid of all images if a record has patch positions for the vision tower.
+
+    LLaVA-OneVision-2's trainer joins them (`process_sft_qa`). Its vision tower attends within windows of four steps of
+    a grid, so that frames in grids of their own would not attend to each other. Images of different sizes stay apart.
+    """
+    if not (conversation.patch_positions and vision.takes_patch_positions) or conversation.videos:
+        return grids
+    if not bool((grids == grids[0]).all()):
+        return grids
+    joined = grids[:1].clone()
+    joined[0, 0] = grids[:, 0].sum()
+    return joined
 
 
 def _in_blocks(vision: VisionFamily, conversation: Conversation, grids: Sequence[tuple[int, int]]) -> Int64:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.records import FrameSelection
+from energon_packed.records import Conversation, FrameSelection
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,7 @@ class Pixels:
         video_values: as `values`, of the videos of families with a video token.
         video_grids: int64 (videos, 3) tensor, patches in t, h and w, or None.
         second_per_grid_ts: float64 (videos,), seconds of each step of a grid in time, or None.
+        spelled: the conversation to render, with timestamps of frames; None if it has none.
     """
 
     values: Any = None
@@ -125,6 +126,7 @@ class Pixels:
     video_values: Any = None
     video_grids: Any = None
     second_per_grid_ts: Float64 | None = None
+    spelled: Conversation | None = None
 
     @property
     def patches(self) -> list[int]:

@@ -251,9 +251,9 @@ class _Video:
         self.stored_size = (height, width)
         self.time_base: Fraction = stream.time_base
         for other in container.streams:
-            if other.index != stream.index and hasattr(other, "discard"):  # since PyAV 18
+            if other.index != stream.index:
                 other.discard = av.stream.Discard.all
-        self.is_interlaced = getattr(self.context, "field_order", 0) > 1
+        self.is_interlaced = self.context.field_order > 1  # 0 is unknown, 1 progressive
         # AVI and others store times of decoding, which are not those of presentation if frames are reordered.
         self.has_times = self.demuxer in _TIMED or not self.context.has_b_frames
         self.context.thread_count = 1
@@ -276,14 +276,15 @@ class _Video:
         Raises:
             _Damaged: a packet is incomplete, or there are too many.
         """
+        file, most = self._file, MAX_VIDEO_FRAMES
         for number, packet in enumerate(self.container.demux(self.stream)):
             if not packet.size:  # a repeated frame of AVI, which decoders would take for the end; or the end
                 continue
             if packet.is_corrupt:
                 raise _Damaged(f"ends inside frame {number}, or bytes of it are missing; copy the file again")
-            if number >= MAX_VIDEO_FRAMES:
+            if number >= most:
                 raise _Damaged(f"has more than {MAX_VIDEO_FRAMES:,} frames; split it")
-            self._file.spent = 0
+            file.spent = 0
             yield packet
 
     def decoding_time(self, packet: Any) -> int:
@@ -410,28 +411,31 @@ def _packet_times(video: _Video) -> _Times:
     pts, dts = array("q"), array("q")
     is_complete = video.has_times
     shows = video.codec in _ONE_FRAME_PER_PACKET and not (video.is_interlaced and video.codec in _FIELD_CODECS)
-    hides, smallest = video.codec in ("vp8", "vp9"), _EMPTY_VOP if video.codec == "mpeg4" else 0
+    # Each value of a packet takes as long to read as the packet itself, so that most are read only if they matter.
+    hides, is_mpeg4 = video.codec in ("vp8", "vp9"), video.codec == "mpeg4"
+    has_edits, needs_dts = video.demuxer == "mov", not video.has_times
     first: int | None = None
+    count = 1
     for number, packet in enumerate(video.packets()):
         time = packet.pts
         if number == 0:
             first, shows = time, shows and packet.is_keyframe
-        if packet.size <= smallest:
+        if is_mpeg4 and packet.size <= _EMPTY_VOP:
             shows = False
-        if packet.is_discard:  # by an edit list
+        if has_edits and packet.is_discard:
             continue
-        # Decoders may drop frames before the first keyframe: they need frames that are not in the file.
-        if time is not None and first is not None and time < first:
-            shows = False
-        count = _num_shown(video.codec, memoryview(packet)) if hides else 1
-        if not count:
+        if hides and (count := _num_shown(video.codec, memoryview(packet))) == 0:
             continue
         if time is None:
             time, is_complete = 0, False
-        decoded = video.decoding_time(packet)
-        for _ in range(count):
+        elif first is not None and time < first:
+            # Decoders may drop frames before the first keyframe: they need frames that are not in the file.
+            shows = False
+        pts.append(time)
+        if needs_dts:
+            dts.append(video.decoding_time(packet))
+        for _ in range(1, count):
             pts.append(time)
-            dts.append(decoded)
     return _Times(pts, dts, is_complete, shows)
 
 
@@ -578,7 +582,6 @@ def _decode(reference: MediaReference, selection: FrameSelection, kind: "type[_D
         # The choice depends on the file alone, as in `_packet_times`.
         decoder: _Decoder = (kind if video.has_times else _Counting)(video, selection)
         convert = _av().video.reformatter.VideoReformatter().reformat
-        options = {"format": "rgb24", **({"threads": 1} if _version() >= 17 else {})}
         orientation: _Orientation | None = None if video.header.may_be_rotated else _UPRIGHT
         last, pixels = -1, None
         for position, index in enumerate(selection.indices):
@@ -586,16 +589,12 @@ def _decode(reference: MediaReference, selection: FrameSelection, kind: "type[_D
                 frame = decoder.get(position)
                 if orientation is None:
                     orientation = _orientation_of(frame)
-                pixels = orientation.apply(convert(frame, **options).to_ndarray())
+                pixels = orientation.apply(convert(frame, format="rgb24", threads=1).to_ndarray())
                 if pixels.shape[:2] != (selection.height, selection.width):
                     found = f"{pixels.shape[1]} x {pixels.shape[0]} pixels, not {selection.width} x {selection.height}"
                     raise _Damaged(f"has frames of {found}, {_AS_SELECTED}")
                 last = index
             yield pixels
-
-
-def _version() -> int:
-    return int(_av().__version__.partition(".")[0])
 
 
 class _Decoder:
@@ -740,7 +739,7 @@ class _Jumping(_Sequential):
         super().__init__(video, selection)
         self._has_jumped = False
         self._sought: int | None = None  # time that was sought last: once is enough
-        self._seeks = video.demuxer in _SEEKABLE and hasattr(video.stream, "index_entries")  # since PyAV 17
+        self._seeks = video.demuxer in _SEEKABLE
         if self._seeks and video.demuxer == "matroska" and video.num_bytes > 4 * _WORTH_A_SEEK:
             video.container.seek(0)  # which reads the index
 

@@ -27,6 +27,7 @@ FRAME_SETTINGS = ("fps", "num_frames", "min_frames", "max_frames")
 PIXEL_SETTINGS = ("min_pixels", "max_pixels", "total_pixels")
 _INTEGERS = (*FRAME_SETTINGS[1:], *PIXEL_SETTINGS, "min_total_pixels", "max_total_pixels")
 _MAX_RATIO = 200  # of the sides of a frame; from the Qwen processors
+_BY_SECONDS = ((10, 8), (30, 16))  # (duration in seconds, frames of shorter videos), of LLaVA-OneVision-2
 _FLOOR = 1.05  # a share of `total_pixels` is at least this multiple of `min_pixels`; from qwen_vl_utils
 
 
@@ -35,7 +36,7 @@ class VideoSettings:
     """Which frames of a video are selected, and how large they become.
 
     `num_frames` replaces `fps`: a video has either this many frames, or `fps` frames per second between `min_frames`
-    and `max_frames`.
+    and `max_frames`. Without both, its duration determines the number (`duration_indices`).
 
     Attributes:
         fps: selected frames per second of video.
@@ -68,7 +69,7 @@ class VideoSettings:
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and value == int(value) and value >= 1):
                 raise ConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
-        if (self.fps is None) == (self.num_frames is None):
+        if self.fps is not None and self.num_frames is not None:
             raise ConfigError(f"Set either `fps` or `num_frames`, got {self.fps!r} and {self.num_frames!r}.")
 
     def updated(self, values: Mapping[str, Any]) -> "VideoSettings":
@@ -172,6 +173,38 @@ def uniform_indices(num_frames: int, fps: float, settings: VideoSettings, tempor
     return np.arange(selected, dtype=np.int64) * num_frames // selected
 
 
+def duration_indices(num_frames: int, fps: float, settings: VideoSettings) -> Int64:
+    """Select frames as LLaVA-OneVision-2: 8 frames below 10 seconds, 16 below 30, else `max_frames`, equally spaced.
+
+    Args:
+        num_frames: frames of the file.
+        fps: its frames per second.
+        settings: settings of the video; `num_frames` or `fps` replaces the number by duration.
+
+    Returns:
+        int64 (frames,), increasing: the first and the last frame and frames between them, or all frames of a file
+        that has fewer.
+
+    Source: `choose_target_frames` and `select_frame_indices` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
+    """
+    seconds = num_frames / fps
+    if settings.fps is not None:
+        selected = min(max(settings.min_frames, int(seconds * settings.fps)), settings.max_frames)
+    elif settings.num_frames is not None:
+        selected = settings.num_frames
+    else:
+        selected = next((count for limit, count in _BY_SECONDS if seconds < limit), settings.max_frames)
+    if num_frames <= selected:
+        return np.arange(num_frames, dtype=np.int64)
+    if selected == 1:
+        return np.zeros(1, dtype=np.int64)
+    # The values of torch.linspace in float32: up from the first frame, then down from the last in a single rounding.
+    step = float(np.float32(num_frames - 1) / np.float32(selected - 1))
+    up = np.arange(selected)
+    values = np.where(up < selected // 2, step * up, num_frames - 1 - step * (selected - 1 - up))
+    return np.rint(values.astype(np.float32)).astype(np.int64)
+
+
 def _check_count(selected: int, num_frames: int, temporal_patch_size: int) -> None:
     if selected < temporal_patch_size:
         raise ValueError(
@@ -218,6 +251,41 @@ def resized_size(
         high = math.ceil(height * scale / factor) * factor
         wide = math.ceil(width * scale / factor) * factor
     return high, wide
+
+
+def rounded_size(height: int, width: int, factor: int, *, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """Size of a resized frame, as `smart_resize` in the video processor of LLaVA-OneVision-2. Arguments as above.
+
+    Unlike Qwen's, it first makes a side at least `factor`, and does not keep it so when it reduces the frame.
+
+    Raises:
+        ValueError: a side of the resized frame has no pixels.
+    """
+    high, wide = (max(factor, round(side / factor) * factor) for side in (height, width))
+    if high * wide > max_pixels:
+        scale = math.sqrt((height * width) / max_pixels)
+        high, wide = (math.floor(side / scale / factor) * factor for side in (height, width))
+    elif high * wide < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        high, wide = (math.ceil(side * scale / factor) * factor for side in (height, width))
+    if high == 0 or wide == 0:
+        raise ValueError(f"{width}x{height} pixels: too narrow for {max_pixels} pixels in steps of {factor}. Crop it")
+    return high, wide
+
+
+def resized_pixels(frame: UInt8, size: tuple[int, int]) -> UInt8:
+    """Resize a frame, RGB, uint8 (height, width, 3), as `resize` of torchvision.transforms.functional: bicubic.
+
+    It resizes in float32 and rounds, unlike `FramePatches`, whose processors resize uint8.
+    """
+    import torch
+    from torch.nn.functional import interpolate
+
+    if frame.shape[:2] == size:
+        return frame
+    image = torch.from_numpy(frame.astype(np.float32)).permute(2, 0, 1)[None]
+    image = interpolate(image, size=size, mode="bicubic", align_corners=False, antialias=True)
+    return image[0].clamp_(0, 255).round_().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
 
 
 def enlarged(height: int, width: int, factor: int) -> tuple[int, int]:

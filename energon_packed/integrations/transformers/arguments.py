@@ -142,7 +142,8 @@ def _of_streams(args: Any, data: TrainerStream) -> dict[str, bool]:
 
 
 def _has_images(data: Any) -> bool:
-    """Return whether the manifests of a PackedDataset have images."""
+    """Return whether the manifests of a PackedDataset have images or videos."""
     if not isinstance(data, PackedDataset):
         return False
-    return any(split.manifest is not None and split.manifest.images for split in data.blend)
+    manifests = [split.manifest for split in data.blend if split.manifest is not None]
+    return any(manifest.images or manifest.videos for manifest in manifests)

@@ -162,7 +162,8 @@ class LoaderState(TrainerCallback, ABC):
 class TrainerStreamCallback(LoaderState):
     """TrainerCallback that saves the state of a TrainerStream in each checkpoint, and restores it.
 
-    Micro batches that the Trainer has read ahead, but not used, at the time of the save are read again.
+    Micro batches that the Trainer has read ahead, but not used, at the time of the save are read again. Reading
+    changes no random state of the training, so a resumed run has the dropout and the weights of an uninterrupted run.
 
     Raises:
         ConfigError: the arguments do not fit the stream; see `check_training_arguments`.
@@ -181,6 +182,10 @@ class TrainerStreamCallback(LoaderState):
         check_training_arguments(args, self.stream)
         self.stream.batches.give_back()  # of an earlier training
         self.stream.used = 0
+        if (loader := kwargs.get("train_dataloader")) is not None:
+            # The iterator of a DataLoader draws a seed for worker processes. The Trainer restores torch's random state
+            # before it makes the iterator of a resumed run, so the seed must not be drawn from that state.
+            getattr(loader, "base_dataloader", loader).generator = torch.Generator()
         super().on_train_begin(args, state, control)
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:

@@ -29,6 +29,7 @@ from megatron.energon.cache import FileStore
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.encoding.vision.media import num_images
 from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import codec_for, codec_of
@@ -38,6 +39,7 @@ from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.packers.base import Packer, Sizes, unfit
 from energon_packed.loading.process import encode_pack
+from energon_packed.records import Conversation
 
 
 @stateless
@@ -161,7 +163,7 @@ class PackedTaskEncoder(TaskEncoder):
         for sample in samples:
             try:
                 length = self._length(sample)
-                images = sum(len(conversation.images) for conversation in sample.conversations())
+                images = sum(self._images(conversation) for conversation in sample.conversations())
                 if (reject := self.packer.reject_reason(length, images, 0)) is not None:
                     raise unfit(reject)
             except EnergonPackedError as error:
@@ -189,6 +191,11 @@ class PackedTaskEncoder(TaskEncoder):
         batch = self.collator.collate(inside)
         batch.__key__ = [sample.__key__ for sample in samples]
         return batch
+
+    def _images(self, conversation: Conversation) -> int:
+        """Return the images of a stored conversation for the model."""
+        frames = [video.frames for video in conversation.videos if video.frames is not None]
+        return num_images(getattr(self.encoder, "vision", None), conversation, frames)
 
     def _length(self, sample: PackSample) -> int:
         """Return the recorded tokens of a pack; samples without a recorded length are measured."""

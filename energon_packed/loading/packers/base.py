@@ -25,7 +25,7 @@ class Sizes(NamedTuple):
     Attributes:
         lengths: int64 (n,), tokens.
         images: int64 (n,), images.
-        patches: int64 (n,), patches of these images.
+        patches: int64 (n,), patches of their images and videos.
     """
 
     lengths: Int64

@@ -39,7 +39,7 @@ class PoolPacker(Packer):
         max_tokens: tokens per row.
         pool_size: samples in the buffer; more samples pack better, but need memory, and are read again at a restore.
         algorithm, max_samples, multiple: as for `pack_lengths`.
-        max_images, max_patches: images and image patches in one row; None for no limit.
+        max_images, max_patches: images, and patches of images and videos, in one row; None for no limit.
         overlong: handling of samples that fit no row: `error`, `drop` or `truncate`.
 
     Raises:

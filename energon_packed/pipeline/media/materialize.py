@@ -22,6 +22,7 @@ from energon_packed.metadatasets import read_split
 from energon_packed.options import refuse_remote
 from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.engine import LocalEngine, Progress
+from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.nv_meta import dataset_folder, write_nv_meta
@@ -151,7 +152,10 @@ def _write_index(
         for entry, summary in zip(manifest.shards, summaries, strict=True)
     ]
     has_weights = manifest.notes.get(WEIGHTED, 0) > 0
-    version = oldest_version(videos=manifest.videos > 0, references=False, weights=has_weights)
+    has_timestamps = manifest.notes.get(TIMESTAMPS_WRITTEN, 0) > 0
+    version = oldest_version(
+        videos=manifest.videos > 0, timestamps=has_timestamps, references=False, weights=has_weights
+    )
     copied = replace(
         manifest, media="copy", media_check="digest", media_stored={}, format_version=version, shards=entries
     )

@@ -138,3 +138,30 @@ def _video(rng: random.Random, few: bool, number: int) -> Video:
 def digest(values: npt.NDArray[Any]) -> str:
     """Hex digest of the bytes of an array."""
     return hashlib.blake2b(np.ascontiguousarray(values).tobytes(), digest_size=8).hexdigest()
+
+
+MESSAGES = [{"role": "user", "content": "Look.\n{media}\nWhat is it?"}, {"role": "assistant", "content": "A test."}]
+"""Conversation about real files."""
+FILES: list[dict[str, Any]] = [
+    # Arguments of `make_video`, and the extension.
+    {"extension": "mp4", "frames": 60, "fps": 30},
+    {"extension": "mp4", "frames": 45, "fps": 24, "rotation": 90},
+    {"extension": "mp4", "frames": 45, "fps": 24, "rotation": 180, "width": 96},
+    {"extension": "mov", "frames": 31, "fps": 10, "rotation": 270},
+    {"extension": "mp4", "frames": 24, "fps": 12, "times": [index * 3 + index % 3 for index in range(24)]},
+    {"extension": "mp4", "frames": 40, "fps": 25, "fragmented": True},
+    {"extension": "mp4", "frames": 30, "fps": 15, "audio": True},
+    {"extension": "mkv", "frames": 33, "fps": 25},
+    {"extension": "mkv", "frames": 27, "fps": 30, "b_frames": 0},
+    {"extension": "avi", "frames": 36, "fps": 12, "codec": "mpeg4"},
+    {"extension": "ts", "frames": 50, "fps": 25},
+    {"extension": "webm", "frames": 25, "fps": 5, "codec": "libvpx"},
+    {"extension": "webm", "frames": 22, "fps": 30, "codec": "libvpx-vp9"},
+    {"extension": "webm", "frames": 22, "fps": 20, "codec": "libvpx", "streamed": True},
+    {"extension": "avi", "frames": 14, "fps": 7, "codec": "mjpeg"},
+    {"extension": "mov", "frames": 20, "fps": 50, "codec": "prores_ks"},
+    {"extension": "mkv", "frames": 19, "fps": 60, "codec": "ffv1", "width": 30, "height": 90},
+    {"extension": "mp4", "frames": 26, "fps": 13, "codec": "libx265"},
+    {"extension": "flv", "frames": 48, "fps": 24},
+    {"extension": "mp4", "frames": 4, "fps": 1, "codec": "mpeg4", "width": 200, "height": 20},
+]

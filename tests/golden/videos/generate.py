@@ -1,10 +1,14 @@
 """Write the golden files of videos with the processors of Transformers; README.md describes the environment.
 
+`qwen2_vl.jsonl` and so on are of the cases of cases.py, `files.json` of real files that `make_video` writes and PyAV
+decodes.
+
 python -m tests.golden.videos.generate
 """
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from tests.golden.videos import operators  # noqa: F401
 
 # isort: split
 
+import av
 import numpy as np
 import torch
 import transformers
@@ -21,7 +26,8 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 from transformers.video_utils import VideoMetadata
 
-from tests.golden.videos.cases import FAMILIES, FOLDERS, PATCH, Case, cases, digest
+from tests.golden.videos.cases import FAMILIES, FILES, FOLDERS, MESSAGES, PATCH, Case, cases, digest
+from tests.videos import decoded, make_video
 
 HERE = Path(__file__).parent
 T = transformers
@@ -91,19 +97,42 @@ def expected(case: Case, tokenizer: Any) -> dict[str, Any]:
     ]
     image = None if case.image is None else [Image.new("RGB", case.image[::-1])]
     try:
-        out = processor(
-            text=[case.text],
-            images=image,
-            videos=arrays,
-            video_metadata=metadata,
-            input_data_format="channels_last",
-            return_metadata=True,
-            return_tensors="pt",
-        )
+        return _outputs(case.family, processor, case.text, image, arrays, metadata)
     except (ValueError, IndexError, ZeroDivisionError) as error:
         return {"error": type(error).__name__}
+
+
+def expected_of_file(family: str, settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Output for a conversation about a real file, whose frames PyAV decodes from the start."""
+    settings = dict(settings)
+    with tempfile.TemporaryDirectory() as folder:
+        path = make_video(Path(folder) / f"video.{settings.pop('extension')}", **settings)
+        frames = [np.rot90(frame, -settings.get("rotation", 0) // 90) for _, frame in decoded(path)]
+        with av.open(str(path)) as container:
+            rate = float(container.streams.video[0].average_rate)
+    media = "<|vision_start|><|video_pad|><|vision_end|>"
+    messages = [turn | {"content": turn["content"].replace("{media}", media)} for turn in MESSAGES]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    height, width = frames[0].shape[:2]
+    metadata = VideoMetadata(total_num_frames=len(frames), fps=rate, height=height, width=width)
+    processor = processor_of(Case(family, 0, ()), tokenizer)
+    result = _outputs(family, processor, text, None, [np.stack(frames)], [metadata])
+    # Pixels depend on the release of FFmpeg.
+    return {name: value for name, value in result.items() if name not in ("pixels", "values")}
+
+
+def _outputs(family: str, processor: Any, text: str, images: Any, arrays: Any, metadata: Any) -> dict[str, Any]:
+    out = processor(
+        text=[text],
+        images=images,
+        videos=arrays,
+        video_metadata=metadata,
+        input_data_format="channels_last",
+        return_metadata=True,
+        return_tensors="pt",
+    )
     chosen = [[int(index) for index in video.frames_indices] for video in out["video_metadata"]]
-    _, _, model_class, config = CLASSES[case.family]
+    _, _, model_class, config = CLASSES[family]
     model = model_class.__new__(model_class)
     torch.nn.Module.__init__(model)
     model.config = config
@@ -133,6 +162,9 @@ def main() -> None:
         lines = [json.dumps(expected(case, tokenizer), separators=(",", ":")) for case in cases(family)]
         (HERE / f"{family}.jsonl").write_text("\n".join(lines) + "\n")
         print(family, len(lines), sum("error" in line for line in lines), file=sys.stderr)
+    of_files = [[expected_of_file(family, settings, tokenizer) for family in FAMILIES] for settings in FILES]
+    lines = ",\n".join(json.dumps(line, separators=(",", ":")) for line in of_files)
+    (HERE / "files.json").write_text(f"[\n{lines}\n]\n")
 
 
 if __name__ == "__main__":
