@@ -32,7 +32,7 @@ def check_every_worker_has_packs(splits: Sequence[LoadedSplit], worker_config: W
 
 
 def epoch_steps(config: LoaderConfig, splits: Sequence[LoadedSplit], worker_config: WorkerConfig) -> int | None:
-    """Return the steps of one epoch, the same on all ranks; None if the number of packs is not known.
+    """Return the steps of one epoch, the same on all ranks; None for a single rank, or if packs are not counted.
 
     Args:
         config: of the loader, with `epoch_end`.
@@ -46,7 +46,7 @@ def epoch_steps(config: LoaderConfig, splits: Sequence[LoadedSplit], worker_conf
     # Without `shuffle`, Energon reads each input of a blend once.
     if config.on_the_fly or None in [count for count, _ in packs] or (len(splits) > 1 and not config.shuffle):
         return None
-    return steps_of_epoch(
+    steps = steps_of_epoch(
         [(count or 0, times) for count, times in packs],
         world_size=worker_config.world_size,
         micro_batch_size=config.micro_batch_size,
@@ -54,3 +54,5 @@ def epoch_steps(config: LoaderConfig, splits: Sequence[LoadedSplit], worker_conf
         epoch_end=config.epoch_end,
         warns=not worker_config.rank,
     )
+    # A single rank waits for no other rank, so packs that fail need no row in their place.
+    return steps if worker_config.world_size > 1 else None
