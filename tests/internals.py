@@ -167,6 +167,7 @@ PLACES = {
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.workspace:FolderLock",
     "run_status": "pipeline.run:run_status",
+    "loading_code": "pipeline.loading_code:loading_code",
     "keys": "pipeline.run_state",
     "split_ranges": "pipeline.plan:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",

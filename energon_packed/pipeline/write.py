@@ -28,6 +28,7 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, 
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, StoredVideo, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, RecordOffsets, TokenReader, read_frames
+from energon_packed.pipeline.loading_code import loading_code
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_frames, kept_tokens
@@ -465,6 +466,7 @@ def write_index(
     manifest = _manifest(state, keys, table, plan, entries)
     if stored is not None:
         manifest = replace(manifest, media_stored={"images": stored.images, "bytes": stored.bytes})
+    manifest = replace(manifest, loading_code=loading_code(manifest, encoder=state.options.encoder_loader.load()))
     manifest.save(state.workspace.shards)
     state.progress.advance(len(shards))
     return manifest

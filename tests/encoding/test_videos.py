@@ -189,6 +189,20 @@ def test_settings_of_a_record_need_bounded_memory(
     assert detail in measured.reject.detail
 
 
+def test_a_frame_with_the_time_of_another_frame_is_not_selected(encoders: Encoders, tmp_path: Path) -> None:
+    # Times of a mkv are milliseconds, so that three frames have the same.
+    path = make_video(tmp_path / "fast.mkv", frames=36, fps=3000, b_frames=0)
+    info = read_video_info(MediaReference(path=str(path)))
+    assert len(set(info.timestamps.tolist())) < info.num_frames
+    every, some = encoders["llava_onevision2"].measure(
+        [asked("<video>Why?", [{"path": str(path), "num_frames": count}]) for count in (36, 5)]
+    )
+    pixels = decode_frames(MediaReference(path=str(path)), every.frames[0])
+    assert [number_of(frame) for frame in pixels] == list(range(36))
+    assert some.reject is not None
+    assert some.reject.detail.startswith("frames 8 and 9 have the same time, 0.003 s; convert the video")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_stored_frames_equal_the_file(encoders: Encoders, clip: Path, family: str) -> None:
     encoder, conversation = encoders[family], asked("<video>Why?", [str(clip)])

@@ -202,7 +202,14 @@ class VisionFamily(ABC):
         Raises:
             ConfigError: an invalid value, or an option that the family does not have.
         """
-        videos = self.folder_videos(folder) if folder is not None else type(self).videos
+        try:
+            videos = self.folder_videos(folder) if folder is not None else type(self).videos
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"the processor folder has invalid settings of videos: {error}. Correct them."
+            ) from error
         if not_used := [name for name in options if name not in self.video_options]:
             option = not_used[0] if not_used[0] == "total_pixels" else f"video_{not_used[0]}"
             raise ConfigError(
@@ -245,9 +252,16 @@ class VisionFamily(ABC):
                 raise ValueError(f"{detail}. Lower `min_pixels` or `max_pixels` of the video")
         except ValueError as error:
             raise RecordError(Reason.CORRUPT_VIDEO, str(error)) from error
+        times = np.asarray(info.timestamps, dtype=np.float64)
+        before = np.maximum(indices - 1, 0)
+        is_second = info.by_time & (indices > 0) & (times[indices] == times[before]) & ~np.isin(before, indices)
+        if is_second.any():  # the decoder would return the frame before it
+            index = indices[is_second][0]
+            detail = f"frames {index - 1} and {index} have the same time, {times[index]:.3f} s"
+            raise RecordError(Reason.CORRUPT_VIDEO, f"{detail}; convert the video to a constant frame rate")
         return FrameSelection(
             indices=tuple(indices.tolist()),
-            timestamps=tuple(np.asarray(info.timestamps, dtype=np.float64)[indices].tolist()),
+            timestamps=tuple(times[indices].tolist()),
             fps=info.fps,
             num_frames=info.num_frames,
             height=info.height,
@@ -482,6 +496,7 @@ class Qwen2VLVision(VisionFamily):
         """
         published, processor = type(self).videos, self.image_processor
         expected = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}  # 3: bicubic
+        expected |= {name: getattr(processor, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
         for name, value in expected.items():
             if folder.get(name, value) != value:
                 self.video_problem = (
