@@ -74,11 +74,14 @@ class VideoReference:
             video: the model gets them as it gets the frames of a file.
         settings: settings of the record for this video, by the names of the processors, such as {"fps": 1.0}; they
             win over the settings of the vision family.
+        images_before: number of images of the conversation before this video; for stored tokens, whose text has no
+            placeholders. None if it is unknown, or if placeholders have the order.
     """
 
     file: MediaReference | None
     frames: FrameSelection | None = None
     images: tuple[MediaReference, ...] = ()
+    images_before: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property

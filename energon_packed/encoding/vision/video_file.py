@@ -90,6 +90,7 @@ class VideoInfo:
         container, codec: names of FFmpeg, such as `mov` and `h264`.
         num_bytes: size of the file.
         decoded: the frames were counted by decoding, as packets do not show their number.
+        by_time: decoders find a frame by its time; otherwise, the file lacks times, and they count the frames.
     """
 
     num_frames: int
@@ -105,6 +106,7 @@ class VideoInfo:
     codec: str
     num_bytes: int
     decoded: bool
+    by_time: bool = True
 
 
 def read_video_info(reference: MediaReference) -> VideoInfo:
@@ -472,6 +474,7 @@ def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
         codec=video.codec,
         num_bytes=video.num_bytes,
         decoded=not times.show_frames,
+        by_time=times.is_complete,
     )
 
 
@@ -647,8 +650,6 @@ class _Counting(_Decoder):
 
 class _Sequential(_Decoder):
     """Decodes all frames from the start, and identifies them by their time."""
-
-    _jumps = False
 
     def __init__(self, video: _Video, selection: FrameSelection) -> None:
         super().__init__(video, selection)
