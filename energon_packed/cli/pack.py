@@ -124,14 +124,11 @@ def show_run(options: PackOptions, *, ranks: Mapping[str, int] = RANKS, output: 
     finally:
         # Also after an error or Ctrl-C: a running bar would overwrite the error message.
         progress.stop()
-    manifest, steps = result.manifest, []
+    manifest, steps = result.manifest, None
     if manifest.algorithm != "none":  # on-the-fly packing decides the steps of single samples
-        steps = steps_of_ranks(
-            [(manifest.packs_in("train"), 1)],
-            world_size=ranks["world_size"],
-            micro_batch_size=ranks["micro_batch_size"],
-            num_workers=ranks["num_workers"],
-        )
+        # Of the rank with the most: with the default `epoch_end`, the other ranks repeat a row without targets.
+        layout: Any = ranks
+        steps = max(steps_of_ranks([(manifest.packs_in("train"), 1)], **layout))
     console.print(f"\n{manifest.sample_class} in {result.shards}", soft_wrap=True)
     console.print(result_table(result, steps, ranks))
     if manifest.rejects:

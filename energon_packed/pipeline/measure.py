@@ -308,11 +308,6 @@ class Measurer:
         if len(measurement.frames) != len(conversation.videos):
             detail = "its encoder selects no frames of videos; use a ChatEncoder, or frames as images"
             return Measurement.rejected(Reject(Reason.UNSUPPORTED_MEDIA, detail))
-        sample = measurement.sample
-        if conversation.images and sample is not None and sample.video_token_id is None:
-            # Their order is that of `<image>` and `<video>` in the text, which is not stored.
-            detail = "images and frames of a video file have the same token; set another `sample_class` to pack both"
-            return Measurement.rejected(Reject(Reason.UNSUPPORTED_MEDIA, detail))
         try:
             for video, frames in zip(conversation.videos, measurement.frames, strict=True):
                 if video.file is not None and self.check_frames:

@@ -8,7 +8,6 @@ Input: the Plan and the RecordTable of a run. Output of `write_shards`: the tars
 
 import hashlib
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -262,8 +261,7 @@ class ShardWriter:
         """Bytes of the files that a stored video was made of."""
         if video.file is None or stored.file is not None:
             return sum([file.num_bytes for file in stored.files])
-        with video.file.open() as stream:
-            return stream.seek(0, os.SEEK_END)
+        return video.file.num_bytes()
 
     def _changed(self, record: "_Record", change: str) -> EnergonPackedError:
         return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)

@@ -131,7 +131,7 @@ def test_loaders_decode_the_frames_that_were_measured(data: VideoDemo, flavor: s
     for sample in samples:
         conversation = normalize(records(data)[sample.id], image_root=str(data.jsonl.parent))
         assert equal(sample, data.encoder.encode(conversation)), sample.id
-    loader = get_packed_loader(result.shards, data.encoder, epochs=1, num_workers=0, even_ranks="off")
+    loader = get_packed_loader(result.shards, data.encoder, epochs=1, num_workers=0)
     by_id = {sample.id: sample for sample in samples}
     read = []
     for batch in loader:
@@ -467,21 +467,6 @@ def test_videos_that_no_pack_can_have_are_rejected(
     )
     extracted = pack(file, **data.options(tmp_path / "frames", extract_frames=True))
     assert (extracted.manifest.packed, extracted.manifest.videos) == (2, 2)
-
-
-def test_stored_tokens_have_images_or_frames(data: VideoDemo, tmp_path: Path) -> None:
-    # Frames of this family are images, and tokens do not show which of them are the image of the record.
-    make_video(tmp_path / "a.mp4", frames=4)
-    Image.new("RGB", (64, 64)).save(tmp_path / "b.png")
-    both = record("both", "a.mp4")
-    both["messages"][0]["content"] += "<image>"
-    file = write_jsonl(tmp_path, [both | {"images": ["b.png"]}, record("video", "a.mp4")])
-    family = {"vision_family": "llava_onevision2", "processor": None}
-    result = pack(file, **data.options(tmp_path / "out", sample_class="PackedTokensSample", **family))
-    (reject,) = [json.loads(line) for line in result.rejects.read_text().splitlines()]
-    assert (reject["id"], reject["reason"]) == ("both", "unsupported_media")
-    assert reject["detail"].endswith("set another `sample_class` to pack both")
-    assert pack(file, **data.options(tmp_path / "raw", **family)).manifest.packed == 2
 
 
 def test_combinations_that_cannot_work_are_refused(data: VideoDemo, tmp_path: Path) -> None:
