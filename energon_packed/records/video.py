@@ -103,7 +103,7 @@ def is_video_content(head: bytes) -> bool:
 
 
 def video_extension(head: bytes) -> str | None:
-    """Return the extension of a video, without the dot, from its first `SIGNATURE_BYTES` bytes; None for other files."""
+    """Return the extension of a video without the dot, from its first `SIGNATURE_BYTES` bytes; None for others."""
     if head[4:8] in _BOXES:
         if head[4:8] == b"ftyp" and head[8:12] in _IMAGE_BRANDS:
             return None
