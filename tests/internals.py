@@ -77,7 +77,6 @@ PLACES = {
     "VideoInfo": "encoding.vision.video_file:VideoInfo",
     "VideoSettings": "encoding.vision.video_sampling:VideoSettings",
     "images": "encoding.vision.images",
-    "FrameSelection": "records.video:FrameSelection",
     "check_video": "encoding.vision.video_file:check_video",
     "video_file": "encoding.vision.video_file",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
@@ -168,6 +167,7 @@ PLACES = {
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.workspace:FolderLock",
     "run_status": "pipeline.run:run_status",
+    "loading_code": "pipeline.loading_code:loading_code",
     "keys": "pipeline.run_state",
     "split_ranges": "pipeline.plan:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",

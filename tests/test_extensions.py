@@ -122,7 +122,7 @@ def test_one_class_each_is_enough(registered: None, tokenizer_dir: Path, encoder
 
     batches = list(get_packed_loader(out, encoder, epochs=1, num_workers=2))
     assert sorted(name for batch in batches for name in batch.ids) == sorted(f"q{n}" for n in range(200))
-    assert [len(batches)] == steps_per_epoch(out, num_workers=2)
+    assert len(batches) == steps_per_epoch(out, num_workers=2)
     dataset = PackedDataset(out, encoder)
     assert sum(len(dataset[pack]) for pack in range(len(dataset))) == 200
     assert dataset.lengths.sum() == result.manifest.tokens

@@ -1,6 +1,6 @@
 """Format results for the terminal: a PackResult, DryRun, Survey or turn in, a rich table, JSON values or lines out."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -16,12 +16,12 @@ _MAX_NAME = 60  # characters shown of a field name
 _MAX_TURN = 2000  # characters shown of a turn
 
 
-def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, int]) -> Table:
+def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]) -> Table:
     """Build the summary table of a run.
 
     Args:
         result: result of `pack`.
-        steps: steps of each rank in one epoch; empty if on-the-fly packing decides them.
+        steps: steps of one epoch; None if on-the-fly packing decides them.
         ranks: `world_size`, `micro_batch_size` and `num_workers` of these steps.
     """
     manifest = result.manifest
@@ -72,20 +72,18 @@ def result_table(result: PackResult, steps: Sequence[int], ranks: Mapping[str, i
     for stage, seconds in result.seconds.items():
         table.add_row(f"{stage} seconds", f"{seconds:.2f}")
     table.add_section()
-    if not steps:
+    if steps is None:
         return table
-    # Ranks have different numbers of steps if the packs do not divide evenly.
-    spread = f"{min(steps):,}" if min(steps) == max(steps) else f"{min(steps):,} to {max(steps):,} by rank"
     table.add_row(
         f"steps per epoch\n  world size {ranks['world_size']}, micro batch {ranks['micro_batch_size']},\n"
         f"  {ranks['num_workers']} loader workers",
-        spread,
+        f"{steps:,}",
     )
     return table
 
 
-def result_dict(result: PackResult, steps: Sequence[int]) -> dict[str, Any]:
-    """Build the object of `pack --json`: paths, times, steps of each rank and the manifest."""
+def result_dict(result: PackResult, steps: int | None) -> dict[str, Any]:
+    """Build the object of `pack --json`: paths, times, steps of an epoch and the manifest."""
     manifest = result.manifest
     return {
         "shards": str(result.shards),

@@ -20,6 +20,7 @@ from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.view import ImageView, PackView, SampleView, VideoView, extract_pack, view_pack
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
+from energon_packed.pipeline.loading_code import loading_code
 from energon_packed.shards.scan import scan_tar
 
 _MAX_TARS = 20  # tars of a folder that are listed
@@ -133,6 +134,8 @@ def _show_manifest(console: Console, folder: PackedFolder) -> None:
         f"{rejected:,} of {manifest.records:,} records rejected\n",
         soft_wrap=True,
     )
+    if code := loading_code(manifest, folder.path):
+        console.print("load it in Python:\n" + "\n".join(code) + "\n", soft_wrap=True)
 
 
 def _show_pack(console: Console, view: PackView, seq_len: int | None) -> None:

@@ -12,11 +12,10 @@ from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
+from energon_packed.pipeline.loading_code import RANKS, loading_code
 from energon_packed.pipeline.run import run_status
 from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path
-
-_RANKS = {"world_size": 1, "micro_batch_size": 1, "num_workers": 2}  # for the steps in the table
 
 
 @click.command(cls=GroupedCommand)
@@ -25,11 +24,11 @@ _RANKS = {"world_size": 1, "micro_batch_size": 1, "num_workers": 2}  # for the s
 @click.option("--jsonl", multiple=True, metavar="FILE", cls=DeclaredOption, group="Input", help="Same as INPUT.")
 @options_of(PackOptions, without=["inputs"])
 @click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, cls=DeclaredOption,
-              group="Table", help="Data-parallel ranks, for the steps in the table.")  # fmt: skip
+              group="Table", help="Data-parallel ranks, for the steps in the table and the code.")  # fmt: skip
 @click.option("--micro-batch-size", type=click.IntRange(min=1), default=1, show_default=True, cls=DeclaredOption,
-              group="Table", help="Packs per step, for the table.")  # fmt: skip
+              group="Table", help="Packs per step, for the table and the code.")  # fmt: skip
 @click.option("--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, cls=DeclaredOption,
-              group="Table", help="Loader workers per rank, for the table.")  # fmt: skip
+              group="Table", help="Loader workers per rank, for the table and the code.")  # fmt: skip
 @click.option("--dry-run", "is_dry", is_flag=True, cls=DeclaredOption, group="Run",
               help="Show what would be measured, reused, planned and written, without writing.")  # fmt: skip
 @click.option("--status", "is_status", is_flag=True, cls=DeclaredOption, group="Run",
@@ -109,12 +108,12 @@ def show_dry_run(options: PackOptions, output: Output) -> None:
     output.result(asdict(result) | {"output_dir": str(options.output_dir)})
 
 
-def show_run(options: PackOptions, *, ranks: Mapping[str, int] = _RANKS, output: Output | None = None) -> None:
+def show_run(options: PackOptions, *, ranks: Mapping[str, int] = RANKS, output: Output | None = None) -> None:
     """Pack with a progress bar per stage, and print the summary table.
 
     Args:
         options: options of `pack`.
-        ranks: `world_size`, `micro_batch_size` and `num_workers`, for the steps in the table.
+        ranks: `world_size`, `micro_batch_size` and `num_workers`, for the steps in the table and the code.
         output: verbosity and destination of the output.
     """
     output = output or Output()
@@ -125,16 +124,16 @@ def show_run(options: PackOptions, *, ranks: Mapping[str, int] = _RANKS, output:
     finally:
         # Also after an error or Ctrl-C: a running bar would overwrite the error message.
         progress.stop()
-    manifest, steps = result.manifest, []
+    manifest, steps = result.manifest, None
     if manifest.algorithm != "none":  # on-the-fly packing decides the steps of single samples
-        steps = steps_of_ranks(
-            [(manifest.packs_in("train"), 1)],
-            world_size=ranks["world_size"],
-            micro_batch_size=ranks["micro_batch_size"],
-            num_workers=ranks["num_workers"],
-        )
+        # Of the rank with the most: with the default `epoch_end`, the other ranks repeat a row without targets.
+        layout: Any = ranks
+        steps = max(steps_of_ranks([(manifest.packs_in("train"), 1)], **layout))
     console.print(f"\n{manifest.sample_class} in {result.shards}", soft_wrap=True)
     console.print(result_table(result, steps, ranks))
     if manifest.rejects:
         console.print(f"rejected records, with reasons: {result.rejects}", soft_wrap=True)
+    if code := loading_code(manifest, result.shards, encoder=options.encoder_loader.load(), ranks=ranks):
+        console.print("\nload it in Python:")
+        console.print("\n".join(code), soft_wrap=True)
     output.result(result_dict(result, steps))

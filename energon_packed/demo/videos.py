@@ -14,7 +14,12 @@ from numpy.typing import NDArray
 
 from energon_packed.errors import ConfigError
 
-_MUXERS = {"mkv": "matroska", "ts": "mpegts", "mpg": "mpeg", "wmv": "asf"}  # extensions that are no name of a muxer
+_MUXERS = {
+    "mkv": "matroska",
+    "ts": "mpegts",
+    "mpg": "mpeg",
+    "wmv": "asf",
+}  # extensions that are not the name of a muxer
 _PIXEL_FORMATS = {"mjpeg": "yuvj420p", "prores": "yuv422p10le", "prores_ks": "yuv422p10le"}
 _OPTIONS = {"libx264": {"preset": "ultrafast"}}  # the decisions of slower presets differ between runs
 _SAMPLE_RATE = 44_100  # hertz of the audio track

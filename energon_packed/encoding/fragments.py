@@ -80,7 +80,7 @@ def split_sample(sample: EncodedSample, max_length: int, overlap: int, num_image
     input_ids, labels, total = sample.input_ids, sample.labels, len(sample)
     if sample.video_token_id is not None and (input_ids == sample.video_token_id).any():
         raise RecordError(Reason.OVERLONG, f"{total} tokens; a sample with video files cannot be split")
-    num_images = sample.num_images if num_images is None else num_images
+    num_images = _num_images(sample) if num_images is None else num_images
     # Start and end of each run of image tokens: int64 (images, 2).
     is_image = np.zeros(total, dtype=bool) if sample.image_token_id is None else input_ids == sample.image_token_id
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_image, [False]]))).reshape(-1, 2)
@@ -141,9 +141,14 @@ def fragment_of(sample: EncodedSample, fragment: np.void) -> EncodedSample:
     return replace(sample, id=ident, **columns, **_media_of(sample, images))
 
 
+def _num_images(sample: EncodedSample) -> int:
+    """Number of images, also if they have one grid (`trained_grids`): images have one step in time."""
+    return sample.num_images if sample.image_grid_thw is None else int(sample.image_grid_thw[:, 0].sum())
+
+
 def _media_of(sample: EncodedSample, images: slice) -> dict[str, Any]:
     """Inputs of the vision tower for some images of a sample."""
-    if not sample.num_images or (images.start, images.stop) == (0, sample.num_images):
+    if not sample.num_images or (images.start, images.stop) == (0, _num_images(sample)):
         return {}
     if images.start == images.stop:
         return dict.fromkeys(("pixel_values", "image_grid_thw", "patch_positions", "vision_inputs"))
@@ -157,11 +162,18 @@ def _media_of(sample: EncodedSample, images: slice) -> dict[str, Any]:
         values = {name: tensor.narrow(dims[name], images.start, count) for name, tensor in inputs.values.items()}
         return {"vision_inputs": replace(inputs, values=values, images=count)}
     assert sample.image_grid_thw is not None
-    ends = [0, *sample.image_grid_thw.prod(dim=1).cumsum(0).tolist()]
+    grids = sample.image_grid_thw
+    # In families that join the grids of images with patch positions, a step of the joined grid is an image.
+    steps = grids.repeat_interleave(grids[:, 0], dim=0)
+    steps[:, 0] = 1
+    ends = [0, *steps.prod(dim=1).cumsum(0).tolist()]
     patches = slice(ends[images.start], ends[images.stop])
     pixels, positions = sample.pixel_values, sample.patch_positions
+    own = steps[images]
+    if len(grids) < len(steps):
+        own = own[:1] * own.new_tensor([len(own), 1, 1])
     return {
-        "image_grid_thw": sample.image_grid_thw[images],
+        "image_grid_thw": own,
         "pixel_values": None if pixels is None else pixels[patches],
         "patch_positions": None if positions is None else positions[patches],
     }

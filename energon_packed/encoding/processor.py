@@ -347,8 +347,7 @@ class Processor(ABC):
 
     def _measure(self, conversation: Conversation, keep_tokens: bool) -> Measurement:
         try:
-            files = [file for video in conversation.videos for file in video.files]
-            media = sum(len(m.read()) for m in (*conversation.images, *files, *conversation.patch_positions))
+            media = sum([file.num_bytes() for file in (*conversation.media_files, *conversation.patch_positions)])
             sample = self._weighted(conversation, self.encode(conversation))
         except RecordError as error:
             return Measurement.rejected(error.reject)

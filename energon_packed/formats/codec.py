@@ -46,11 +46,13 @@ class StoredVideo:
         frames: the selected frames.
         file: the video file; None if only the frames are stored.
         images: without a file, an image for each of the frames.
+        images_before: as of VideoReference.
     """
 
     frames: FrameSelection
     file: StoredImage | None = None
     images: tuple[StoredImage, ...] = ()
+    images_before: int | None = None
 
     @property
     def files(self) -> tuple[StoredImage, ...]:
@@ -98,6 +100,7 @@ def video_references(videos: tuple[StoredVideo, ...]) -> tuple[VideoReference, .
                 file=None if video.file is None else MediaReference(data=video.file.data),
                 frames=video.frames,
                 images=media_references(video.images),
+                images_before=video.images_before,
             )
             for video in videos
         ]

@@ -26,6 +26,7 @@ from energon_packed.errors import FormatError
 from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSample, StoredVideo
 from energon_packed.formats.references import MEDIA_PART
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
+from energon_packed.options import short
 from energon_packed.records import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_SUFFIXES
 
@@ -136,6 +137,8 @@ def _add_files(files: Iterable[tuple[str, StoredImage]], parts: list[Part], refe
 def _named_video(name: str, video: StoredVideo) -> tuple[dict[str, Any], list[tuple[str, StoredImage]]]:
     """Return the entry of `video_files`, and the files by part name."""
     frames = frames_as_dict(video.frames)
+    if video.images_before is not None:
+        frames["images_before"] = video.images_before
     if video.file is not None:
         part = f"{name}.{video.file.extension}"
         return {"part": part, **frames}, [(part, video.file)]
@@ -174,13 +177,15 @@ def read_videos(raw: RawPack, listed: Any) -> list[tuple[StoredVideo, ...]] | No
 
 
 def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> StoredVideo:
-    frames = frames_from_dict(entry)
+    frames, before = frames_from_dict(entry), entry.get("images_before")
+    if before is not None and (type(before) is not int or before < 0):
+        raise ValueError(f"images_before is {short(before)}")
     if "part" in entry:
-        return StoredVideo(frames, _stored(raw, entry["part"]))
+        return StoredVideo(frames, _stored(raw, entry["part"]), images_before=before)
     images = tuple([_stored(raw, name) for name in entry["parts"]])
     if len(images) != len(frames.indices):
         raise ValueError(f"a video has {len(images)} images for {len(frames.indices)} frames")
-    return StoredVideo(frames, images=images)
+    return StoredVideo(frames, images=images, images_before=before)
 
 
 def image_count(names: Iterable[str]) -> int:

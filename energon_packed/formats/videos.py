@@ -12,6 +12,7 @@
     size                [height, width] of an upright frame
     resized             [height, width] that frames are resized to; null if they are resized as images are
     settings            settings that selected the frames, by the names of the processors
+    images_before       of tokenized samples with images: number of their images before the video
 
 The restart state of `pack` has the same fields without the parts (`frames_as_dict`, `frames_from_dict`).
 """
@@ -59,7 +60,7 @@ def frames_from_dict(value: Mapping[str, Any]) -> FrameSelection:
         raise ValueError(f"frames are {short(value['frames'])}, of a video with {num_frames}")
     if len(timestamps) != len(indices) or not all(map(math.isfinite, timestamps)):
         raise ValueError(f"timestamps of {len(indices)} frames are {short(value['timestamps'])}")
-    if not math.isfinite(fps) or fps < 0:
+    if not math.isfinite(fps) or fps <= 0:
         raise ValueError(f"fps is {fps}")
     if not isinstance(value["settings"], dict):
         raise ValueError(f"settings are {short(value['settings'])}")

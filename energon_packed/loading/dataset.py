@@ -25,6 +25,7 @@ from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.references import emptied
 from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.distributors.datasets import Balance, check_balance
+from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
 from energon_packed.loading.failures import sendable, verify_hint
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.manifests import (
@@ -71,12 +72,13 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         balance: `attention`.
         cost: cost model of a pack.
         shuffle, seed: draw a new seeded order every epoch; call `set_epoch`.
-        drop_last: drop the packs after the last full step; False repeats a few packs, so that all ranks have the same
-            number of packs, and every pack is read at least once.
+        epoch_end: the packs after the last full step. `repeat` reads the first packs again, with targets, because a
+            sampler returns only indices: all ranks have the same number of packs, and every pack is read at least
+            once. `drop` leaves them out, with a warning; `error` raises.
 
     Raises:
-        ConfigError: `balance` is unknown, `batch_size` or `num_replicas` is below 1, or the dataset has no
-            `row_sizes()`.
+        ConfigError: `balance` or `epoch_end` is unknown, `batch_size` or `num_replicas` is below 1, the dataset has no
+            `row_sizes()`, or `epoch_end` is `error` and the packs do not fill all steps.
     """
 
     def __init__(
@@ -90,7 +92,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         cost: CostModel | None = None,
         shuffle: bool = True,
         seed: int = 0,
-        drop_last: bool = False,
+        epoch_end: EpochEnd = "repeat",
     ) -> None:
         check_balance(balance)
         if rank == "all":
@@ -102,7 +104,10 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
             if value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
         check_sizes(dataset)
-        self.rows, self.seed, self.drop_last, self.epoch = batch_size, seed, drop_last, 0
+        check_epoch_end(epoch_end)
+        check_rest(epoch_end, len(dataset) % (self.ranks * batch_size), len(dataset), warns=not self.rank)
+        self.rows, self.seed, self.epoch = batch_size, seed, 0
+        self._drops = epoch_end == "drop"
         self.order = Order(_EpochView(dataset), shuffle=shuffle, cost=cost or CostModel())
 
     def set_epoch(self, epoch: int) -> None:
@@ -119,7 +124,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         order = self.order.epoch_order(self.epoch, self.seed, [self.order.segment(ranks, self.rows)])
         full = len(order) // width * width  # items of full steps
         steps = order[:full].reshape(-1, self.rows, ranks)  # rank r has every `ranks`-th item of a step
-        rest = order[full:] if not self.drop_last else order[:0]
+        rest = order[full:] if not self._drops else order[:0]
         if self.rank is None:
             yield from steps.transpose(0, 2, 1).reshape(-1).tolist()
             yield from rest.tolist()
@@ -131,7 +136,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.order), self.ranks * self.rows)
-        rest = 0 if self.drop_last else rest
+        rest = 0 if self._drops else rest
         if self.rank is None:
             return full * self.ranks * self.rows + rest
         return full * self.rows + -(-rest // self.ranks)

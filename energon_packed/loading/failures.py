@@ -77,7 +77,7 @@ _SIGNALS = {
 _CRASHED = "out of memory, or a crash. Use fewer workers, or `num_workers=0` to see the cause"
 _RESUME = "then resume from the last saved state in a new loader."
 _RECORD_REASONS = tuple(reason.value for reason in Reason)
-_REASONS = (*_RECORD_REASONS, "bad_format", "bad_batch", "other", "drop_last")
+_REASONS = (*_RECORD_REASONS, "bad_format", "bad_batch", "other", "epoch_end")
 _MAX_BYTES = 512 << 10  # of all rows; most rows have some 200 bytes, so 1,000 fit
 
 

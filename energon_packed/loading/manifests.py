@@ -19,6 +19,7 @@ import numpy as np
 from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
+from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, steps_of_epoch
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import check_type, short
@@ -27,7 +28,6 @@ from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import check_complete
 from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
 from energon_packed.shards.reader import OpenedFiles, ShardReader
-from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path, energon_url, is_remote
 
 
@@ -302,9 +302,9 @@ def steps_per_epoch(
     micro_batch_size: int = 1,
     num_workers: int = 0,
     split: str = "train",
-    drop_last: bool = False,
-) -> list[int]:
-    """Compute the micro batches per rank in one epoch of the Energon loader.
+    epoch_end: EpochEnd = "repeat",
+) -> int:
+    """Compute the micro batches of every rank in one epoch of the Energon loader.
 
     Args:
         path: packed dataset, its manifest, or a Metadataset with repetitions. Without packing.json, packs are counted
@@ -313,18 +313,22 @@ def steps_per_epoch(
         micro_batch_size: packs per micro batch.
         num_workers: loader workers per rank.
         split: split to read.
-        drop_last: drop the short batch at the end of each worker's slice.
-
-    Returns:
-        One number per rank. If they differ, train for the minimum or repeat the data.
+        epoch_end: option of the loader.
 
     Raises:
-        ConfigError: an argument is below its minimum, or a Metadataset draws by weight and so has no epoch.
+        ConfigError: an argument is below its minimum, a rank has no batch, `epoch_end` is `error` and the packs do not
+            fill the last step, or a Metadataset draws by weight and so has no epoch.
         FormatError: there is no dataset.
     """
-    layout = {"world_size": world_size, "micro_batch_size": micro_batch_size, "num_workers": num_workers}
+    check_epoch_end(epoch_end)
+    layout: dict[str, Any] = {
+        "world_size": world_size,
+        "micro_batch_size": micro_batch_size,
+        "num_workers": num_workers,
+        "epoch_end": epoch_end,
+    }
     if isinstance(path, PackingManifest):
-        return steps_of_ranks([(path.packs_in(split), 1)], **layout, drop_last=drop_last)
+        return steps_of_epoch([(path.packs_in(split), 1)], **layout)
     # Counting opens no dataset with Energon, but parsing a Metadataset must not create its objects.
     check_blend_trusted(path)
     blend = loaded_splits(path, split)
@@ -342,4 +346,4 @@ def steps_per_epoch(
             f"PackedDataset, whose epoch has {sum(epoch_pack_counts(blend, counts))} packs."
         )
     repetitions = [dataset.repetitions or 1 for dataset in blend]
-    return steps_of_ranks(list(zip(counts, repetitions, strict=True)), **layout, drop_last=drop_last)
+    return steps_of_epoch(list(zip(counts, repetitions, strict=True)), **layout)

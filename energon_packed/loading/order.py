@@ -124,13 +124,12 @@ class Order:
         """The segment of an epoch whose layout does not change."""
         return Segment(ranks=ranks, rows=rows, weights=self.weights)
 
-    def steps(self, segment: Segment, rank: int | None, *, drop_last: bool = False) -> int:
-        """Index of the step after the last step of a rank, in an epoch that ends with this segment.
+    def steps(self, segment: Segment, *, drop: bool = False) -> int:
+        """Index of the step after the last step of an epoch that ends with this segment, the same on all ranks.
 
         Args:
             segment: last segment of the epoch.
-            rank: from 0; None for the rank with the most steps.
-            drop_last: leave out a step that is not full.
+            drop: leave out a step that is not full.
 
         Raises:
             TypeError: `repeat` is set, so the steps do not end.
@@ -138,8 +137,7 @@ class Order:
         if self.repeat:
             raise TypeError("the number of batches is not known in advance: the data repeats, count steps")
         full, remainder = divmod(len(self) - segment.item, segment.width)
-        # The first `remainder` ranks have an item in the last, short step.
-        return segment.step + full + (remainder > (rank or 0) and not drop_last)
+        return segment.step + full + (remainder > 0 and not drop)
 
     def places(self, segment: Segment, step: int, rank: int) -> range:
         """Places in the order of the items of a step on one rank."""

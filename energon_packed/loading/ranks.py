@@ -6,7 +6,7 @@
 | `launched_processes`, `is_distributed` | the processes that a launcher started, also without a process group |
 | `all_gather_object`, `broadcast_object`, `all_reduce_mean` | collective operations, also without a process group |
 | `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
-| `resolve_rank`, `check_rank`, `warn_uneven` | rank and world size of a loader |
+| `resolve_rank`, `check_rank` | rank and world size of a loader |
 | `check_not_resharded` | error for tools that would shard the data a second time |
 | `refuse_dispatch`, `is_dispatched`, `dispatch_refusal` | errors for tools that read on process 0 for all processes |
 
@@ -19,9 +19,8 @@ among the callers, by the names of their classes:
 """
 
 import inspect
-import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn
@@ -32,7 +31,6 @@ import torch
 
 from energon_packed.errors import ConfigError
 
-_log = logging.getLogger(__name__)
 _DISPATCHER = "DataLoaderDispatcher"
 _SHARD = "IterableDatasetShard"
 _ACCELERATE = "accelerate."
@@ -74,16 +72,16 @@ def all_gather_object(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def broadcast_object(value: Any, group: Any = None) -> Any:
-    """Return the `value` of the first process of the group on all processes.
+def broadcast_object(value: Any, group: Any = None, *, first: int = 0) -> Any:
+    """Return the `value` of process `first` of the group on all processes.
 
     Ranks must not compute such a value each: a float of other hardware may differ in its last bit.
     """
     if not has_group():
         return value
     values = [value]
-    first = 0 if group is None else torch.distributed.get_global_rank(group, 0)
-    torch.distributed.broadcast_object_list(values, src=first, group=group)
+    source = first if group is None else torch.distributed.get_global_rank(group, first)
+    torch.distributed.broadcast_object_list(values, src=source, group=group)
     return values[0]
 
 
@@ -172,27 +170,6 @@ def shuffled(items: Sequence[int] | int, shard: ShardSpec, *salt: int, shuffle: 
     """Numbers in the order of an epoch, int64 (n,): a seeded permutation, or as they are."""
     numbers = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
     return shard.rng(*salt).permutation(numbers) if shuffle else numbers
-
-
-def warn_uneven(rank: int, world_size: int, length: Callable[[int], int]) -> None:
-    """Warn once for all ranks of a process group if their epochs differ in length.
-
-    Args:
-        rank, world_size: rank and world size of this process.
-        length: batches of a rank in one epoch; raises TypeError if they are unknown.
-    """
-    if rank > 0 or world_size == 1 or not has_group():
-        return
-    try:
-        most, least = length(0), length(world_size - 1)  # the first ranks get the remainder
-    except TypeError:
-        return
-    if least < most:
-        _log.warning(
-            "Ranks have %d to %d batches per epoch, so ranks with more batches will wait in collective operations. "
-            "Use MapDistributor(dataset), with `even_ranks` 'mask' or with repeat=True.",
-            least, most,
-        )  # fmt: skip
 
 
 def check_not_resharded(world_size: int) -> None:

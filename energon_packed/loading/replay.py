@@ -117,10 +117,10 @@ def _of_ranks(distributor: MapDistributor, step: int, run: Run) -> Iterator[Repl
     """Compute a step of items with a global order."""
     order, dataset = distributor.order, distributor.dataset
     segment = order.segment(run.world_size, run.batch_size)
-    counts = [order.steps(segment, rank) for rank in range(run.world_size)]
-    _check_step(step, max(counts))
-    for rank, count in enumerate(counts):
-        places = order.places(segment, step - 1, rank) if step <= count else range(0)
+    count = order.steps(segment)
+    _check_step(step, count)
+    for rank in range(run.world_size):
+        places = order.places(segment, step - 1, rank)
         items = order.numbers(places, run.epoch, run.seed, [segment])
         if isinstance(dataset, PlannedDataset):
             packs = [f"row {item}" for item in items]
@@ -129,7 +129,7 @@ def _of_ranks(distributor: MapDistributor, step: int, run: Run) -> Iterator[Repl
             read = [dataset.pack(item) for item in items]
             packs = [str(pack.__key__) for pack in read]
             ids = [str(conversation.id) for pack in read for conversation in pack.conversations()]
-        worker = (step - 1) % max(1, run.num_workers) if step <= count else None
+        worker = (step - 1) % max(1, run.num_workers) if items else None
         yield Replayed(rank=rank, worker=worker, packs=packs, ids=ids, steps=count)
 
 

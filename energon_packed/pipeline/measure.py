@@ -7,7 +7,6 @@ joined from one file per chunk. Chunks are measured in parallel, and only if no 
 """
 
 import logging
-import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -343,9 +342,7 @@ class Measurer:
 
 
 def _check_size(file: MediaReference) -> None:
-    with file.open() as stream:
-        num_bytes = stream.seek(0, os.SEEK_END)
-    if num_bytes > MOST_BYTES:
+    if (num_bytes := file.num_bytes()) > MOST_BYTES:
         raise RecordError(
             Reason.UNSUPPORTED_MEDIA,
             f"{file.label} has {num_bytes:,} bytes, and packs have videos of at most {MOST_BYTES:,}; set "

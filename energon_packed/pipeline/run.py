@@ -199,12 +199,12 @@ def pack(
 def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
     reader = open_reader(options, workspace.work, options.part)
     workspace.check_inputs(source.path for source in reader.sources)
+    log_notices(options.encoder_loader)  # before the first reading of the files, which can take minutes
     if options.media == "reference":
         refuse_other_media_yaml(workspace.root)
     inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
     keys = compute_fingerprints(options, reader.sources, options.part)
     workspace.settings = keys.settings
-    log_notices(options.encoder_loader)
     if not options.resume:
         workspace.forget(keys.measure, keys.write)
     workspace.open_for(keys.write, overwrite=options.overwrite)

@@ -313,9 +313,9 @@ def dry_run(options: PackOptions) -> DryRun:
     workspace = Workspace(options.output_dir, work_folder(options.output_dir, options.work_dir))
     with _scratch(workspace) as work:
         reader = open_reader(options, work, options.part)
+        log_notices(options.encoder_loader)
         keys = compute_fingerprints(options, reader.sources, options.part)
         workspace.settings = keys.settings
-        log_notices(options.encoder_loader)
         workspace.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(
             options=options,

@@ -8,7 +8,6 @@ Input: the Plan and the RecordTable of a run. Output of `write_shards`: the tars
 
 import hashlib
 import itertools
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -23,11 +22,13 @@ import orjson
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.fragments import fragment_id
 from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_extension
+from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, StoredVideo, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, RecordOffsets, TokenReader, read_frames
+from energon_packed.pipeline.loading_code import loading_code
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_frames, kept_tokens
@@ -174,6 +175,7 @@ class ShardWriter:
                 media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
                 if conversation.videos:
                     conversation = self._with_frames(conversation, record, frames)
+                    conversation = conversation if tokens is None else with_image_counts(conversation)
                     videos = tuple([self._stored_video(video) for video in conversation.videos])
                     read = (self._read_bytes(*pair) for pair in zip(conversation.videos, videos, strict=True))
                     media_bytes += sum(read)
@@ -243,19 +245,23 @@ class ShardWriter:
     def _stored_video(self, video: VideoReference) -> StoredVideo:
         """Return the location or the bytes of a video with its selected frames, or these frames as images."""
         assert video.frames is not None  # of `_with_frames`
+        file: StoredImage | None = None
+        images: tuple[StoredImage, ...] = ()
         if video.file is None:
-            return StoredVideo(video.frames, images=tuple([self._stored_file(image) for image in video.images]))
-        if not self.extract_frames:
-            return StoredVideo(video.frames, self._stored_file(video.file))
-        frames = decode_frames(video.file, video.frames)
-        return StoredVideo(video.frames, images=tuple([StoredImage("jpg", frame_as_jpeg(frame)) for frame in frames]))
+            images = tuple([self._stored_file(image) for image in video.images])
+        elif not self.extract_frames:
+            file = self._stored_file(video.file)
+        else:
+            images = tuple(
+                [StoredImage("jpg", frame_as_jpeg(frame)) for frame in decode_frames(video.file, video.frames)]
+            )
+        return StoredVideo(video.frames, file, images, video.images_before)
 
     def _read_bytes(self, video: VideoReference, stored: StoredVideo) -> int:
         """Bytes of the files that a stored video was made of."""
         if video.file is None or stored.file is not None:
             return sum([file.num_bytes for file in stored.files])
-        with video.file.open() as stream:
-            return stream.seek(0, os.SEEK_END)
+        return video.file.num_bytes()
 
     def _changed(self, record: "_Record", change: str) -> EnergonPackedError:
         return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
@@ -460,6 +466,7 @@ def write_index(
     manifest = _manifest(state, keys, table, plan, entries)
     if stored is not None:
         manifest = replace(manifest, media_stored={"images": stored.images, "bytes": stored.bytes})
+    manifest = replace(manifest, loading_code=loading_code(manifest, encoder=state.options.encoder_loader.load()))
     manifest.save(state.workspace.shards)
     state.progress.advance(len(shards))
     return manifest

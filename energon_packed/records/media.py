@@ -264,6 +264,11 @@ class MediaReference:
         block = _REMOTE_BLOCK if is_object else _BLOCK
         return io.BufferedReader(_Window(stream, self.offset, size, is_owner=not is_object), buffer_size=block)
 
+    def num_bytes(self) -> int:
+        """Return the number of bytes without reading them. Raises the errors of `open`."""
+        with self.open() as stream:
+            return stream.seek(0, os.SEEK_END)
+
     def read(self) -> bytes:
         """Read all bytes, as many as the file has when it is opened. Raises the errors of `open`, too.
 

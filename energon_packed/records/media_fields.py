@@ -43,7 +43,7 @@ class Media:
         root: folder that relative paths start from.
         images: images of the images field, in order.
         per_turn: number of images in each inner list, if the images field is a list of several lists.
-        videos: videos of the video field, in order: files, and frames of others.
+        videos: videos of the video field, in order: files, and lists of frames.
         has_videos: the record has a video field, so each `<video>` in its text is a placeholder.
         is_video: the images are frames of a video.
         inline: images of content parts, in order.

@@ -74,11 +74,14 @@ class VideoReference:
             video: the model gets them as it gets the frames of a file.
         settings: settings of the record for this video, by the names of the processors, such as {"fps": 1.0}; they
             win over the settings of the vision family.
+        images_before: number of images of the conversation before this video; for stored tokens, whose text has no
+            placeholders. None if it is unknown, or if placeholders have the order.
     """
 
     file: MediaReference | None
     frames: FrameSelection | None = None
     images: tuple[MediaReference, ...] = ()
+    images_before: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -100,7 +103,7 @@ def is_video_content(head: bytes) -> bool:
 
 
 def video_extension(head: bytes) -> str | None:
-    """Return the file extension of a video from its first `SIGNATURE_BYTES` bytes, without the dot; None of others."""
+    """Return the extension of a video without the dot, from its first `SIGNATURE_BYTES` bytes; None for others."""
     if head[4:8] in _BOXES:
         if head[4:8] == b"ftyp" and head[8:12] in _IMAGE_BRANDS:
             return None

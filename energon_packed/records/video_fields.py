@@ -16,7 +16,6 @@ resize it to a given size, reject the record.
 
 import base64
 import binascii
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -76,11 +75,10 @@ def read_videos(value: Any, label: str, root: str | None) -> list[Video]:
             kind = f"the image {shown(value)}" if isinstance(value, str) else type(value).__name__
             raise unsupported_media(f"{label} is {kind}; pass a list of frames, or a video file")
         return [read_video(value, root)]
-    items = [item for item in value if item is not None]
-    if not any(is_video_file(item) for outer in items for item in _listed(outer)):
-        return [*_read_frames(items, label, root)]
+    if not any(is_video_file(item) for outer in value for item in _listed(outer)):
+        return [*_read_frames(value, label, root)]
     videos: list[Video] = []
-    for item in items:
+    for item in value:
         files = [is_video_file(inner) for inner in _listed(item)]
         if files and all(files):
             videos += [read_video(inner, root) for inner in _listed(item)]
@@ -141,7 +139,7 @@ def read_settings(record: Record) -> dict[str, Any]:
             continue
         target = _ALIASES.get(name, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not 0 < value <= _LARGEST:
+        if not is_number or not 0 < value <= _LARGEST:
             raise unsupported_field(f"{name} of a video must be a number above 0, not {shown(value)}")
         if name in _COUNTS and value != int(value):
             raise unsupported_field(f"{name} of a video must be a whole number, not {shown(value)}")

@@ -121,6 +121,8 @@ class PackingManifest:
         encoder: options to recreate the encoder.
         counters: records measured, strings tokenized, records whose length an earlier run had measured (`reused`),
             `shards_written`, and `shards_reused` from an earlier run.
+        loading_code: lines of Python that load the dataset; `path` is its folder. They are for people: nothing runs or
+            prints them, and commands make them again from the settings. [] in manifests of earlier versions.
         sources: all inputs, in order.
         shards: all tars, in order.
     """
@@ -169,6 +171,7 @@ class PackingManifest:
     fingerprint: str
     tokenizer_engine: str = ""
     encoder: dict[str, Any]
+    loading_code: list[str] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
     sources: list[SourceEntry] = field(default_factory=list)
     shards: list[ShardEntry]
@@ -196,6 +199,7 @@ class PackingManifest:
             "videos": self.videos,
             "frames": self.videos,
             "extract_frames": self.extract_frames,
+            "loading_code": self.loading_code,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 

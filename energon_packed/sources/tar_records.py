@@ -22,9 +22,9 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import Conversation, MediaReference, VideoReference
-from energon_packed.records.fields import parse_json
+from energon_packed.records.fields import is_given, parse_json
 from energon_packed.records.record_formats import RECORD_FORMATS
-from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_SUFFIXES, is_video_content
+from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, is_video_content
 from energon_packed.tarfiles import Member, key_faults, read_content
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -235,7 +235,8 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
 
     def reference(video: StoredVideo) -> VideoReference:
         file = None if video.file is None else references([video.file])[0]
-        return VideoReference(file=file, frames=video.frames, images=references(video.images))
+        images = references(video.images)
+        return VideoReference(file=file, frames=video.frames, images=images, images_before=video.images_before)
 
     return [
         replace(
@@ -288,6 +289,11 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             record |= _media_fields(images, videos)
         elif len(media) == 1 and placer.named == 1 and not _names_members(record):
             record = _Placer(group, only=media[0]).walk(value)  # its path from before the tar was written
+        elif not _names_videos(record):
+            if any(isinstance(item, str) and VIDEO_PLACEHOLDER in item for item in _leaves(record)):
+                record |= _media_fields((), videos)
+            else:  # a run counts them by name
+                others |= {member.part: member.name for member in group.videos()}
         return {"id": group.key, **others, **record}
     unread = (*_CAPTION_FIELDS, *(_PATH_FIELDS if media else ()))
     metadata = {**others, **{name: item for name, item in value.items() if name not in unread}}
@@ -352,6 +358,12 @@ def _is_known(group: KeyMembers, member: Member) -> bool:
 
 def _names_members(record: Any) -> bool:
     return any(isinstance(item, MediaReference | VideoReference) for item in _leaves(record))
+
+
+def _names_videos(record: Mapping[str, Any]) -> bool:
+    if any(isinstance(item, VideoReference) for item in _leaves(record)):
+        return True
+    return any(is_given(record.get(name)) and record[name] is not True for name in (*_VIDEO_FIELDS, "video_path"))
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -29,7 +29,7 @@ def test_json_of_pack_is_one_object_and_the_rest_is_on_stderr(packed: Any, demo:
     value = json.loads(done.stdout)
     assert value["manifest"]["records"] == demo.records
     assert value["shards"] == str(out / "webdataset")
-    assert value["steps_per_epoch"] == [value["packs_by_split"]["train"]]
+    assert value["steps_per_epoch"] == value["packs_by_split"]["train"]
     assert "│ records" in done.stderr
 
 

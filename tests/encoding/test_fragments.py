@@ -100,6 +100,22 @@ def test_images_stay_in_one_fragment_with_the_tokens_around_them() -> None:
     assert impossible > 10
 
 
+def test_images_with_one_grid_are_divided_by_its_steps() -> None:
+    ids = [token for image in range(4) for token in (8, *[IMAGE] * 2, 9, *range(20 + image, 30 + image))]
+    pixels = torch.arange(4 * 6)[:, None].float()
+    whole = replace(sample(ids, images=4), image_grid_thw=torch.tensor([[4, 2, 3]]), pixel_values=pixels)
+    parts = [fragment_of(whole, fragment) for fragment in split_sample(whole, 32, 1)]
+    grids = [part.image_grid_thw for part in parts if part.image_grid_thw is not None]
+    assert len(grids) > 1
+    assert all(grid.shape == (1, 3) and grid[0, 1:].tolist() == [2, 3] for grid in grids)
+    assert sum(int(grid[0, 0]) for grid in grids) == 4
+    joined = torch.cat([part.pixel_values for part in parts if part.pixel_values is not None])
+    assert torch.equal(joined, pixels)
+    assert [len(part.pixel_values) for part in parts if part.pixel_values is not None] == [
+        int(grid.prod()) for grid in grids
+    ]
+
+
 def test_a_fragment_without_a_target_is_left_out() -> None:
     ids = list(range(10, 40))
     labels = [IGNORE_INDEX] * 20 + ids[20:]

@@ -70,7 +70,9 @@ def info(video: dict[str, Any]) -> Any:
     """The values of VideoInfo that selecting frames needs."""
     (height, width), fps = video["size"], float(Fraction(video["fps"]))
     times = np.arange(video["frames"]) / fps
-    return SimpleNamespace(num_frames=video["frames"], timestamps=times, fps=fps, height=height, width=width)
+    return SimpleNamespace(
+        num_frames=video["frames"], timestamps=times, fps=fps, height=height, width=width, by_time=True
+    )
 
 
 VIDEOS = json.loads((GOLDEN / "llava_onevision2.json").read_text(encoding="utf-8"))

@@ -288,10 +288,17 @@ def test_settings_of_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
         assert positions is not None
         assert positions[0].tolist() == [0, 0, expected, expected, 2]
     # Settings that the family does not have are an error only for videos.
-    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"resample": 2}))
-    vision = loaded(processor=tmp_path)
-    with pytest.raises(ConfigError, match="`resample` of the video processor must be 3 for Qwen25VLVision, got 2"):
-        vision.select_frames(info_of(Video(0, 60, 30, 48, 64)))
+    of_videos = tmp_path / "video_preprocessor_config.json"
+    for name, value, expected in (("resample", 2, 3), ("patch_size", 16, 14), ("temporal_patch_size", 4, 2)):
+        of_videos.write_text(json.dumps({name: value}))
+        vision = loaded(processor=tmp_path)
+        message = f"`{name}` of the video processor must be {expected} for Qwen25VLVision, got {value}"
+        with pytest.raises(ConfigError, match=message):
+            vision.select_frames(info_of(Video(0, 60, 30, 48, 64)))
+    for invalid in ({"size": "large"}, {"image_mean": 5}, [1]):
+        of_videos.write_text(json.dumps(invalid))
+        with pytest.raises(ConfigError, match="the processor folder has invalid settings of videos: "):
+            loaded(processor=tmp_path)
     without = json.loads(tokenizer.to_str().replace("<|video_pad|>", "<|other|>"))
     vision = loaded(vision_family="qwen2_vl")
     vision.check_tokenizer(Tokenizer.from_str(json.dumps(without)))

@@ -4,8 +4,8 @@ import json
 import os
 import pickle
 import random
-import shutil
 import socket
+import struct
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
@@ -16,10 +16,11 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from PIL import Image
 from transformers.video_utils import read_video_pyav
 
-from energon_packed import ConfigError, MediaReference, RecordError, ResourceError
-from tests.internals import FrameSelection, call_in_child, check_video, decode_frames, read_video_info, video_file
+from energon_packed import ConfigError, FrameSelection, MediaReference, RecordError, ResourceError
+from tests.internals import call_in_child, check_video, decode_frames, read_video_info, video_file
 from tests.processes import run_python
 from tests.storage import Store
 from tests.videos import (
@@ -337,20 +338,25 @@ def test_only_groups_of_pictures_of_selected_frames_are_decoded(
 def test_bytes_between_distant_frames_are_not_read(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_video(tmp_path / name, noise(60, 320, 240), options={"g": "6", "crf": "10"})
     info = read_video_info(at(path))
-    read = 0
-    original = video_file._Stream.read
-
-    def counting(self: Any, size: int) -> bytes:
-        nonlocal read
-        data = original(self, size)
-        read += len(data)
-        return data
-
-    monkeypatch.setattr(video_file._Stream, "read", counting)
+    read = bytes_read(monkeypatch)
     expected = [frame for _, frame in decoded(path)]
     frames = list(decode_frames(at(path), select(info, [0, 59])))
     np.testing.assert_array_equal(frames, [expected[0], expected[59]])
-    assert read < info.num_bytes / 2
+    assert sum(read) < info.num_bytes / 2
+
+
+def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the bytes that FFmpeg reads from now on."""
+    sizes: list[int] = []
+    original = video_file._Stream.read
+
+    def counting(self: Any, size: int) -> bytes:
+        data = original(self, size)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(video_file._Stream, "read", counting)
+    return sizes
 
 
 @pytest.mark.parametrize(("codec", "extension"), [c for c in COMBINATIONS if c[1] in ("mp4", "mov", "mkv", "webm")])
@@ -358,9 +364,11 @@ def test_seeking_returns_the_same_frames(
     codec: str, extension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(video_file, "_WORTH_A_SEEK", 0)
-    check_equal(
-        make_video(tmp_path / f"a.{extension}", codec=codec, frames=60, times=[*range(0, 90, 3), *range(90, 120)])
-    )
+    path = make_video(tmp_path / f"a.{extension}", codec=codec, frames=60, times=[*range(0, 90, 3), *range(90, 120)])
+    info = check_equal(path)
+    sizes = decoded_packets(monkeypatch)
+    assert len(list(decode_frames(at(path), select(info, list(range(60)))))) == 60
+    assert len(sizes) <= 61  # a seek never returns to packets that were decoded
 
 
 def test_memory_is_that_of_one_frame(tmp_path: Path) -> None:
@@ -431,6 +439,59 @@ def test_damaged_files_are_rejected_by_name(tmp_path: Path, capfd: pytest.Captur
     assert capfd.readouterr() == ("", "")  # FFmpeg prints nothing
 
 
+@pytest.mark.parametrize(("codec", "extension"), [("libx264", "mp4"), ("mpeg4", "avi"), ("mpeg2video", "ts")])
+def test_frames_that_a_decoder_repairs_are_rejected(codec: str, extension: str, tmp_path: Path) -> None:
+    """Decoders replace damaged parts by others, and mark the frame."""
+    whole = make_video(tmp_path / f"whole.{extension}", codec=codec).read_bytes()
+    path, repaired = tmp_path / f"a.{extension}", 0
+    for place in range(len(whole) // 4, len(whole) * 3 // 4, 60):
+        path.write_bytes(whole[:place] + bytes(10) + whole[place + 10 :])
+        try:
+            with av.open(str(path)) as container:
+                is_repaired = any(frame.is_corrupt for frame in container.decode(video=0))
+        except av.FFmpegError:
+            continue
+        if is_repaired:
+            repaired += 1
+            with pytest.raises(RecordError, match="has damaged data|bytes of it are missing"):
+                info = read_video_info(at(path))
+                list(decode_frames(at(path), select(info, list(range(info.num_frames)))))
+            why(lambda: check_video(at(path)))
+    assert repaired > 3
+
+
+def test_missing_bytes_inside_a_frame_are_noticed(tmp_path: Path) -> None:
+    whole = write_video(tmp_path / "whole.ts", noise(6, 64, 48), codec="mpeg2video").read_bytes()
+    path = tmp_path / "a.ts"
+    lines = set()
+    for place in range(188 * 20, 188 * 30, 188):  # packets of ISO/IEC 13818-1
+        path.write_bytes(whole[:place] + whole[place + 188 :])
+        with av.open(str(path)) as container:
+            if any(packet.is_corrupt for packet in container.demux(video=0)):
+                lines.add(why(lambda: read_video_info(at(path))))
+    assert lines
+    assert all("bytes of it are missing; copy the file again" in line for line in lines)
+
+
+def test_a_size_that_changes_is_rejected(tmp_path: Path) -> None:
+    path = make_video(tmp_path / "a.avi", codec="mjpeg")
+    small = pictures(make_video(tmp_path / "small.avi", codec="mjpeg", width=32, height=32))
+    changed = rewrite(path, tmp_path / "b.avi", lambda packets: [*packets[:9], (9, small[0], True), *packets[10:]])
+    assert "has a frame of 32 x 32 pixels among 64 x 48" in why(lambda: check_video(at(changed)))
+
+
+def test_images_and_other_formats_are_not_videos(tmp_path: Path) -> None:
+    frames = [numbered(number) for number in range(3)]
+    first, *others = map(Image.fromarray, frames)
+    first.save(tmp_path / "a.gif", save_all=True, append_images=others)
+    first.save(tmp_path / "a.png")
+    write_video(tmp_path / "a.y4m", frames, muxer="yuv4mpegpipe", codec="rawvideo")
+    for name in ("a.gif", "a.png", "a.y4m"):
+        with av.open(str(tmp_path / name)) as container:
+            assert container.streams.video
+        assert "is not a video of the formats" in why(lambda name=name: read_video_info(at(tmp_path / name)))  # type: ignore[misc]
+
+
 @pytest.mark.parametrize("extension", ["mp4", "mkv", "avi", "ts", "webm", "flv"])
 def test_truncated_files_are_rejected(extension: str, tmp_path: Path) -> None:
     codec = "libvpx-vp9" if extension == "webm" else "libx264"
@@ -461,7 +522,20 @@ def test_a_bomb_in_the_data_of_a_small_video(tmp_path: Path) -> None:
     info = read_video_info(at(with_bomb))
     assert info.num_frames == 10
     assert str(with_bomb) in why(lambda: list(decode_frames(at(with_bomb), select(info, [9]))))
-    why(lambda: check_video(at(with_bomb)))
+    done = run_python(BOMBED, with_bomb)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 20 << 10, f"{done.stdout} KiB; the picture has 48 MiB"
+
+
+BOMBED = """
+import resource, sys
+from tests.encoding.test_video_file import at, why
+from tests.internals import check_video, read_video_info
+read_video_info(at(sys.argv[1]))
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+why(lambda: check_video(at(sys.argv[1])))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
+"""
 
 
 def pictures(path: Path) -> list[bytes]:
@@ -579,25 +653,24 @@ def test_playlists_open_no_other_file(tmp_path: Path) -> None:
 
 
 def test_references_inside_a_quicktime_file_are_not_followed(tmp_path: Path) -> None:
-    """The samples of a track may be in another file: `alis` of the QuickTime file format."""
-    source = make_video(tmp_path / "a.mov", codec="mjpeg")
-    data = source.read_bytes()
-    entry = data.index(b"url \0\0\0\1")  # a data reference to the file itself
-    name = b"secret.mov"
-    alias = b"\0" * 10 + b"\0" * 40 + bytes([len(name)]) + name.ljust(63, b"\0") + b"\0" * 26
-    alias += b"\0\2" + len(name).to_bytes(2, "big") + name + b"\xff\xff\0\0"
-    box = b"alis\0\0\0\0" + len(alias).to_bytes(2, "big") + alias
-    changed = data[: entry - 4] + (len(box) + 4).to_bytes(4, "big") + box + data[entry + 8 :]
-    path = tmp_path / "b.mov"
+    """The frames of a track may be in another file: an alias of the QuickTime file format."""
+    data = make_video(tmp_path / "other.mov", codec="mjpeg").read_bytes()
+    name = b"/x/other.mov"
+    record = (
+        bytes(130) + struct.pack(">HH", 1, 1) + bytes(16) + struct.pack(">HH", 2, len(name)) + name + b"\xff\xff\0\0"
+    )
+    alias = struct.pack(">I4sI", 12 + len(record), b"alis", 0) + record
+    entry = data.index(b"url \0\0\0\1") - 4  # which refers to the file itself
+    changed = bytearray(data[:entry] + alias + data[entry + 12 :])
+    for kind in (b"moov", b"trak", b"mdia", b"minf", b"dinf", b"dref"):  # the boxes around it
+        at_box = changed.rindex(kind, 0, entry) - 4
+        size = struct.unpack_from(">I", changed, at_box)[0] + len(alias) - 12
+        struct.pack_into(">I", changed, at_box, size)
+    path = tmp_path / "a.mov"
     path.write_bytes(changed)
-    shutil.copy(source, tmp_path / "secret.mov")
-    try:
-        info = read_video_info(at(path))
-    except RecordError as error:
-        assert str(path) in error.detail
-    else:
-        # Without following it, only the bytes of this file can be a frame.
-        assert info.num_bytes == len(changed)
+    with av.open(str(path), container_options={"enable_drefs": "1"}) as container:
+        assert len(list(container.decode(video=0))) == 30  # of the other file
+    assert "has no frames" in why(lambda: read_video_info(at(path)))
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,67 @@ def test_the_stored_selection_is_trained_whatever_the_settings_are(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_selection_of_a_family_that_resizes_differently_is_rejected(
+    encoders: Encoders, clip: Path, family: str
+) -> None:
+    encoder, conversation = encoders[family], asked("<video>Why?", [str(clip)])
+    [frames] = encoder.measure([conversation])[0].frames
+    other = None if frames.resized else (56, 56)
+    for resized in (other, (100, 56)):
+        stored = replace(conversation.videos[0], frames=replace(frames, resized=resized))
+        with pytest.raises(RecordError, match="unsupported_media: the stored frames of a video are .*; pack the orig"):
+            encoder.encode(replace(conversation, videos=(stored,)))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "detail"),
+    [
+        ("qwen3_vl", {"num_frames": 10**12}, "`num_frames` must be at most 65,536, got 1,000,000,000,000"),
+        ("qwen2vl", {"min_pixels": 10**12}, "frames resized to 1154720x866040 have more than 67,108,864 pixels"),
+        ("llava_onevision2", {"min_pixels": 10**12}, "have more than 67,108,864 pixels. Lower `min_pixels`"),
+    ],
+)
+def test_settings_of_a_record_need_bounded_memory(
+    encoders: Encoders, clip: Path, family: str, settings: dict[str, int], detail: str
+) -> None:
+    [measured] = encoders[family].measure([asked("<video>Why?", [{"path": str(clip), **settings}])])
+    assert measured.reject is not None
+    assert detail in measured.reject.detail
+
+
+def test_a_damaged_last_frame_is_named(tmp_path: Path) -> None:
+    # Packets of a ts have no length, so that a truncated last frame is found when it is decoded.
+    path = make_video(tmp_path / "whole.ts", frames=40, fps=10)
+    content = path.read_bytes()
+    reference = MediaReference(data=content[: len(content) * 7 // 20])
+    info = read_video_info(reference)
+    last = FrameSelection(
+        indices=(info.num_frames - 1,),
+        timestamps=(float(info.timestamps[-1]),),
+        fps=info.fps,
+        num_frames=info.num_frames,
+        height=info.height,
+        width=info.width,
+    )
+    with pytest.raises(RecordError, match="has damaged data in a frame; replace the video"):
+        list(decode_frames(reference, last))
+
+
+def test_a_frame_with_the_time_of_another_frame_is_not_selected(encoders: Encoders, tmp_path: Path) -> None:
+    # Times of a mkv are milliseconds, so that three frames have the same.
+    path = make_video(tmp_path / "fast.mkv", frames=36, fps=3000, b_frames=0)
+    info = read_video_info(MediaReference(path=str(path)))
+    assert len(set(info.timestamps.tolist())) < info.num_frames
+    every, some = encoders["llava_onevision2"].measure(
+        [asked("<video>Why?", [{"path": str(path), "num_frames": count}]) for count in (36, 5)]
+    )
+    pixels = decode_frames(MediaReference(path=str(path)), every.frames[0])
+    assert [number_of(frame) for frame in pixels] == list(range(36))
+    assert some.reject is not None
+    assert some.reject.detail.startswith("frames 8 and 9 have the same time, 0.003 s; convert the video")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_stored_frames_equal_the_file(encoders: Encoders, clip: Path, family: str) -> None:
     encoder, conversation = encoders[family], asked("<video>Why?", [str(clip)])
     [frames] = encoder.measure([conversation])[0].frames

@@ -180,6 +180,7 @@ def test_a_missing_member_is_named(name: str) -> None:
         ({"size": [4]}, "not enough values"),
         ({"resized": [1 << 20, 1 << 20]}, "1048576 x 1048576 pixels"),
         ({"fps": -1}, "fps is -1"),
+        ({"fps": 0}, "fps is 0"),
         ({"settings": []}, "settings are"),
         ({"num_frames": None}, "None is not an integer"),
         ({"part": "vid0_1.mp4"}, "k names vid0_1.mp4, which is not in the tar"),

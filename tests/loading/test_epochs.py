@@ -45,7 +45,7 @@ def test_counted_steps_of_ranks_that_repeat_their_last_batch(pack_demo: Packer, 
     world_size = next(number for number in (2, 3, 4, 5) if packs % number)
     shards = pack_demo(sample_class="PackedTokensSample").shards
     place: dict[str, Any] = {"rank": world_size - 1, "world_size": world_size}
-    loader = get_packed_loader(shards, encoder, epochs=1, num_workers=0, even_ranks="repeat", **place)
+    loader = get_packed_loader(shards, encoder, epochs=1, num_workers=0, **place)
     steps = -(-packs // world_size)
     assert [len(list(islice(loader, steps))) for _ in range(3)] == [steps] * 3
 

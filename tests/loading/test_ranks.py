@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packed import (
+    BalancedSampler,
     ChatEncoder,
     ConfigError,
     DataflowLoader,
@@ -46,9 +47,7 @@ def test_a_rank_or_worker_without_packs_is_refused(pack_demo: Packer, encoder: C
         get_packed_loader(result.shards, encoder, rank=0, world_size=20, num_workers=2)
     for choice in ("repeat", "drop"):
         with pytest.raises(ConfigError, match=r"rank \d+ of 40 has no batch, and other ranks have 1"):
-            get_packed_loader(
-                result.shards, encoder, rank=0, world_size=40, num_workers=0, epochs=1, even_ranks=choice
-            )
+            get_packed_loader(result.shards, encoder, rank=0, world_size=40, num_workers=0, epochs=1, epoch_end=choice)
     loader = get_packed_loader(result.shards, encoder, rank=packs - 1, world_size=packs, num_workers=1)
     batches = iter(loader)
     assert [next(batches).num_samples > 0 for _ in range(3)] == [True] * 3
@@ -119,9 +118,10 @@ def test_excluded_packs_do_not_count_as_steps(pack_demo: Packer, encoder: ChatEn
     split.write_text(yaml.safe_dump(yaml.safe_load(split.read_text()) | {"exclude": ["pack-000000.tar"]}))
     options: dict[str, Any] = {"epochs": 1, "num_workers": 0, "rank": 0, "world_size": 2}
     steps = steps_per_epoch(copy, world_size=2)
-    loaders = [get_packed_loader(copy, encoder, even_ranks="repeat", **options | {"rank": rank}) for rank in range(2)]
-    assert [len(list(loader)) for loader in loaders] == [max(steps)] * 2
-    packs = sum(len(list(get_packed_loader(copy, encoder, **options | {"rank": rank}))) for rank in range(2))
+    loaders = [get_packed_loader(copy, encoder, **options | {"rank": rank}) for rank in range(2)]
+    ranks = [list(loader) for loader in loaders]
+    assert [len(batches) for batches in ranks] == [steps] * 2
+    packs = sum(batch.ids[0] is not None for batches in ranks for batch in batches)
     assert packs == result.manifest.packs - result.manifest.shards[0].packs
     shown = CliRunner().invoke(cli, ["verify", str(copy)])
     assert shown.exit_code == 0, shown.output
@@ -137,22 +137,6 @@ def test_padding_that_was_not_planned_is_told(
     shards = pack_demo(pad_multiple=16).shards
     get_packed_loader(shards, encoder, num_workers=0, collator=PaddingFreeCollator(pad_multiple=8))
     assert not caplog.text
-
-
-ON_THE_FLY = """
-from energon_packed import ChatEncoder, get_packed_loader
-from energon_packed import ConfigError
-try:
-    get_packed_loader(sys.argv[4], ChatEncoder.from_pretrained(sys.argv[5]), epochs=1, packing_buffer_size=20)
-except ConfigError as error:
-    print(error)
-"""
-
-
-def test_on_the_fly_ranks_cannot_end_together(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
-    shards = pack_demo(sample_class="MultiMixQASample").shards
-    for out in run_ranks(ON_THE_FLY, 2, tmp_path / "store", shards, tokenizer_dir):
-        assert "needs a known number of batches, which on-the-fly packing does not have" in out
 
 
 TENSOR_PARALLEL = """
@@ -178,7 +162,7 @@ def test_tensor_parallel_processes_share_a_data_parallel_rank(
 
 def test_shorter_ranks_get_a_batch_without_targets(folder: Path) -> None:
     options: dict[str, Any] = {"epochs": 1, "num_workers": 0, "world_size": 3}
-    ranks = [list(get_packed_loader(folder, rank=rank, even_ranks="mask", **options)) for rank in range(3)]
+    ranks = [list(get_packed_loader(folder, rank=rank, **options)) for rank in range(3)]
     assert [len(rank) for rank in ranks] == [-(-ITEMS // 3)] * 3
     assert sorted(str(name) for rank in ranks for batch in rank for name in batch.ids if name) == sorted(
         f"s{number}" for number in range(ITEMS)
@@ -196,35 +180,58 @@ def test_shorter_ranks_get_a_batch_without_targets(folder: Path) -> None:
         assert not logits.grad.any()
 
 
-DROPPING: dict[str, tuple[Callable[[Path], Any], str]] = {
+LINE = "`epoch_end='drop'` leaves out 1 of 13 packs in each epoch. Set 'repeat' to train on all."
+DROPPING: dict[str, tuple[Callable[..., Any], str]] = {
     "get_packed_loader": (
-        lambda folder: (
-            get_packed_loader(folder, epochs=1, num_workers=0, rank=0, world_size=3, even_ranks="drop").epoch_steps
-        ),
-        "`even_ranks='drop'` leaves out 1 of 13 batches in each epoch. Set 'mask' to train on all.",
+        lambda folder, **end: get_packed_loader(folder, epochs=1, num_workers=0, rank=0, world_size=3, **end),
+        LINE,
     ),
-    "get_packed_loader, drop_last": (
-        lambda folder: get_packed_loader(folder, epochs=1, num_workers=0, micro_batch_size=3, drop_last=True),
-        "`drop_last=True` leaves out the last packs of each worker that do not fill a batch.",
+    "get_packed_loader, batches": (
+        lambda folder, **end: get_packed_loader(folder, epochs=1, num_workers=0, micro_batch_size=3, **end),
+        LINE,
     ),
     "DataflowLoader": (
-        lambda folder: list(DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=3, drop_last=True)),
-        "`drop_last=True` leaves out 1 of 13 items in each epoch.",
+        lambda folder, **end: list(DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=3, **end)),
+        LINE,
+    ),
+    "DataflowLoader, ranks": (
+        lambda folder, **end: list(DataflowLoader(MapDistributor(PackedDataset(folder)), rank=0, world_size=3, **end)),
+        LINE,
+    ),
+    "BalancedSampler": (
+        lambda folder, **end: list(BalancedSampler(PackedDataset(folder), 3, 0, **end)),
+        LINE,
     ),
     "DataflowLoader, stream": (
-        lambda folder: list(DataflowLoader(IterableDistributor(FEATURES), batch_size=3, drop_last=True)),
-        "`drop_last=True` leaves out the last items of each worker that do not fill a batch in each epoch.",
+        lambda folder, **end: list(DataflowLoader(IterableDistributor(FEATURES), batch_size=3, **end)),
+        "`epoch_end='drop'` leaves out the last items of each worker that do not fill a batch in each epoch.",
     ),
 }
 
 
 @pytest.mark.parametrize("kind", DROPPING)
-def test_settings_that_drop_packs_log_one_line(folder: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
+def test_drop_logs_one_line_and_error_raises(folder: Path, caplog: pytest.LogCaptureFixture, kind: str) -> None:
     load, line = DROPPING[kind]
     load(folder)
-    assert [record.getMessage() for record in caplog.records] == [line]
-
-
-def test_items_that_fill_all_steps_log_nothing(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    list(DataflowLoader(MapDistributor(PackedDataset(folder)), batch_size=ITEMS, drop_last=True))
     assert not caplog.records
+    load(folder, epoch_end="drop")
+    assert [record.getMessage() for record in caplog.records] == [line]
+    message = "got 1 of 13 packs in the last step. Set 'repeat' or 'drop'"
+    if "stream" in kind:
+        message = "got a last batch of 1 items. Set 'repeat' or 'drop'"
+    with pytest.raises(ConfigError, match=message):
+        load(folder, epoch_end="error")
+
+
+@pytest.mark.parametrize("epoch_end", ["drop", "error"])
+def test_items_that_fill_all_steps_log_nothing(folder: Path, caplog: pytest.LogCaptureFixture, epoch_end: Any) -> None:
+    dataset = PackedDataset(folder)
+    list(DataflowLoader(MapDistributor(dataset), batch_size=ITEMS, epoch_end=epoch_end))
+    list(get_packed_loader(folder, epochs=1, num_workers=0, rank=0, world_size=ITEMS, epoch_end=epoch_end))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("epoch_end", ["drop", "error"])
+def test_ranks_of_a_stream_that_cannot_communicate_are_refused(epoch_end: Any) -> None:
+    with pytest.raises(ConfigError, match="needs packs of a known number, or a process group with the ranks"):
+        DataflowLoader(IterableDistributor(FEATURES), rank=0, world_size=2, epoch_end=epoch_end)

@@ -205,7 +205,7 @@ def test_a_one_shot_iterator_is_saved_unless_samples_are_out_of_order() -> None:
         ({"batch_size": 2, "shuffle": True}, "Unsupported argument `shuffle`: set it on the distributor"),
         ({"sampler": [1]}, "Unsupported argument `sampler`"),
         ({"collate_fn": list}, "Unsupported argument `collate_fn`: pass a `collator`"),
-        ({"packer": SequentialPacker(16), "drop_last": True}, "`drop_last` works only with `batch_size`"),
+        ({"epoch_end": "mask"}, "`epoch_end` must be one of repeat, drop, error, got 'mask'"),
         ({"prefetch_factor": 2}, "`prefetch_factor` needs worker processes. Remove it"),
         ({"num_worker": 2}, "unknown option 'num_worker'"),
         ({"rank": 2, "world_size": 2}, "`rank` must be from 0 to `world_size` - 1, got 2"),
@@ -235,7 +235,7 @@ def test_persistent_workers_without_workers_is_corrected_and_logged(caplog: pyte
 def test_fewer_items_than_workers_never_spins(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
     def new_loader(rank: int) -> DataflowLoader:
         return DataflowLoader(
-            MapDistributor(FEATURES[:1]), batch_size=1, num_workers=num_workers, rank=rank, world_size=2
+            IterableDistributor(FEATURES[:1]), batch_size=1, num_workers=num_workers, rank=rank, world_size=2
         )
 
     assert [len(list(new_loader(rank))) for rank in range(2)] == [1, 0]
@@ -318,11 +318,11 @@ def test_a_packer_that_loses_a_sample_raises() -> None:
         list(DataflowLoader(MapDistributor(FEATURES), packer=Loses()))
 
 
-def test_drop_last_counts_what_it_drops() -> None:
-    loader = DataflowLoader(MapDistributor(FEATURES), batch_size=4, drop_last=True)
+def test_a_dropped_last_batch_is_counted() -> None:
+    loader = DataflowLoader(MapDistributor(FEATURES), batch_size=4, epoch_end="drop")
     assert [batch.num_samples for batch in loader] == [4, 4, 4]
     assert len(loader) == 3
-    assert loader.failures.counts == {"drop_last": 1}
+    assert loader.failures.counts == {"epoch_end": 1}
 
 
 def test_failures_are_skipped_up_to_the_limit() -> None:

@@ -33,7 +33,7 @@ def signature(batch: Any) -> tuple[Any, ...]:
 
 
 def energon(demo: VideoDemo, workers: int) -> Any:
-    options = {"shuffle_buffer_size": 3, "seed": 1, "even_ranks": "off"}
+    options = {"shuffle_buffer_size": 3, "seed": 1}
     return get_packed_loader(demo.packed().shards, demo.encoder, epochs=1, num_workers=workers, **options)
 
 

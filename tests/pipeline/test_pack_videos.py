@@ -13,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
+from PIL import Image
 
 from energon_packed import (
+    ChatEncoder,
     ConfigError,
     DataChangedError,
     EncodedSample,
@@ -129,7 +131,7 @@ def test_loaders_decode_the_frames_that_were_measured(data: VideoDemo, flavor: s
     for sample in samples:
         conversation = normalize(records(data)[sample.id], image_root=str(data.jsonl.parent))
         assert equal(sample, data.encoder.encode(conversation)), sample.id
-    loader = get_packed_loader(result.shards, data.encoder, epochs=1, num_workers=0, even_ranks="off")
+    loader = get_packed_loader(result.shards, data.encoder, epochs=1, num_workers=0)
     by_id = {sample.id: sample for sample in samples}
     read = []
     for batch in loader:
@@ -345,6 +347,53 @@ def test_extracted_frames_have_the_tokens_of_the_file(data: VideoDemo, flavor: s
     again = pack(frames.shards, **data.options(tmp_path / "again", **options))
     before = {sample.conversation.id: sample.videos for sample in stored(frames)}
     assert {sample.conversation.id: sample.videos for sample in stored(again)} == before
+
+
+@pytest.mark.parametrize("extract_frames", [False, True])
+def test_tokens_keep_the_order_of_images_and_frames_that_are_images(
+    data: VideoDemo, tmp_path: Path, extract_frames: bool
+) -> None:
+    for name, count in (("a.mp4", 12), ("b.mp4", 20)):
+        make_video(tmp_path / name, frames=count)
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "red.png")
+    Image.new("RGB", (64, 48), "blue").save(tmp_path / "blue.png")
+    texts = ["<video>and<image>", "<image><video>", "<video><image>then<video><image>", "<image><image><video><video>"]
+    lines = [
+        {
+            "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "Yes."}],
+            "videos": ["a.mp4", "b.mp4"][: text.count("<video>")],
+            "images": ["red.png", "blue.png"][: text.count("<image>")],
+            "id": text,
+        }
+        for text in texts
+    ]
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    options = data.options(tmp_path, seq_len=4096, image_processor="LlavaOnevision2Processor", workers=1)
+    encoder = ChatEncoder.from_pretrained(data.tokenizer, image_processor="LlavaOnevision2Processor")
+
+    def read(name: str, source: Path, flavor: str) -> tuple[Path, dict[str | None, EncodedSample]]:
+        changes = {"output_dir": tmp_path / name, "sample_class": flavor, "extract_frames": extract_frames}
+        shards = pack(source, **(options | changes)).shards
+        return shards, {sample.id: sample for sample in _read_all(PackedDataset(shards, encoder))}
+
+    _, expected = read("text", file, "PackedCaptioningSample")
+    tokens, read_tokens = read("tokens", file, "PackedTokensSample")
+    _, read_again = read("again", tokens, "PackedTokensSample")
+    assert expected.keys() == set(texts)
+    for name, sample in expected.items():
+        assert equal(read_tokens[name], sample), name
+        assert equal(read_again[name], sample), name
+
+
+def test_token_records_with_images_and_videos_of_unknown_order_are_rejected(data: VideoDemo, tmp_path: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(data.tokenizer, image_processor="LlavaOnevision2Processor")
+    make_video(tmp_path / "a.mp4", frames=12)
+    Image.new("RGB", (64, 48)).save(tmp_path / "a.png")
+    record = {"input_ids": [1, 2, 3], "labels": [1, 2, 3], "images": ["a.png"], "videos": ["a.mp4"]}
+    (measured,) = encoder.measure([normalize(record, image_root=tmp_path)])
+    assert measured.reject is not None
+    assert (measured.reject.reason.value, "order is unknown" in measured.reject.detail) == ("unsupported_media", True)
 
 
 def test_extracted_frames_are_loaded_without_a_decoder(data: VideoDemo) -> None:

@@ -101,7 +101,7 @@ def read_all(folder: Path, encoder: ChatEncoder) -> tuple[list[Any], list[Any]]:
         ]
         for pack in range(len(dataset))
     ]
-    batches = get_packed_loader(folder, encoder, epochs=1, num_workers=0, even_ranks="off")
+    batches = get_packed_loader(folder, encoder, epochs=1, num_workers=0)
     return samples, [
         (batch.ids, batch.input_ids.tolist(), None if batch.pixel_values is None else batch.pixel_values.tolist())
         for batch in batches

@@ -553,6 +553,10 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
         (part(video="a.mp4", fps=0), "unsupported_field", "fps of a video must be a number above 0, not 0"),
         (part(video="a.mp4", fps="2"), "unsupported_field", "fps of a video must be a number above 0, not '2'"),
         (part(video="a.mp4", fps=float("nan")), "unsupported_field", "fps of a video must be a number above 0"),
+        (part(video="a.mp4", fps=10**400), "unsupported_field", "fps of a video must be a number above 0, not 1000"),
+        (part(video=[None]), "missing_image", "an image is None"),
+        ({"videos": ["1.jpg", None], "conversations": [HUMAN, GPT]}, "missing_image", "an image is None"),
+        ({"videos": ["a.mp4", None], "conversations": [HUMAN, GPT]}, "unsupported_media", "in one list"),
         (part(video="a.mp4", max_frames=True), "unsupported_field", "max_frames of a video must be a number"),
         (part(video="a.mp4", nframes=8.5), "unsupported_field", "nframes of a video must be a whole number, not 8.5"),
         (
@@ -696,6 +700,16 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
             {"messages": [{**USER, "video": "a.mp4", "start": 2}, ANSWER]},
             "unsupported_field",
             f"start of a turn {CUT}",
+        ),
+        (
+            {"captions": [{"idx": "-1", "content": "A."}], "video_path": "a.mp4", "end": 8},
+            "unsupported_field",
+            f"end of the record {CUT}",
+        ),
+        (
+            {"problem": "?", "solution": "!", "data_type": "video", "path": "a.mp4", "start_time": 5},
+            "unsupported_field",
+            f"start_time of the record {CUT}",
         ),
         (
             {"captions": [{"idx": "1", "content": "A."}], "video_path": "a.mp4"},

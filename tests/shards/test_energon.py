@@ -88,11 +88,11 @@ def test_steps_equal_the_sharding_of_energon() -> None:
 def test_steps_per_epoch_by_hand(pack_demo: Packer) -> None:
     result = pack_demo()
     packs = result.manifest.packs
-    assert steps_per_epoch(result.shards) == [packs]
-    assert steps_per_epoch(result.shards.parent, micro_batch_size=packs) == [1]
-    assert sum(steps_per_epoch(result.manifest, world_size=3, num_workers=2)) == packs
-    dropped = steps_per_epoch(result.manifest, micro_batch_size=packs + 1, drop_last=True)
-    assert dropped == [0]
+    assert steps_per_epoch(result.shards) == packs
+    assert steps_per_epoch(result.shards.parent, micro_batch_size=packs) == 1
+    assert steps_per_epoch(result.manifest, world_size=3, num_workers=2) == -(-packs // 3)
+    dropped = steps_per_epoch(result.manifest, micro_batch_size=packs + 1, epoch_end="drop")
+    assert dropped == 0
     with pytest.raises(ValueError, match="`world_size` must be at least 1, got 0"):
         steps_per_epoch(result.manifest, world_size=0)
 
@@ -103,7 +103,7 @@ def test_steps_ignore_excluded_shards(pack_demo: Packer, encoder: ChatEncoder, t
     split = shards / ".nv-meta" / "split.yaml"
     first = result.manifest.shards[0]
     split.write_text(split.read_text().replace("exclude: []", f"exclude: [{first.name}]"))
-    (steps,) = steps_per_epoch(shards)
+    steps = steps_per_epoch(shards)
     assert steps == result.manifest.packs - first.packs
     assert steps == len([*get_packed_loader(shards, encoder, epochs=1, num_workers=0)])
 

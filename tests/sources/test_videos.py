@@ -90,6 +90,16 @@ KEYS: dict[str, tuple[dict[str, Any], list[str], list[int], list[int]]] = {
             {"role": "user", "content": "<video> or <image>?"}, ANSWER]}},
         ["<video> or <image>?", "It runs."], [1], [-1],
     ),
+    "only the image by name": (
+        {"mp4": 1, "jpg": -1, "json": {"images": ["jpg"], "messages": [
+            {"role": "user", "content": "<video> or <image>?"}, ANSWER]}},
+        ["<video> or <image>?", "It runs."], [1], [-1],
+    ),
+    "only the image by name, without a placeholder": (
+        {"mp4": 1, "jpg": -1, "json": {"images": ["jpg"], "messages": [
+            {"role": "user", "content": "<image>?"}, ANSWER]}},
+        ["<image>?", "It runs."], [], [-1],
+    ),
 }  # fmt: skip
 
 
@@ -108,6 +118,7 @@ def test_the_videos_of_a_key_belong_to_its_record(tmp_path: Path, video: Callabl
         assert summary(conversation) == expected, name
     by_name = dict(zip(KEYS, rows, strict=True))
     assert by_name["inside content parts"].videos[0].settings == {"fps": 1.0}
+    assert by_name["only the image by name, without a placeholder"].unused_fields == ("mp4",)
     assert by_name["objects"].videos[0].settings == {"max_frames": 4}
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, mrope_positions
+from energon_packed.encoding.vision.video_file import MAX_FRAME_PIXELS
 from energon_packed.encoding.vision.video_sampling import (
     FRAME_SETTINGS,
     PIXEL_SETTINGS,
@@ -201,7 +202,14 @@ class VisionFamily(ABC):
         Raises:
             ConfigError: an invalid value, or an option that the family does not have.
         """
-        videos = self.folder_videos(folder) if folder is not None else type(self).videos
+        try:
+            videos = self.folder_videos(folder) if folder is not None else type(self).videos
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"the processor folder has invalid settings of videos: {error}. Correct them."
+            ) from error
         if not_used := [name for name in options if name not in self.video_options]:
             option = not_used[0] if not_used[0] == "total_pixels" else f"video_{not_used[0]}"
             raise ConfigError(
@@ -239,11 +247,21 @@ class VisionFamily(ABC):
         try:
             indices = self.frame_indices(info.num_frames, info.fps, resolved)
             resized = self.resized_frame(len(indices), info.height, info.width, resolved)
+            if resized is not None and resized[0] * resized[1] > MAX_FRAME_PIXELS:
+                detail = f"frames resized to {resized[1]}x{resized[0]} have more than {MAX_FRAME_PIXELS:,} pixels"
+                raise ValueError(f"{detail}. Lower `min_pixels` or `max_pixels` of the video")
         except ValueError as error:
             raise RecordError(Reason.CORRUPT_VIDEO, str(error)) from error
+        times = np.asarray(info.timestamps, dtype=np.float64)
+        before = np.maximum(indices - 1, 0)
+        is_second = info.by_time & (indices > 0) & (times[indices] == times[before]) & ~np.isin(before, indices)
+        if is_second.any():  # the decoder would return the frame before it
+            index = indices[is_second][0]
+            detail = f"frames {index - 1} and {index} have the same time, {times[index]:.3f} s"
+            raise RecordError(Reason.CORRUPT_VIDEO, f"{detail}; convert the video to a constant frame rate")
         return FrameSelection(
             indices=tuple(indices.tolist()),
-            timestamps=tuple(np.asarray(info.timestamps, dtype=np.float64)[indices].tolist()),
+            timestamps=tuple(times[indices].tolist()),
             fps=info.fps,
             num_frames=info.num_frames,
             height=info.height,
@@ -251,6 +269,23 @@ class VisionFamily(ABC):
             resized=resized,
             settings=resolved.plain(),
         )
+
+    def check_selection(self, frames: FrameSelection) -> None:
+        """Check that stored frames have a size that this family can use.
+
+        Raises:
+            RecordError: `unsupported_media`, if they were selected for a family that resizes frames in another way.
+        """
+        is_resized = type(self).resized_frame is not VisionFamily.resized_frame
+        if is_resized and frames.resized is not None:
+            factor = int(self.image_processor.patch_size) * self.merge_size
+            if not any(side % factor for side in frames.resized):
+                return
+        elif not is_resized and frames.resized is None:
+            return
+        size = "not resized" if frames.resized is None else f"resized to {frames.resized[1]}x{frames.resized[0]}"
+        detail = f"the stored frames of a video are {size}, which {type(self).__name__} cannot use"
+        raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{detail}; pack the original video files with its processor")
 
     def frame_indices(self, num_frames: int, fps: float, settings: VideoSettings) -> Int64:
         """Indices of the selected frames, int64 (frames,), of a file with `num_frames` at `fps` frames per second.
@@ -461,6 +496,7 @@ class Qwen2VLVision(VisionFamily):
         """
         published, processor = type(self).videos, self.image_processor
         expected = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}  # 3: bicubic
+        expected |= {name: getattr(processor, name) for name in ("patch_size", "merge_size", "temporal_patch_size")}
         for name, value in expected.items():
             if folder.get(name, value) != value:
                 self.video_problem = (

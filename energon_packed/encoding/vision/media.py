@@ -185,6 +185,10 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     Raises:
         RecordError: an image, video or .npy file is missing, damaged or of a size that the family rejects.
     """
+    is_ordered = conversation.input_ids is None or vision.video_token is not None or not conversation.images
+    if not is_ordered and any([video.images_before is None for video in conversation.videos]):
+        detail = "token ids with images and video files, whose order is unknown; pass the frames as images"
+        raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
     headers = [read_header(image) for image in conversation.images]
     image_runs = [vision.image_token_run(header.height, header.width) for header in headers]
     num_bytes = sum(header.num_bytes for header in headers)
@@ -220,15 +224,11 @@ def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelecti
     """Return the frames of a video, its size in bytes, and whether the file has audio, as far as it is read."""
     # What was packed is trained, whatever the settings of this family are.
     if video.frames is not None:
-        return video.frames, sum([_num_bytes(file) for file in video.files]), False
+        vision.check_selection(video.frames)
+        return video.frames, sum([file.num_bytes() for file in video.files]), False
     assert video.file is not None, "a video without a file has its frames"
     info = read_video_info(video.file)
     return vision.select_frames(info, video.settings), info.num_bytes, info.has_audio
-
-
-def _num_bytes(file: MediaReference) -> int:
-    with file.open() as stream:
-        return stream.seek(0, 2)
 
 
 def video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
@@ -240,13 +240,31 @@ def video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
 
 def _in_text_order(conversation: Conversation, images: Sequence[T], videos: Sequence[Sequence[T]]) -> list[T]:
     """Order the values of the images, and those of each video, as their placeholders in the text."""
-    if not videos or conversation.input_ids is not None:  # stored tokens have no placeholders
-        return [*images, *chain.from_iterable(videos)]
+    if not videos:
+        return list(images)
+    if conversation.input_ids is not None:  # stored tokens have no placeholders
+        ordered: list[T] = []
+        placed = 0
+        for video, values in zip(conversation.videos, videos, strict=True):
+            before = len(images) if video.images_before is None else max(placed, video.images_before)
+            ordered += [*images[placed:before], *values]
+            placed = before
+        return [*ordered, *images[placed:]]
     of_images, of_videos = iter(images), iter(videos)
     names = [name for text in _texts(conversation) for name in _PLACEHOLDERS.findall(text)]
     return list(
         chain.from_iterable([[next(of_images)] if name == IMAGE_PLACEHOLDER else next(of_videos) for name in names])
     )
+
+
+def with_image_counts(conversation: Conversation) -> Conversation:
+    """Set `images_before` of each video from the placeholders, for tokens, which do not have them."""
+    if not conversation.images or conversation.input_ids is not None:
+        return conversation
+    order = _in_text_order(conversation, [None] * len(conversation.images), [[video] for video in conversation.videos])
+    before = [order[:place].count(None) for place, video in enumerate(order) if video is not None]
+    videos = zip(conversation.videos, before, strict=True)
+    return replace(conversation, videos=tuple([replace(video, images_before=count) for video, count in videos]))
 
 
 def _texts(conversation: Conversation) -> list[str]:

@@ -32,7 +32,7 @@ def has_timestamps(conversation: Conversation) -> bool:
         and conversation.images
         and not conversation.videos  # their frames have the rate of the file
         and (conversation.fps or 0) > 0
-        and conversation.input_ids is None
+        and conversation.messages  # the trainer has no documents
     )
 
 
@@ -75,10 +75,9 @@ def with_timestamps(
         return "".join(texts)
 
     messages = [message._replace(content=_GROUP.sub(spelled, message.content)) for message in conversation.messages]
-    text = None if conversation.text is None else _GROUP.sub(spelled, conversation.text)
     # Only the number of images counts for the text.
     images = (conversation.images[0],) * len(frames)
-    return replace(conversation, messages=tuple(messages), text=text, images=images, patch_positions=()), frames
+    return replace(conversation, messages=tuple(messages), images=images, patch_positions=()), frames
 
 
 def _frames(times: Int64) -> Iterator[tuple[int, int]]:

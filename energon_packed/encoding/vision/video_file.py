@@ -9,7 +9,7 @@ are recognized by their header. Frames that packets do not show are counted by d
 codecs that are not listed, MPEG-4 frames without content, and files that do not start with a keyframe.
 
 The pixels equal `frame.to_ndarray(format="rgb24")` of PyAV, which `transformers.video_utils.read_video_pyav` calls,
-and are then rotated upright, which that function does not do. The aspect ratio of pixels is ignored, as it does.
+and are then rotated upright, which that function does not do. As there, the aspect ratio of pixels is ignored.
 
 Files are untrusted: FFmpeg reads through `MediaReference.open` and can open nothing else, its containers are limited
 to the formats below, and frames, pixels and bytes have limits.
@@ -90,6 +90,7 @@ class VideoInfo:
         container, codec: names of FFmpeg, such as `mov` and `h264`.
         num_bytes: size of the file.
         decoded: the frames were counted by decoding, as packets do not show their number.
+        by_time: decoders find a frame by its time; otherwise, the file lacks times, and they count the frames.
     """
 
     num_frames: int
@@ -105,6 +106,7 @@ class VideoInfo:
     codec: str
     num_bytes: int
     decoded: bool
+    by_time: bool = True
 
 
 def read_video_info(reference: MediaReference) -> VideoInfo:
@@ -472,6 +474,7 @@ def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
         codec=video.codec,
         num_bytes=video.num_bytes,
         decoded=not times.show_frames,
+        by_time=times.is_complete,
     )
 
 
@@ -573,7 +576,8 @@ def _all_frames(video: _Video) -> Iterator[Any]:
 
 def _check_frame(frame: Any) -> None:
     if frame.is_corrupt:
-        at = "" if frame.time is None else f" at {frame.time:.3f} s"
+        # The last frames of a truncated ts have no unit of time.
+        at = f" at {frame.time:.3f} s" if frame.time is not None and np.isfinite(frame.time) else ""
         raise _Damaged(f"has damaged data in a frame{at}")
 
 
@@ -647,8 +651,6 @@ class _Counting(_Decoder):
 
 class _Sequential(_Decoder):
     """Decodes all frames from the start, and identifies them by their time."""
-
-    _jumps = False
 
     def __init__(self, video: _Video, selection: FrameSelection) -> None:
         super().__init__(video, selection)

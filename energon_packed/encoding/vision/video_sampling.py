@@ -26,6 +26,7 @@ UInt8 = npt.NDArray[np.uint8]
 FRAME_SETTINGS = ("fps", "num_frames", "min_frames", "max_frames")
 PIXEL_SETTINGS = ("min_pixels", "max_pixels", "total_pixels")
 _INTEGERS = (*FRAME_SETTINGS[1:], *PIXEL_SETTINGS, "min_total_pixels", "max_total_pixels")
+_MOST_REPEATED = 1 << 16  # frames that `num_frames` selects from a shorter file
 _MAX_RATIO = 200  # of the sides of a frame; from the Qwen processors
 _BY_SECONDS = ((10, 8), (30, 16))  # (duration in seconds, frames of shorter videos), of LLaVA-OneVision-2
 _FLOOR = 1.05  # a share of `total_pixels` is at least this multiple of `min_pixels`; from qwen_vl_utils
@@ -43,9 +44,9 @@ class VideoSettings:
         num_frames: number of selected frames.
         min_frames, max_frames: limits of the number of frames that `fps` selects.
         min_pixels, max_pixels: limits of a resized frame in pixels; None for no limit.
-        total_pixels: limit of all resized frames of a video together, where the frames of a temporal patch count as
+        total_pixels: limit of all resized frames of a video together; the frames of a temporal patch count as
             one frame, as in qwen_vl_utils; None for no limit.
-        min_total_pixels, max_total_pixels: limits of all resized frames of a video together, where every frame counts:
+        min_total_pixels, max_total_pixels: limits of all resized frames of a video together; every frame counts:
             `size` of Qwen3VLVideoProcessor.
 
     Raises:
@@ -154,6 +155,8 @@ def linspace_indices(num_frames: int, fps: float, settings: VideoSettings, tempo
     """
     if settings.num_frames is not None:
         selected = settings.num_frames
+        if selected > (most := max(num_frames, _MOST_REPEATED)):
+            raise ValueError(f"`num_frames` must be at most {most:,}, got {selected:,}. Use `fps` and `max_frames`")
     else:
         assert settings.fps is not None
         selected = int(num_frames / fps * settings.fps)

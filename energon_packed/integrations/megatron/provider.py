@@ -14,8 +14,9 @@ from energon_packed.loading.collator import Collator
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import Balance, MapDistributor
-from energon_packed.loading.energon.config import EvenRanks, LoaderConfig
+from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.packed_loader import get_packed_loader
+from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.packers.base import Packer
 from energon_packed.packing.balance import CostModel
 
@@ -53,8 +54,7 @@ class ProviderOptions(OrderedOptions, total=False):
     complete_epochs: bool
     shuffle_buffer_size: int
     packing_buffer_size: int | None
-    drop_last: bool
-    even_ranks: EvenRanks
+    epoch_end: EpochEnd
 
 
 def train_valid_test_dataloaders_provider(

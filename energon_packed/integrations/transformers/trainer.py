@@ -24,6 +24,7 @@ from energon_packed.loading.collator import Collator, with_weights
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
+from energon_packed.loading.even_ranks import without_targets
 from energon_packed.loading.raw_records import PlannedDataset
 
 
@@ -120,8 +121,7 @@ class PackedTrainer(Trainer):
             rank=rank,
             world_size=world_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
-            drop_last=args.dataloader_drop_last,
-            even_ranks="mask",
+            epoch_end="drop" if args.dataloader_drop_last else "repeat",
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             **workers,
         )
@@ -381,5 +381,4 @@ class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):
         first = (step * self._world_size + self._rank) * self._batch_size
         indices: Sequence[int] = range(first, min(first + self._batch_size, self.packs))
         row: dict[str, Any] = self._collator([self._data[index] for index in indices or [0]])
-        without = {"labels": -100, "loss_mask": 0}
-        return row if indices else row | {k: torch.full_like(row[k], v) for k, v in without.items() if k in row}
+        return row if indices else dict(without_targets(row))

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypedDict, Unpack
+from typing import Any, NoReturn, TypedDict, Unpack
 
 import torch
 
@@ -29,11 +29,13 @@ from energon_packed.loading.dataflow.transport import Message, guarded, messages
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
 from energon_packed.loading.distributors.base import Distributor
 from energon_packed.loading.distributors.datasets import MapDistributor
+from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end
+from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.order_log import OrderLog
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
-from energon_packed.loading.ranks import check_not_resharded, check_rank, has_group, resolve_rank, warn_uneven
+from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank
 from energon_packed.loading.state import (
     check_state,
     damage_named,
@@ -63,14 +65,12 @@ class Settings:
     world_size: int | None = None
     seed: int = 0
     max_failures: int | None = 0
-    drop_last: bool = False
+    epoch_end: EpochEnd = "repeat"
     allow_changed_weights: bool = False
     order_log: str | Path | None = None
-    even_ranks: Literal["auto", "mask", "off"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.even_ranks not in ("auto", "mask", "off"):
-            raise ConfigError(f"`even_ranks` must be 'auto', 'mask' or 'off', got {self.even_ranks!r}.")
+        check_epoch_end(self.epoch_end)
         for name in ("seed", "max_failures"):
             if getattr(self, name) is not None and getattr(self, name) < 0:
                 raise ConfigError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
@@ -92,10 +92,9 @@ class RunOptions(TorchOptions, total=False):
 
     seed: int
     max_failures: int | None
-    drop_last: bool
+    epoch_end: EpochEnd
     allow_changed_weights: bool
     order_log: str | Path | None
-    even_ranks: Literal["auto", "mask", "off"]
 
 
 class LoaderOptions(RunOptions, total=False):
@@ -129,8 +128,6 @@ def _check_contradictions(
             f"Pass either `batch_size` or `packer`, not both (got batch_size={batch_size} and "
             f"{type(packer).__name__})."
         )
-    if options.get("drop_last") and batch_size is None:
-        raise ConfigError("`drop_last` works only with `batch_size`; a packer emits every row. Remove it.")
 
 
 def _without_worker_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -255,13 +252,13 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             - `rank`, `world_size`: data-parallel rank and world size; by default from torch.distributed.
             - `seed`: of the order; by default 0.
             - `max_failures`: samples of this rank that may fail to load in an epoch; 0 raises the first failure.
-            - `drop_last`: drop a short last batch; with `batch_size`.
+            - `epoch_end`: the packs that do not fill the last step of all ranks. "repeat", the default: a rank without
+              a batch gets a row without targets, so every item counts once; "drop": the step is left out on all ranks,
+              with a warning; "error": ConfigError. The ranks of a stream exchange before each batch whether they have
+              a batch, so every rank must iterate the loader.
             - `allow_changed_weights`: accept a state with other weights of a mixture or blend, and draw the rest by
               the new weights.
             - `order_log`: folder in which every step is recorded (`energon-packed order check` reads it).
-            - `even_ranks`: "mask" yields a row without targets on a rank without an item in the last step, so that
-              all ranks have the same number of batches; "off" ends a rank with its items. The default "auto" is
-              "mask" for items with a global order in a torch.distributed process group, otherwise "off".
             - `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`, `multiprocessing_context`,
               `worker_init_fn`: as in torch's DataLoader.
 
@@ -295,7 +292,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ConfigError(f"`num_workers` must be an integer of at least 0, got {num_workers!r}.")
         if batch_size is not None:
-            packer = SimpleBatcher(batch_size, drop_last=settings.drop_last)
+            packer = SimpleBatcher(batch_size)
         if not num_workers:
             of_torch = _without_worker_options(of_torch)
         context = of_torch.get("multiprocessing_context")
@@ -306,16 +303,14 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             packer or PlannedPacker(),
             collator or PaddingFreeCollator(),
             self.failures,
+            settings.epoch_end,
         )
         self._settings = settings
         self._rank, self._world_size = resolve_rank(settings.rank, settings.world_size)
         # Rows of known items need no packing at run time: their steps follow from epoch and step alone.
         planned = isinstance(distributor, MapDistributor) and self._roles.packer.rows is not None
         common = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
-        mask = settings.even_ranks == "mask" or (settings.even_ranks == "auto" and planned and has_group())
-        if mask and not planned:
-            raise ConfigError("`even_ranks` 'mask' needs items with a global order, got a stream. Use 'off'.")
-        self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common, mask=mask) if planned else StreamSteps(*common)
+        self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common) if planned else StreamSteps(*common)
         self._order_log = None
         if settings.order_log is not None:
             repeats = distributor.repeats or distributor.infinite
@@ -354,12 +349,22 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         """
         check_rank((self._rank, self._world_size), self._settings.rank, self._settings.world_size)
         check_not_resharded(self._world_size)
-        if not self._is_warned:
-            self._is_warned = True
-            warn_uneven(self._rank, self._world_size, self._plan.length)
-            if self._settings.drop_last and not self._rank and (dropped := self._plan.dropped):
-                _log.warning("`drop_last=True` leaves out %s in each epoch.", dropped)
-        steps, started = self._remaining_steps(), (self.epoch, self._restores)
+        self._plan.check_rest(self._position, warns=not (self._rank or self._is_warned))
+        self._is_warned = True
+        started = (self.epoch, self._restores)
+        ranks: EvenRanks | None = getattr(self._plan, "ranks", None)
+        for batch in self._own_batches() if ranks is None else ranks.even(self._own_batches()):
+            self._yielded += 1
+            if ranks is not None:  # counts rows of other ranks as well, so that all ranks are at the same step
+                self._position = replace(self._position, step=self._yielded)
+            yield batch
+            if is_left(started, (self.epoch, self._restores)):
+                return
+        self._end_epoch()
+
+    def _own_batches(self) -> Iterator[Any]:
+        """Yield the remaining batches of the items of this rank, each after the position moved to it."""
+        steps = self._remaining_steps()
         while (step := self._next_of(steps)) is not None:
             if self._schedule is not None and not step.ended:
                 self._schedule.count_step(step.worker)
@@ -369,11 +374,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
                 place = (self._rank, self._world_size, self._plan.num_workers)
                 self._order_log.write(place, self._position, step)
             if step.batch is not None:
-                self._yielded += 1
                 yield step.batch
-                if is_left(started, (self.epoch, self._restores)):
-                    return
-        self._end_epoch()
+        self._steps = None
 
     def _remaining_steps(self) -> Iterator[Any]:
         """Return the steps of the workers; iterating again after a break continues with the same workers."""
@@ -407,7 +409,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             TypeError: the distributor or the packer do not know it.
         """
-        return self._plan.length(self._rank)
+        return self._plan.length()
 
     @property
     def epoch(self) -> int:
@@ -482,6 +484,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             _log.warning("%s", message)
         if self._schedule is not None:
             self._schedule.end_epoch()
+        if self._steps is not None:  # `epoch_end='drop'` leaves out batches, which persistent workers may have sent
+            self._iterator = None
         self._position = self._plan.begin(self.epoch + 1)
         self._yielded, self._steps = 0, None
 

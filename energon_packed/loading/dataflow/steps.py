@@ -15,6 +15,7 @@ after the other: no item is lost or repeated. From the next epoch on, there is a
 """
 
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,10 +33,14 @@ from energon_packed.loading.dataflow.worker_stream import (
 )
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.schedule import Mark
+from energon_packed.loading.epoch_end import check_rest
+from energon_packed.loading.even_ranks import EvenRanks, without_targets
 from energon_packed.loading.order import Segment
 from energon_packed.loading.process import encode_items
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.loading.state import check_identity, check_numbers, damaged
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +66,32 @@ class PlannedSteps:
         rank, world_size: data-parallel rank and world size.
         num_workers: worker processes, at least 1.
         seed: of the loader.
-        mask: if the last step has no item for this rank, yield a row of another rank without targets, so that all
-            ranks have the same number of steps and no item counts twice.
     """
 
-    def __init__(
-        self, roles: LoaderParts, rank: int, world_size: int, num_workers: int, seed: int, *, mask: bool = False
-    ) -> None:
+    def __init__(self, roles: LoaderParts, rank: int, world_size: int, num_workers: int, seed: int) -> None:
         assert isinstance(roles.distributor, MapDistributor)
         assert roles.packer.rows is not None
         self.distributor = roles.distributor
         self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
         self.order = roles.distributor.order
         self.layout = self.order.segment(world_size, roles.packer.rows)
-        self.mask = mask
+        self._drops = roles.epoch_end == "drop"
 
     place = None  # a state is the same on all ranks
 
-    @property
-    def dropped(self) -> str:
-        """The items of an epoch that `drop_last` leaves out, for a warning; "" if they fill all steps."""
-        rest = 0 if self.order.repeat else len(self.order) % self.layout.width
-        return f"{rest} of {len(self.order)} items" if rest else ""
+    def check_rest(self, position: PlannedPosition, *, warns: bool) -> None:
+        """Report the items that do not fill the last step of the epoch.
+
+        Args:
+            position: in the epoch.
+            warns: log the warning of `drop`.
+
+        Raises:
+            ConfigError: `epoch_end` is `error`.
+        """
+        segment = position.segments[-1]
+        rest = 0 if self.order.repeat else (len(self.order) - segment.item) % segment.width
+        check_rest(self.roles.epoch_end, rest, len(self.order), warns=warns)
 
     def begin(self, epoch: int) -> PlannedPosition:
         """Return the position before the first step of an epoch."""
@@ -92,13 +101,13 @@ class PlannedSteps:
         """Return the position after a step."""
         return replace(position, step=position.step + 1) if not step.ended else position
 
-    def length(self, rank: int) -> int:
-        """Return the number of steps of a rank in one epoch.
+    def length(self) -> int:
+        """Return the number of steps of one epoch, the same on all ranks.
 
         Raises:
             TypeError: the data repeats without end.
         """
-        return self._stop(self.layout, rank)
+        return self.order.steps(self.layout, drop=self._drops)
 
     def identity(self) -> dict[str, Any]:
         """Return data and settings that decide the order."""
@@ -115,7 +124,7 @@ class PlannedSteps:
         """Return the position of a state; other ranks, rows or weights add a segment.
 
         Args:
-            states: the loaded states; they are equal, except that some ranks may have a step less.
+            states: the loaded states; they are equal, except that some ranks of earlier releases have a step less.
             identity: of the loader.
             allow_changed_weights: weights of a blend may differ.
 
@@ -124,7 +133,7 @@ class PlannedSteps:
         """
         for saved_state in states:
             check_numbers(saved_state, "epoch", "step")
-        # In the last step, some ranks have no item: the others are a step, or an epoch, further.
+        # Ranks of earlier releases may have no row in the last step: the others are a step, or an epoch, further.
         state = min(states, key=lambda saved: (saved["epoch"], -saved["step"]))
         segments = [Segment.from_plain(plain) for plain in state["segments"]]
         if len(states) == self.layout.ranks and segments[-1].has_layout_of(self.layout):
@@ -150,12 +159,11 @@ class PlannedSteps:
             turn: index of the worker in the rank, counted from the worker that makes the first step.
         """
         segment, repeat = position.segments[-1], self.order.repeat
-        step, stop = position.step + turn, 0 if repeat else self._stop(segment, self.rank)
+        step, stop = position.step + turn, 0 if repeat else self.order.steps(segment, drop=self._drops)
         while repeat or step < stop:
-            places = self.order.places(segment, step, self.rank)
             if self.order.read_ahead:
                 self._request(position, step, stop)
-            yield self._step(position, places, turn) if places else self._masked(position, step, turn)
+            yield self._step(position, step, turn)
             step += self.num_workers
         dropped = self._dropped_at_the_end(segment) if turn == 0 and not repeat else []
         yield Step(turn, None, None, [], dropped, ended=True)
@@ -168,46 +176,61 @@ class PlannedSteps:
             step += self.num_workers
         self.order.request(self.order.numbers(places, position.epoch, self.seed, position.segments))
 
-    def _step(self, position: PlannedPosition, places: Sequence[int], turn: int) -> Step:
-        """Read, encode and collate the items at these positions of the order."""
+    def _step(self, position: PlannedPosition, step: int, turn: int) -> Step:
+        """Make the batch of this rank; if none of its items can be used, a row of another rank without targets.
+
+        That row is part of collective operations, but not of the loss.
+        """
+        segment = position.segments[-1]
+        batch, used, dropped = self._row(position, self.order.places(segment, step, self.rank))
+        for rank in range(segment.ranks):
+            if batch is not None or rank == self.rank:
+                continue
+            other, _, _ = self._row(position, self.order.places(segment, step, rank), is_counted=False)
+            batch = None if other is None else without_targets(other)
+        return Step(turn, batch, None, used, dropped)
+
+    def _row(
+        self, position: PlannedPosition, places: Sequence[int], *, is_counted: bool = True
+    ) -> tuple[Any, list[int], list[int]]:
+        """Read, encode and collate the items at these places of the order.
+
+        Args:
+            position: epoch and segments.
+            places: of the items.
+            is_counted: count failures and used items.
+
+        Returns:
+            the batch, None if no item can be used; the places of used items, and of dropped items.
+        """
         roles = self.roles
         indices = self.order.numbers(places, position.epoch, self.seed, position.segments)
         values = [self.distributor.read_item(index) for index in indices]
         with no_collecting():
             encoded = encode_items(values, roles.processor)
         rows: list[Sequence[EncodedSample]] = []
-        used, dropped = [], []
+        used, dropped = list[int](), list[int]()
         for place, value, samples in zip(places, values, encoded, strict=True):
-            if isinstance(samples, EnergonPackedError):
+            if isinstance(samples, EnergonPackedError) and is_counted:
                 count_failure(roles.failures, samples, item_name(value, place), record_of(value))
             if isinstance(samples, EnergonPackedError) or not samples:
                 dropped.append(place)
             else:
                 rows.append(samples)
                 used.append(place)
-        roles.failures.use(len(used))
+        if is_counted:
+            roles.failures.use(len(used))
         # A single row is collated by its columns.
         samples = rows[0] if len(rows) == 1 else [sample for row in rows for sample in row]
-        batch = roles.collator.collate(samples) if samples else None
-        return Step(turn, batch, None, used, dropped)
-
-    def _masked(self, position: PlannedPosition, step: int, turn: int) -> Step:
-        """Make a row of the first rank without targets: part of collective operations, but not of the loss."""
-        copied = self._step(position, self.order.places(position.segments[-1], step, 0), turn)
-        batch = None if copied.batch is None else copied.batch.without_targets()
-        return Step(turn, batch, None, [], [])
-
-    def _stop(self, segment: Segment, rank: int) -> int:
-        return self.order.steps(segment, None if self.mask else rank, drop_last=self.roles.packer.drop_last)
+        return roles.collator.collate(samples) if samples else None, used, dropped
 
     def _dropped_at_the_end(self, segment: Segment) -> list[int]:
         """Return the positions of the items of this rank in the last, short step, if it is left out."""
-        if not self.roles.packer.drop_last:
+        if not self._drops:
             return []
-        stop = self.order.steps(segment, self.rank, drop_last=True)
-        dropped = list(self.order.places(segment, stop, self.rank))
+        dropped = list(self.order.places(segment, self.order.steps(segment, drop=True), self.rank))
         for _ in dropped:
-            self.roles.failures.drop("drop_last")
+            self.roles.failures.drop("epoch_end")
         return dropped
 
 
@@ -246,7 +269,14 @@ class StreamSteps:
         self.roles, self.rank, self.num_workers, self.seed = roles, rank, num_workers, seed
         self.count = world_size * num_workers
         self.place: tuple[int, int] | None = (rank, world_size)
-        self.dropped = "the last items of each worker that do not fill a batch"
+        self.ranks = None if roles.distributor.infinite else EvenRanks.of(roles.epoch_end, self.place)
+
+    def check_rest(self, position: StreamPosition, *, warns: bool) -> None:
+        """Warn that short batches are left out; their number is not known in advance."""
+        if warns and self.roles.epoch_end == "drop" and (self.roles.packer.rows or 1) > 1:
+            _log.warning(
+                "`epoch_end='drop'` leaves out the last items of each worker that do not fill a batch in each epoch."
+            )
 
     def begin(self, epoch: int) -> StreamPosition:
         """Return the position before the first step of an epoch."""
@@ -265,20 +295,26 @@ class StreamSteps:
             mark=self._mark(),
         )
 
-    def length(self, rank: int) -> int:
-        """Return the number of steps of a rank in one epoch.
+    def length(self) -> int:
+        """Return the number of steps of this rank in one epoch.
 
         Raises:
             TypeError: distributor or packer do not know it.
         """
+        if self.ranks is None:
+            return self._steps_of(self.rank)
+        steps = map(self._steps_of, range(self.count // self.num_workers))
+        return min(steps) if self.roles.epoch_end == "drop" else max(steps)
+
+    def _steps_of(self, rank: int) -> int:
+        """Return the steps of the own items of a rank in one epoch."""
         total = 0
         for worker in range(self.num_workers):
             shard = ShardSpec(index=rank * self.num_workers + worker, num_shards=self.count, seed=self.seed)
-            count = self.roles.distributor.count(shard)
-            steps = None if count is None else self.roles.packer.steps(count)
-            if steps is None:
+            count, rows = self.roles.distributor.count(shard), self.roles.packer.rows
+            if count is None or rows is None:
                 raise TypeError("the number of batches is not known in advance. Count steps, or plan the packs.")
-            total += steps
+            total += count // rows if self.roles.epoch_end == "drop" else -(-count // rows)
         return total
 
     def identity(self) -> dict[str, Any]:

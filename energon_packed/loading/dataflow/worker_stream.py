@@ -26,9 +26,10 @@ import orjson
 
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
-from energon_packed.errors import REQUESTED_REJECTS, BatchError, EnergonPackedError, RecordError, Reject
+from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, EnergonPackedError, RecordError, Reject
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.distributors.base import Distributor, Item
+from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, Sizes, unfit
 from energon_packed.loading.process import RecordAt, WithSource, encode_items, is_divisible
@@ -37,13 +38,14 @@ from energon_packed.packing.balance import RowSizes
 
 
 class LoaderParts(NamedTuple):
-    """The four roles of a dataflow, and its log of failures."""
+    """The four roles of a dataflow, its log of failures, and its option `epoch_end`."""
 
     distributor: Distributor
     processor: Processor
     packer: Packer
     collator: Collator
     failures: FailureLog
+    epoch_end: EpochEnd = "repeat"
 
 
 class Step(NamedTuple):
@@ -127,8 +129,11 @@ class PackBuffer:
         ready: rows without a batch.
     """
 
-    def __init__(self, packer: Packer, on_drop: Callable[[BufferedItem, Reject | None], None]) -> None:
+    def __init__(
+        self, packer: Packer, on_drop: Callable[[BufferedItem, Reject | None], None], epoch_end: EpochEnd = "repeat"
+    ) -> None:
         self.packer = packer
+        self.epoch_end = epoch_end
         self.waiting: list[BufferedItem] = []
         self.ready: deque[list[BufferedItem]] = deque()
         self._on_drop = on_drop
@@ -147,8 +152,17 @@ class PackBuffer:
             self._form(final=False)
 
     def flush(self) -> None:
-        """Make rows of all waiting items, at the end of the epoch."""
-        if self.packer.drop_last and len(self.waiting) < self.packer.buffer_size:
+        """Make rows of all waiting items, at the end of the epoch.
+
+        Raises:
+            ConfigError: `epoch_end` is `error`, and they do not fill a batch.
+        """
+        if len(self.waiting) < (self.packer.rows or 0) and self.epoch_end != "repeat":
+            if self.epoch_end == "error" and self.waiting:
+                raise ConfigError(
+                    f"`epoch_end='error'` needs batches of {self.packer.rows} items, got a last batch of "
+                    f"{len(self.waiting)} items. Set 'repeat' or 'drop'."
+                )
             for item in self.waiting:
                 self._on_drop(item, None)
             self.waiting = []
@@ -209,7 +223,7 @@ class WorkerStream:
         self._ended = bool(state["ended"])
         self._dropped: list[int | str] = []
         self._rest: Iterator[Item] | None = None
-        self._buffer = PackBuffer(roles.packer, self._drop)
+        self._buffer = PackBuffer(roles.packer, self._drop, roles.epoch_end)
         self._saved = state
 
     def __iter__(self) -> Iterator[Step]:
@@ -315,7 +329,7 @@ class WorkerStream:
         """Count an item that fits no row, or that is part of a dropped last batch."""
         failures, packer, source = self.roles.failures, self.roles.packer, item.samples[0].source
         if reject is None:
-            failures.drop("drop_last")
+            failures.drop("epoch_end")
         elif item.at is not None and source is not None:
             failures.reject(item.at, source.dataset, reject, overlong=packer.overlong)
         elif packer.overlong == "error":

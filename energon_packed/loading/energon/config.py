@@ -3,14 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, TypedDict
+from typing import Any, TypedDict
 
 from energon_packed.errors import ConfigError
 from energon_packed.formats.references import moved_folders
+from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end
 from energon_packed.loading.ranks import check_rank_arguments
 
-EvenRanks = Literal["auto", "mask", "repeat", "drop", "off"]
-EVEN_RANKS: tuple[EvenRanks, ...] = ("auto", "mask", "repeat", "drop", "off")
 _MINIMUM = {
     "seq_len": 1,
     "micro_batch_size": 1,
@@ -34,8 +33,7 @@ class LoaderSettings(TypedDict, total=False):
     shuffle: bool
     shuffle_buffer_size: int
     packing_buffer_size: int | None
-    drop_last: bool
-    even_ranks: EvenRanks
+    epoch_end: EpochEnd
     check_encoder: bool
     check_lengths: bool
     max_failures: int
@@ -62,10 +60,9 @@ class LoaderConfig:
         shuffle: mix shards and packs; False reads in order and needs epochs=1.
         shuffle_buffer_size: packs in the shuffle buffer, stored as raw bytes.
         packing_buffer_size: pack on the fly with a buffer of this many samples, for MultiMixQASample data.
-        drop_last: drop the short batch at the end of each worker's data.
-        even_ranks: handling of ranks with a different number of batches, with epochs=1: shorter ranks yield their
-            last batch again, without targets (`mask`) or with them (`repeat`), `drop` the surplus of longer ranks,
-            `off` ends at different steps; `auto` is `mask` in a torch.distributed process group and `off` without.
+        epoch_end: the packs that do not fill the last step of all ranks, with epochs=1. `repeat`: a rank without a
+            batch repeats a row without targets, so every pack counts once; `drop`: short batches, and batches that
+            not all ranks have, are left out with a warning; `error`: ConfigError.
         check_encoder: refuse an encoder whose tokenizer, template, image settings or `loss_on` differ from the
             encoder that the dataset was packed with.
         check_lengths: raise if the length of a sample differs from the recorded length.
@@ -92,8 +89,7 @@ class LoaderConfig:
     shuffle: bool = True
     shuffle_buffer_size: int = 64
     packing_buffer_size: int | None = None
-    drop_last: bool = False
-    even_ranks: EvenRanks = "auto"
+    epoch_end: EpochEnd = "repeat"
     check_encoder: bool = True
     check_lengths: bool = True
     max_failures: int = 0
@@ -121,8 +117,7 @@ class LoaderConfig:
             raise ConfigError(
                 f"`timeout` needs worker processes, got {self.timeout:g} with `num_workers=0`. Remove it."
             )
-        if self.even_ranks not in EVEN_RANKS:
-            raise ConfigError(f"`even_ranks` must be one of {', '.join(EVEN_RANKS)}, got {self.even_ranks!r}.")
+        check_epoch_end(self.epoch_end)
         check_rank_arguments(self.rank, self.world_size)
         moved_folders(self.media_root)
 
@@ -138,7 +133,7 @@ class LoaderConfig:
 
     def order_fingerprint(self) -> dict[str, Any]:
         """Return the settings that decide the order of batches, beside seed, batch size, ranks and workers."""
-        names = ("split", "epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size", "drop_last")
+        names = ("split", "epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size")
         # Only if it is set: states of earlier releases do not have the setting.
         complete = {"complete_epochs": True} if self.complete_epochs else {}
-        return {name: getattr(self, name) for name in names} | complete
+        return {name: getattr(self, name) for name in names} | {"drop_last": self.epoch_end == "drop"} | complete

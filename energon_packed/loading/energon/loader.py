@@ -12,6 +12,7 @@ from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.faults import NAME, patch_result_queue, raise_with_file_name
 from energon_packed.loading.energon.source import READING, EnergonSource
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, redistribute, to_plain
+from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker, watch_workers
 from energon_packed.loading.ranks import check_not_resharded, check_rank
 from energon_packed.loading.state import (
@@ -77,7 +78,8 @@ class PackedLoader:
 
     Attributes:
         failures: samples that failed to load, by reason.
-        epoch_steps: batches in one epoch; None for all batches of this rank.
+        epoch_steps: batches in one epoch, the same on all ranks; None if it is not known.
+        ranks: makes the ranks end an epoch together if it is not known.
     """
 
     def __init__(self, source: EnergonSource, failures: FailureLog) -> None:
@@ -89,6 +91,7 @@ class PackedLoader:
         """
         self.failures = failures
         self.epoch_steps: int | None = None
+        self.ranks: EvenRanks | None = None
         self._source = source
         self._epoch = self._steps = 0
         self._restores = 0  # states that were loaded
@@ -277,7 +280,6 @@ class PackedLoader:
             "micro_batch_size": config.micro_batch_size,
             "seed": config.seed,
             **config.order_fingerprint(),
-            "epoch_steps": self.epoch_steps,
             "dataset": self._fingerprint,
         }
 
@@ -288,28 +290,31 @@ class PackedLoader:
             their number; -1 if another iterator has ended the epoch in the meantime.
         """
         self._refuse_failed()
-        limit, before, here = self.epoch_steps, self._steps, (self._epoch, self._restores)
-        if self._stream is None:
-            self._stream = self._read()
-        for batch in self._stream:  # worker processes continue after the batches of an earlier iteration
-            if limit is not None and self._steps >= limit:
-                break
-            self._count(batch)
+        before, here = self._steps, (self._epoch, self._restores)
+        for batch in self._own_batches() if self.ranks is None else self.ranks.even(self._own_batches()):
+            self._steps += 1
             yield batch
             self._refuse_failed()  # saving a state may have failed and ended the workers
-            if is_left(here, (self._epoch, self._restores)):
-                return -1
-        # Repeat the last batch until all ranks have the same number; only `even_ranks='repeat'` trains on it again.
-        while limit is not None and self._steps < limit and self._last_restore_key is not None:
-            with READING, raise_with_file_name(self._source.path, self._source.config.split, self._source.opened):
-                batch = self.energon_loader.restore_sample(self._last_restore_key)
-            self._count(batch)
-            yield batch if self._source.config.even_ranks == "repeat" else batch.without_targets()
             if is_left(here, (self._epoch, self._restores)):
                 return -1
         returned = self._steps - before
         self._begin(self._epoch + 1)
         return returned
+
+    def _own_batches(self) -> Iterator[PackedBatch]:
+        """Yield the remaining batches of this rank, and up to `epoch_steps` its last batch without targets."""
+        limit, drops = self.epoch_steps, self._source.config.epoch_end == "drop"
+        if self._stream is None:
+            self._stream = self._read()
+        for batch in self._stream:  # worker processes continue after the batches of an earlier iteration
+            if drops and limit is not None and self._steps >= limit:
+                return
+            self._last_restore_key = batch.__restore_key__
+            yield batch
+        while limit is not None and self._steps < limit and self._last_restore_key is not None:
+            with READING, raise_with_file_name(self._source.path, self._source.config.split, self._source.opened):
+                batch = self.energon_loader.restore_sample(self._last_restore_key)
+            yield batch.without_targets()
 
     def _read(self) -> Iterator[PackedBatch]:
         try:
@@ -346,10 +351,6 @@ class PackedLoader:
                 f"the loader failed before ({str(self._failed) or type(self._failed).__name__}). Create a new loader, "
                 "and load the last saved state."
             ) from self._failed
-
-    def _count(self, batch: PackedBatch) -> None:
-        self._steps += 1
-        self._last_restore_key = batch.__restore_key__
 
 
 class PackedIterator(Iterator[PackedBatch]):

@@ -13,6 +13,7 @@ from energon_packed.loading.energon.loader import PackedLoader
 from energon_packed.loading.energon.ranks import check_every_worker_has_packs, epoch_steps
 from energon_packed.loading.energon.source import EnergonSource, worker_config_of
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
+from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, common_seq_len, loaded_splits, processor_for
 from energon_packed.loading.packers.base import Packer
@@ -92,7 +93,7 @@ def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[
     """Check that the data has the epochs of the settings, and make all ranks end an epoch together.
 
     Raises:
-        ConfigError: a blend that draws by weight has no epoch, `even_ranks` is not possible, or a worker of a loader
+        ConfigError: a blend that draws by weight has no epoch, `epoch_end` is not possible, or a worker of a loader
             that repeats has no packs.
     """
     config = source.config
@@ -101,10 +102,9 @@ def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[
     if config.epochs is None:
         check_every_worker_has_packs(splits, source.worker_config)
         return
-    if config.drop_last and config.micro_batch_size > 1 and not source.worker_config.rank:
-        _log.warning("`drop_last=True` leaves out the last packs of each worker that do not fill a batch.")
-    # A function: Energon's dataset is created only if no manifest has the number of packs.
-    loader.epoch_steps = epoch_steps(config, splits, source.worker_config, lambda: loader.energon_loader)
+    loader.epoch_steps = epoch_steps(config, splits, source.worker_config)
+    if loader.epoch_steps is None:
+        loader.ranks = EvenRanks.of(config.epoch_end, loader.place)
 
 
 def _packer_of(packer: Packer | None, config: LoaderConfig, seq_len: int | None) -> Packer | None:

@@ -93,7 +93,7 @@ class EnergonSource:
             # Energon repeats the same order in every epoch, so each epoch has a seed.
             "worker_config": replace(self.worker_config, seed_offset=config.seed + _SEEDS_PER_EPOCH * epoch),
             "batch_size": config.micro_batch_size,
-            "batch_drop_last": config.drop_last,
+            "batch_drop_last": config.epoch_end == "drop",
             "packing_buffer_size": config.packing_buffer_size,
             "task_encoder": self.task_encoder,
         }

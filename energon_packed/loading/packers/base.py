@@ -53,7 +53,6 @@ class Packer(ABC):
         overlong: handling of a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and counts
             the sample, `truncate` keeps its first `longest` tokens, `split` divides documents and token records into
             fragments, which repeat `split_overlap` tokens (both with DataflowLoader).
-        drop_last: a group that is incomplete at the end of the epoch is dropped.
         rows: items in each row, if their number alone decides; None otherwise.
     """
 
@@ -66,7 +65,6 @@ class Packer(ABC):
     multiple: int = 1
     overlong: Overlong = "error"
     split_overlap: int = 1
-    drop_last: bool = False
     rows: int | None = None
 
     @abstractmethod
@@ -110,12 +108,6 @@ class Packer(ABC):
             final: the epoch ended, and no sample can wait.
         """
         return (groups[:-1], groups[-1:]) if self.carry_over_last and not final else (groups, [])
-
-    def steps(self, items: int) -> int | None:
-        """Return the number of rows made of `items` items; None if `rows` is None."""
-        if self.rows is None:
-            return None
-        return items // self.rows if self.drop_last else -(-items // self.rows)
 
     def identity(self) -> dict[str, Any]:
         """Return class and settings, for loader states."""

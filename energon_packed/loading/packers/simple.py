@@ -72,16 +72,14 @@ class SimpleBatcher(Packer):
 
     Args:
         batch_size: items in one batch.
-        drop_last: drop the short batch at the end of an epoch; its items are counted.
 
     Raises:
         ConfigError: `batch_size` is below 1.
     """
 
-    def __init__(self, batch_size: int, *, drop_last: bool = False) -> None:
+    def __init__(self, batch_size: int) -> None:
         check_positive(batch_size=batch_size)
         self.batch_size = self.buffer_size = self.rows = batch_size
-        self.drop_last = drop_last
 
     def select(self, lengths: Int64) -> list[Int64]:
         """Return groups of `batch_size` consecutive indices."""
