@@ -113,6 +113,7 @@ class Reason(StrEnum):
     MISSING_VIDEO = "missing_video"
     CORRUPT_VIDEO = "corrupt_video"
     VIDEO_COUNT_MISMATCH = "video_count_mismatch"
+    UNSUPPORTED_VIDEO = "unsupported_video"
 
 
 REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)

@@ -114,6 +114,7 @@ _FIXABLE = [
         Reason.MISSING_PATCH_POSITIONS,
         Reason.MISSING_VIDEO,
         Reason.CORRUPT_VIDEO,
+        Reason.UNSUPPORTED_VIDEO,
     )
 ]
 

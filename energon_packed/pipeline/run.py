@@ -17,8 +17,8 @@ from typing import Literal, Unpack
 import numpy as np
 import pyarrow as pa
 
-from energon_packed.encoding import Processor
-from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, SourceError
+from energon_packed.encoding import ChatEncoder, Processor
+from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
 from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
 from energon_packed.pipeline.encoders import log_notices
@@ -205,12 +205,26 @@ def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress:
     inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
     keys = compute_fingerprints(options, reader.sources, options.part)
     workspace.settings = keys.settings
+    workspace.encoder_differences = lambda: _encoder_differences(options, workspace)
     if not options.resume:
         workspace.forget(keys.measure, keys.write)
     workspace.open_for(keys.write, overwrite=options.overwrite)
     with closing(make_engine(options)) as engine:
         state = RunState(options=options, progress=progress, engine=engine, workspace=workspace, reader=reader)
         return _stages(state, inputs, keys, lock)
+
+
+def _encoder_differences(options: PackOptions, workspace: Workspace) -> list[str]:
+    """Name the settings in which the encoder differs from that of packing.json; empty if it is not recorded there."""
+    encoder = options.encoder_loader.load()
+    try:
+        manifest = PackingManifest.load_if_there(workspace.shards)
+    except FormatError:  # of a damaged folder, or a newer release
+        return []
+    if manifest is None or not manifest.tokenizer_fingerprint or not isinstance(encoder, ChatEncoder):
+        return []
+    template, fingerprint = manifest.template_fingerprint, manifest.tokenizer_fingerprint
+    return encoder.differences(manifest.encoder, template=template, fingerprint=fingerprint)
 
 
 def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLock) -> PackResult:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from energon_packed.pipeline.engine import Engine, Progress
 from energon_packed.pipeline.options import InputOptions, PackOptions, image_check
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.workspace import Workspace
+from energon_packed.pipeline.workspace import ENCODER, Workspace
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
@@ -74,7 +74,7 @@ def compute_fingerprints(
     named: dict[str, object] = {
         "content of the input": files,
         "path or time of the input": [(str(s.path.resolve()), changed_at(s.path)) for s in sources],
-        "encoder (tokenizer, template or image settings)": encoder,
+        ENCODER: encoder,
         "`image_root`": [s.image_root for s in sources],
         "`part`": part,
         "`sample_class`": options.sample_class,

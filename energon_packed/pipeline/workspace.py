@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import socket
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,6 +32,8 @@ from energon_packed.shards.media_yaml import remove_media_yaml
 from energon_packed.storage import RemotePath, StorageError, is_remote
 
 _log = logging.getLogger(__name__)
+ENCODER = "encoder (tokenizer, template or image settings)"
+"""Name of the digest of the encoder in the settings of a run."""
 _LOCK = "lock"
 _OWNER = "owner.json"
 _TOKEN = "token"
@@ -277,6 +279,8 @@ class Workspace:
         self.media = root / "media"
         self.media_work = self.work / "media"
         self.settings: dict[str, str] = {}  # JSON of the settings of the run, by name
+        # Names the settings in which its encoder differs from that of the shards; empty if they are unknown.
+        self.encoder_differences: Callable[[], list[str]] = list
         self._reports = root
 
     @property
@@ -445,12 +449,14 @@ class Workspace:
         saved = self._run_of_shards().get("settings")
         if not isinstance(saved, dict) or not saved:  # of an earlier release
             return "input, options or image root differ, or its .work is gone"
-        # Options have values to read; the others are digests.
-        shown = [
-            f"{name} was {saved.get(name)}, now {value}" if name.startswith("`") else f"the {name} differs"
-            for name, value in self.settings.items()
-            if saved.get(name) != value
-        ]
+        shown: list[str] = []
+        for name, value in self.settings.items():
+            if saved.get(name) == value:
+                continue
+            if name == ENCODER and (named := self.encoder_differences()):
+                shown += named
+            else:  # options have values to read; the others are digests
+                shown.append(f"{name} was {saved.get(name)}, now {value}" if name[0] == "`" else f"the {name} differs")
         return ", ".join(shown) or "another release, or an encoder without a fingerprint"
 
 

@@ -28,8 +28,8 @@ _VIDEO_FIELDS = ("video", "videos")
 _UNSUPPORTED = {
     **dict.fromkeys(("audio", "audios"), "remove it, or convert it to text"),
     **dict.fromkeys(("frames", "video_frames"), "rename it to videos, with a list of frames for each <video>"),
-    "video_path": "read it with `map=video=video_path`",
-    "video_paths": "read it with `map=videos=video_paths`",
+    "video_path": "read it with `--map video=video_path`",
+    "video_paths": "read it with `--map videos=video_paths`",
 }
 _BASE64 = "image_base64_str"  # the image field of M3IT
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))

@@ -248,7 +248,7 @@ def _video_remedy(unlisted: Sequence[UnlistedMedia]) -> str:
         return "Rename the field to `video` with an `adapter`"
     if len({each.name for each in unlisted}) > 1 or not re.fullmatch(r"[\w .-]+", name):
         return "List the videos as `videos` with an `adapter`"
-    return f"Read it with `map=videos={name}`, or remove the field with an `adapter` if it is only a name"
+    return f"Read it with `--map videos={name}`, or remove the field with an `adapter` if it is only a name"
 
 
 def _remedy(unlisted: Sequence[UnlistedMedia]) -> str:

@@ -19,6 +19,7 @@ from energon_packed import (
     FrameSelection,
     MediaReference,
     Message,
+    Reason,
     RecordError,
     VideoReference,
     normalize,
@@ -218,7 +219,9 @@ def test_a_frame_with_the_time_of_another_frame_is_not_selected(encoders: Encode
     pixels = decode_frames(MediaReference(path=str(path)), every.frames[0])
     assert [number_of(frame) for frame in pixels] == list(range(36))
     assert some.reject is not None
-    assert some.reject.detail.startswith("frames 8 and 9 have the same time, 0.003 s; convert the video")
+    expected = f"{path}: frames 8 and 9 have the same time, 0.003 s. Convert the video"
+    assert some.reject.detail.startswith(expected)
+    assert some.reject.reason is Reason.UNSUPPORTED_VIDEO
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -95,8 +95,10 @@ def test_the_options_in_which_another_run_differs_are_named(build: Any) -> None:
     build(records)
     with pytest.raises(ConfigError, match=r"another run \(`seed` was 0, now 1, `seq_len` was 256, now 512\)"):
         build(seq_len=512, seed=1)
-    with pytest.raises(ConfigError, match=r"another run \(the encoder \(tokenizer, template or .*\) differs\)\. Set"):
+    with pytest.raises(ConfigError, match=r"another run \(`loss_on` was 'assistant', now 'all'\)\. Set"):
         build(loss_on="all")
+    with pytest.raises(ConfigError, match=r"run \(`min_pixels` was not set, now 56, `fps` was not set, now 1\.0\)"):
+        build(fps=1.0, min_pixels=56)
     with pytest.raises(ConfigError, match=r"another run \(the content of the input differs, the path or time .* dif"):
         build(records[:2])
     assert build(records, overwrite=True)

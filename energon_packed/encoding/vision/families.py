@@ -230,7 +230,7 @@ class VisionFamily(ABC):
             settings: settings of the record, by the names of `VideoSettings`; they win over `videos`.
 
         Raises:
-            RecordError: `corrupt_video`, if the family cannot use a video of this length or size;
+            RecordError: `unsupported_video`, if the family cannot use a video of this length, size or these times;
                 `unsupported_field`, for settings of the record that are invalid or that the family does not have.
             ConfigError: the settings of the processor folder cannot be used for videos.
         """
@@ -251,14 +251,14 @@ class VisionFamily(ABC):
                 detail = f"frames resized to {resized[1]}x{resized[0]} have more than {MAX_FRAME_PIXELS:,} pixels"
                 raise ValueError(f"{detail}. Lower `min_pixels` or `max_pixels` of the video")
         except ValueError as error:
-            raise RecordError(Reason.CORRUPT_VIDEO, str(error)) from error
+            raise RecordError(Reason.UNSUPPORTED_VIDEO, str(error)) from error
         times = np.asarray(info.timestamps, dtype=np.float64)
         before = np.maximum(indices - 1, 0)
         is_second = info.by_time & (indices > 0) & (times[indices] == times[before]) & ~np.isin(before, indices)
         if is_second.any():  # the decoder would return the frame before it
             index = indices[is_second][0]
             detail = f"frames {index - 1} and {index} have the same time, {times[index]:.3f} s"
-            raise RecordError(Reason.CORRUPT_VIDEO, f"{detail}; convert the video to a constant frame rate")
+            raise RecordError(Reason.UNSUPPORTED_VIDEO, f"{detail}. Convert the video to a constant frame rate")
         return FrameSelection(
             indices=tuple(indices.tolist()),
             timestamps=tuple(times[indices].tolist()),

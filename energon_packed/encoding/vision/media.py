@@ -228,7 +228,13 @@ def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelecti
         return video.frames, sum([file.num_bytes() for file in video.files]), False
     assert video.file is not None, "a video without a file has its frames"
     info = read_video_info(video.file)
-    return vision.select_frames(info, video.settings), info.num_bytes, info.has_audio
+    try:
+        frames = vision.select_frames(info, video.settings)
+    except RecordError as error:
+        if error.reason is not Reason.UNSUPPORTED_VIDEO:
+            raise
+        raise RecordError(error.reason, f"{video.file.label}: {error.detail}") from error
+    return frames, info.num_bytes, info.has_audio
 
 
 def video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:

@@ -50,15 +50,15 @@ _MOST_WAITING = 1 << 26  # bytes of packets that are kept until the next keyfram
 _WORTH_A_SEEK = 1 << 20  # bytes of packets; reading them takes as long as a seek
 _BLOCK, _REMOTE_BLOCK = 1 << 15, 1 << 20  # bytes per read: a request of an object takes longer than 1 MiB
 # Names of the demuxers; other formats of FFmpeg read other files (playlists), devices, or images.
-_DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf"
-_CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv or wmv"
-_TIMED = ("mov", "matroska", "mpegts", "flv")  # store times of presentation; the others, times of decoding only
+_DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,gif"
+_CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv, wmv or gif"
+_TIMED = ("mov", "matroska", "mpegts", "flv", "gif")  # store times of presentation; the others, times of decoding only
 _DECODING_TIMES = ("avi", "asf")  # store the time of decoding of every packet; mpg, of some
 _SEEKABLE = ("mov", "matroska")  # whose index has exact places of keyframes
 _CODEC_NAMES = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # decoders -> codecs
 _ONE_FRAME_PER_PACKET = (
     *("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "dnxhd", "ffv1"),
-    *("huffyuv", "ffvhuff", "rawvideo", "h263", "flv1", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "png"),
+    *("huffyuv", "ffvhuff", "rawvideo", "h263", "flv1", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "png", "gif"),
 )
 _FIELD_CODECS = ("h264", "mpeg2video")  # a packet may be a field, of which two are a frame
 _EMPTY_VOP = 9  # bytes of the largest MPEG-4 frame without content (ISO/IEC 14496-2, 6.2.5: vop_coded is 0)

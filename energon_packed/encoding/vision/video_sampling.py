@@ -209,11 +209,15 @@ def duration_indices(num_frames: int, fps: float, settings: VideoSettings) -> In
 
 
 def _check_count(selected: int, num_frames: int, temporal_patch_size: int) -> None:
-    if selected < temporal_patch_size:
-        raise ValueError(
-            f"{selected} of its {num_frames} frames are selected, fewer than the {temporal_patch_size} of a temporal "
-            "patch. Use a longer video, or an image"
-        )
+    if selected >= temporal_patch_size:
+        return
+    if num_frames < temporal_patch_size:
+        frames = "1 frame" if num_frames == 1 else f"{num_frames} frames"
+        raise ValueError(f"the file has {frames}, and a temporal patch {temporal_patch_size}. Use an image instead")
+    raise ValueError(
+        f"the settings select fewer of the {num_frames} frames of the file than the {temporal_patch_size} of a "
+        "temporal patch. Raise `num_frames` or `max_frames`"
+    )
 
 
 def resized_size(
