@@ -425,9 +425,16 @@ def test_a_damaged_frame_costs_one_sample_and_no_pack(data: VideoDemo, tmp_path:
         assert [json.loads(line)["id"] for line in result.rejects.read_text().splitlines()] == ["bad"]
 
 
-def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"frames": 24}, "it has 24 frames of 48 x 64 pixels, and 20 of 48 x 64 were selected from"),
+        ({"frames": 20, "fps": 7}, "its frames have other times than the selected frames"),
+    ],
+)
+def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     make_video(tmp_path / "a.avi", codec="mjpeg", frames=20)
-    make_video(tmp_path / "b.avi", codec="mjpeg", frames=24)
+    make_video(tmp_path / "b.avi", codec="mjpeg", **change)
     file = write_jsonl(tmp_path, [record("a", "a.avi")])
     result = pack(file, **data.options(tmp_path / "out"))
     (sample,) = stored(result)
@@ -435,7 +442,7 @@ def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path) -> None:
     _rewrite(result, [sample._replace(videos=tuple(changed))])
     done = energon_packed("verify", result.shards)
     assert done.returncode == 1
-    assert "it has 24 frames of 48 x 64 pixels, and 20 of 48 x 64 were selected from" in done.stdout
+    assert problem in done.stdout
 
 
 def _rewrite(result: PackResult, samples: list[Any]) -> None:
