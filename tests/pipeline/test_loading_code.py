@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from energon_packed import ChatEncoder, PackingManifest, PackOptions, pack
-from energon_packed.demo import DemoDataset
-from tests.internals import cli, loading_code
+from tests.internals import DemoDataset, cli, loading_code
 
 HEADING = "load it in Python:\n"
 

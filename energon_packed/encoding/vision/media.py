@@ -363,7 +363,7 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
         pixels,
         runs=_in_text_order(conversation, pixels.runs, [video_runs(vision, selection) for selection in frames]),
         frames=frames,
-        video_values=torch.cat(values),
+        video_values=values[0] if len(values) == 1 else torch.cat(values),  # without a copy of a single video
         video_grids=torch.tensor(np.array(grids, dtype=np.int64)),
         second_per_grid_ts=vision.second_per_grid_ts(frames),
     )
