@@ -45,6 +45,7 @@ from tests.pipeline.undisturbed import contents
 from tests.processes import energon, energon_packed, run_python
 from tests.shards.test_media_yaml import cookers as cookers
 from tests.shards.test_media_yaml import read
+from tests.storage import Store
 from tests.video_demo import VideoDemo
 from tests.videos import make_video, wrong_bytes
 
@@ -532,3 +533,16 @@ def test_shards_are_cut_by_the_bytes_of_videos(data: VideoDemo, clips: Path, tmp
         packs = [shard.packs for shard in result.manifest.shards]
         assert len(sizes) > 1, name
         assert all(size <= limit + 10_240 or count == 1 for size, count in zip(sizes, packs, strict=True)), name
+
+
+def test_videos_in_an_object_store_equal_those_of_local_files(data: VideoDemo, store: Store, tmp_path: Path) -> None:
+    store.put_folder("clips", data.jsonl.parent)
+    local = data.packed()
+    expected = _read_all(PackedDataset(local.shards, data.encoder))
+    copied = pack(store.url("clips/data.jsonl"), **data.options(tmp_path / "copied"))
+    assert tars(copied) == tars(local)
+    referenced = pack(store.url("clips/data.jsonl"), **data.options(tmp_path / "refs", media="reference"))
+    assert not any(b"ftyp" in content for content in tars(referenced).values())
+    for place in (referenced.shards, store.put_folder("out", tmp_path / "refs") + "/webdataset"):
+        read = _read_all(PackedDataset(place, data.encoder))
+        assert all(equal(left, right) for left, right in zip(read, expected, strict=True))
