@@ -226,15 +226,11 @@ def test_invalid_settings_of_a_record_reject_it(settings: dict[str, Any], messag
 
 def test_videos_that_a_family_cannot_use_are_rejected() -> None:
     vision = loaded(vision_family="qwen2_5_vl", num_frames=8)
-    with pytest.raises(
-        RecordError, match=r"unsupported_video: `num_frames` must be at most the 5 frames .*max_fr"
-    ):
+    with pytest.raises(RecordError, match=r"unsupported_video: `num_frames` must be at most the 5 frames .*max_fr"):
         vision.select_frames(info_of(Video(0, 5, 10, 48, 64)))
     for family in FAMILIES:
         vision = loaded(vision_family=family)
-        with pytest.raises(
-            RecordError, match="unsupported_video: the file has 1 frame, and a temporal patch 2"
-        ):
+        with pytest.raises(RecordError, match="unsupported_video: the file has 1 frame, and a temporal patch 2"):
             vision.select_frames(info_of(Video(0, 1, 10, 48, 64)))
         with pytest.raises(RecordError, match="unsupported_video: .* at most 200 times the other"):
             vision.select_frames(info_of(Video(0, 9, 10, 40, 9000)))
