@@ -189,6 +189,9 @@ def _check_video(video: VideoReference) -> None:
                 Reason.CORRUPT_VIDEO,
                 "it has {} frames of {} x {} pixels, and {} of {} x {} were selected from".format(*found, *expected),
             )
+        # Stored times may be rounded to microseconds.
+        if not np.allclose(info.timestamps[list(frames.indices)], frames.timestamps, rtol=0, atol=1e-5):
+            raise RecordError(Reason.CORRUPT_VIDEO, "its frames have other times than the selected frames")
     for image in video.images:
         size = load_image(image).size
         if size != (frames.width, frames.height):
