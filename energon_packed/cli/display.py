@@ -50,6 +50,7 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
     if manifest.videos:
         table.add_row("videos", f"{manifest.videos:,}")
         table.add_row("  selected frames", f"{manifest.frames:,}")
+        table.add_row(f"  {_video_check(manifest)}", f"{manifest.videos:,}")
     if stored := manifest.media_stored:
         table.add_row("  stored in media", f"{stored['images']:,} ({format_bytes(stored['bytes'])})")
     table.add_row("seq_len", f"{manifest.seq_len:,}")
@@ -150,17 +151,23 @@ def _add_counts(table: Table, title: str, counts: Mapping[str, int], unit: str) 
 
 
 def unused_lines(result: DryRun | Survey) -> Iterator[str]:
-    """List unused fields, notes and ignored entries, a line each: `fields not used: url 40, source 40, and 3 more`."""
+    """List unused fields, notes and ignored entries, a line each: `notes: 40 x several answers; and 3 more`."""
     for title, counts, _ in _not_used(result):
-        shown = [f"{_printable(name)} {count:,}" for name, count in list(counts.items())[:_MAX_COUNTS]]
+        shown = [f"{count:,} x {_printable(name)}" for name, count in list(counts.items())[:_MAX_COUNTS]]
         shown += [f"and {len(counts) - _MAX_COUNTS:,} more"] if len(counts) > _MAX_COUNTS else []
-        yield f"{title}: {', '.join(shown)}"
+        yield f"{title}: {'; '.join(shown)}"
 
 
 def turn_text(role: str, text: str) -> str:
     """Format a turn as `  user      What is it?`, with later lines indented; long text is shortened."""
     shown = text if len(text) <= _MAX_TURN else f"{text[:_MAX_TURN]} … ({len(text):,} characters)"
     return f"  {role:9} " + visible(shown).replace("\n", f"\n{' ' * 12}")
+
+
+def _video_check(manifest: PackingManifest) -> str:
+    if manifest.check_images == "full":
+        return "checked by decoding"
+    return "checked by decoding the selected frames" if manifest.extract_frames else "checked by packets"
 
 
 def _printable(name: str) -> str:

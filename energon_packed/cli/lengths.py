@@ -22,6 +22,7 @@ from energon_packed.cli.options import (
 from energon_packed.cli.output import Output
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
+from energon_packed.pipeline.rejects import main_reason
 from energon_packed.pipeline.survey import LengthsOptions, Survey, parse_seq_lens, survey_lengths
 
 _COLUMNS = {  # attribute of a Candidate and its format, by title
@@ -83,6 +84,8 @@ def command(
             "reject_summary": survey.reject_summary,
             "unused_fields": dict(survey.unused_fields),
             "notes": dict(survey.notes),
+            "videos": survey.videos,
+            "frames": survey.frames,
             "ignored_entries": [asdict(entries) for entries in survey.ignored_entries],
             "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
             "candidates": [asdict(candidate) for candidate in compared],
@@ -93,8 +96,9 @@ def command(
     console = output.console
     _show(console, survey, compared)
     if survey.rejects:
-        remedy = f"; {survey.advice}" if survey.advice else ""
-        console.print(f"rejected: {as_options(survey.reject_summary + remedy)}", soft_wrap=True)
+        console.print(f"rejected: {as_options(survey.reject_summary)}", soft_wrap=True)
+        remedy = f"{main_reason(survey.rejects)}: {survey.advice}; " if survey.advice else ""
+        console.print(as_options(f"{remedy}pack lists all rejected records in rejects.jsonl"), soft_wrap=True)
     for line in unused_lines(survey):
         console.print(line, soft_wrap=True)
     if options.output is not None:
@@ -117,7 +121,9 @@ def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
     console.print(
         f"{survey.records:,} records ({scope}), {rejected:,} rejected"
         + (f" ({', '.join(f'{name} {count:,}' for name, count in survey.rejects.items())})" if rejected else "")
-        + f"; {tokens:,} tokens\n",
+        + f"; {tokens:,} tokens"
+        + (f"; {survey.videos:,} videos with {survey.frames:,} selected frames" if survey.videos else "")
+        + "\n",
         soft_wrap=True,
     )
     # Bars are scaled to 40 characters; a bin that is not empty has at least a thin bar.

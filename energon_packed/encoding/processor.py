@@ -210,6 +210,8 @@ class Measurement:
         weighted: its targets have loss weights other than 1.
         weight_checksum: checksum of these weights, as `EncodedSample.weight_checksum`.
         notes: what was decided for its media, for the counts of a run.
+        extracted_bytes: estimate of `media_bytes` with the selected frames as images in place of the video files;
+            0 if they are stored as files.
     """
 
     length: int
@@ -222,6 +224,7 @@ class Measurement:
     weighted: bool = False
     weight_checksum: int = 0
     notes: tuple[str, ...] = ()
+    extracted_bytes: int = 0
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":

@@ -158,6 +158,11 @@ class ReportData:
         return {kind: sum(tokens[kind] for tokens in counts) for kind in KINDS}
 
     @property
+    def max_strips(self) -> int:
+        """Videos of a pack in the gallery whose frames are shown."""
+        return _MAX_STRIPS
+
+    @property
     def videos(self) -> Sequence[FrameSelection]:
         """Selected frames of each video in the packs of the map."""
         return [frames for pack in self.mapped for segment in pack.segments for frames in segment.videos]
@@ -413,12 +418,14 @@ def warnings(data: ReportData) -> Iterator[str]:
     if data.bad_images:
         total = data.bad_images + len(data.image_sizes)
         yield f"{data.bad_images:,} of {total:,} images that were read are damaged"
-    shown = [video.problem for pack in data.shown for sample in pack.view.samples for video in sample.videos]
-    problems = [problem for problem in shown if problem is not None]
-    problems += [strip.problem for pack in data.shown for strip in pack.strips.values() if strip.problem is not None]
+    shown = [(pack, video) for pack in data.shown for sample in pack.view.samples for video in sample.videos]
+    problems = [
+        f"{video.name} of {pack.view.key}: {problem}"
+        for pack, video in shown
+        if (problem := video.problem or pack.strips.get(video.name, Strip()).problem) is not None
+    ]
     if problems:
-        counts = f"{len(problems):,} of {len(shown):,} videos that were read"
-        yield f"{counts} cannot be used or shown, such as {problems[0]}"
+        yield f"{_named(problems, 'video')} of the {len(shown):,} that were read cannot be used or shown"
     if data.not_encoded:
         yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 

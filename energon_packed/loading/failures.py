@@ -56,7 +56,6 @@ from energon_packed.pipeline.rejects import (
     RejectReport,
     example_of,
     is_failure,
-    main_reason,
     warning_of,
 )
 from energon_packed.system import resource_error
@@ -181,7 +180,7 @@ class FailureLog:
             _log.warning("epoch %d: %s", epoch, line)
         # Rates need a whole epoch. A rank without any used record may just have got none that is good.
         if self._is_whole and (used or is_alone):
-            replace(self.limits, max_failures=self.limit).check_all(counts, used, lambda: self._example(counts))
+            replace(self.limits, max_failures=self.limit).check_all(counts, used, self._example)
 
     def reject(self, at: RecordAt, path: str, reject: Reject, *, overlong: str = "drop") -> None:
         """Count a rejected record of an input file, as `pack` does.
@@ -255,9 +254,9 @@ class FailureLog:
                 return i
         return None
 
-    def _example(self, counts: dict[str, int]) -> str:
-        """A rejected record with the most frequent reason, for messages."""
-        rows = [row for row in self.rows if row["reason"] == main_reason(counts)]
+    def _example(self, reason: str) -> str:
+        """A rejected record with a reason, for messages."""
+        rows = [row for row in self.rows if row["reason"] == reason]
         return example_of(Rejected(**rows[0])) if rows else "see `failures.rows`"
 
     def _refuse_other_causes(self, error: Exception, sources: Any, place: str) -> None:

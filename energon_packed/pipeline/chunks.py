@@ -82,7 +82,7 @@ SCHEMA = pa.schema(
 VIDEO_COLUMNS = {
     "num_videos": pa.int32(),
     "num_frames": pa.int32(),  # selected frames of all videos
-    "frame_pixels": pa.int64(),  # pixels of these frames
+    "extracted_bytes": pa.int64(),  # of the media with these frames as images, if the run extracts frames
     "frames_bytes": pa.int32(),  # of the record in NAME.frames
 }
 COUNTED = ("unused_fields", "notes")

@@ -42,7 +42,6 @@ OVERLONG = STATUSES.index(Reason.OVERLONG.value)
 _MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
 _TOKENS_JSON = 200  # estimated bytes of JSON for a sample of tokens
 _LOCATOR = 400  # estimated bytes of a reference to an image or video
-_PIXELS_PER_BYTE = 2  # estimate of a frame as a JPEG of quality 95, of which many have fewer bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,8 +110,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
     """Cut the packs into splits, and each split into shards of even size within the limits."""
     media, files = table.media_bytes, table.num_images + table.num_videos
     if options.extract_frames:
-        # Frames in place of the bytes of videos, which are not known apart from those of images of the same record.
-        media = np.where(table.num_videos > 0, table.frame_pixels // _PIXELS_PER_BYTE, media)
+        media = np.where(table.num_videos > 0, table.extracted_bytes, media)
         files = table.num_images + table.num_frames
     content = media + _MEMBER_OVERHEAD * files + table.frames_bytes
     if options.codec.stores_tokens:

@@ -45,6 +45,7 @@ MOST_ROWS = 1000
 MOST_DETAIL = 500
 """Characters of a detail in the report."""
 _MAX_DETAIL = 200  # characters of a detail in a message
+_MAX_EXAMPLES = 5  # reasons with an example in a message
 _RECORD_FORMAT = (
     'the page "My data looks like" (docs/my-data.md) has a record and a command for each known format; for others, '
     "name the fields with `map`, or convert them with an `adapter`"
@@ -153,13 +154,15 @@ class RejectLimits:
                 "Fix the data, or raise `max_failures`"
             )
 
-    def check_all(self, counts: Mapping[str, int], packed: int, example: Callable[[], str], report: str = "") -> None:
+    def check_all(
+        self, counts: Mapping[str, int], packed: int, example: Callable[[str], str], report: str = ""
+    ) -> None:
         """Compare all rejected records of an input with the limits.
 
         Args:
             counts: rejected records by reason.
             packed: records that are not rejected.
-            example: describes a record of the main reason.
+            example: describes a record with a reason.
             report: path of the report with all rejected records, or "".
 
         Raises:
@@ -279,10 +282,10 @@ class TableRejects:
         Args:
             is_sample: the table has some records of each source, so that their indices in the files are unknown.
         """
-        return summary(self.counts, lambda: self._example(is_sample=is_sample))
+        return summary(self.counts, lambda reason: self._example(reason, is_sample=is_sample))
 
-    def _example(self, *, is_sample: bool = False) -> str:
-        return example_of(next(self.rows(main_reason(self.counts))), is_sample=is_sample)
+    def _example(self, reason: str, *, is_sample: bool = False) -> str:
+        return example_of(next(self.rows(reason)), is_sample=is_sample)
 
 
 class NamedRecords(NamedTuple):
@@ -344,22 +347,21 @@ def images_detail(images: int, max_images: int, what: str = "images") -> str:
     return f"{images} {what}, more than max_{what} {max_images}"
 
 
-def summary(counts: Mapping[str, int], example: Callable[[], str], *, advise: bool = False) -> str:
-    """List all reasons with their counts, the most common first and with an example.
+def summary(counts: Mapping[str, int], example: Callable[[str], str], *, advise: bool = False) -> str:
+    """List all reasons with their counts, the most common first; the first five have an example.
 
     For example `40 x missing_field, e.g. row 0 of data.jsonl: no messages`; "" if no record is rejected.
 
     Args:
         counts: rejected records by reason.
-        example: describes a record of the main reason; called only if a record is rejected.
+        example: describes a record with a reason; called for each reason that gets an example.
         advise: add the advice for the main reason in brackets.
     """
-    if not counts:
-        return ""
-    reason = main_reason(counts)
-    hint = f" ({advice(counts)})" if advise and advice(counts) else ""
-    listed = [f"{counts[reason]} x {reason}, e.g. {example()}{hint}"]
-    listed += [f"{count} x {name}" for name, count in _ranked(counts) if name != reason]
+    ranked = _ranked(counts)
+    listed = [f"{count} x {reason}, e.g. {example(reason)}" for reason, count in ranked[:_MAX_EXAMPLES]]
+    listed += [f"{count} x {reason}" for reason, count in ranked[_MAX_EXAMPLES:]]
+    if listed and advise and (hint := advice(counts)):
+        listed[0] += f" ({hint})"
     return "; ".join(listed)
 
 

@@ -255,7 +255,8 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage("plan"):
         plan = make_plan(state, table)
-    _log.info("plans %d packs in %d shards, %d bytes", plan.packs.num_packs, len(plan.shards), plan.num_bytes)
+    size = plan.num_bytes / 2**20
+    _log.info("plans %d packs in %d shards, %.1f MiB", plan.packs.num_packs, len(plan.shards), size)
     stored = None
     if options.media == "reference" and any(media_file(file).exists() for file in table.files):
         with clock.stage("media"), _watched(inputs, workspace, keys):

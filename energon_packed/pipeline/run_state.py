@@ -57,12 +57,17 @@ def compute_fingerprints(
     files = digest([source.fingerprint() for source in sources])
     read_as = [(source.reading.config, source.reading.copy) for source in sources]
     content = [UNWEIGHTED_FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
-    # `extract_frames` decodes the selected frames, and rejects records whose frames are damaged.
+    # `extract_frames` decodes the selected frames: it rejects records whose frames are damaged, and estimates bytes.
     extracts = isinstance(options, PackOptions) and options.extract_frames
     # An encoder without a fingerprint may return other tokens in the next run: a random token prevents any reuse.
     # Optional values are appended only if set, so that digests of runs without them never change.
     measure = digest(
-        [*content, _MEASURE_VERSION, *([] if encoder else [secrets.token_hex()]), *(["frames"] if extracts else [])],
+        [
+            *content,
+            _MEASURE_VERSION,
+            *([] if encoder else [secrets.token_hex()]),
+            *(["images of frames"] if extracts else []),
+        ],
         [options.sample_class, options.use_patch_positions, *([options.layout] if options.layout else [])],
         image_check(options),
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],

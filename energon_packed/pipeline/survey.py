@@ -166,11 +166,12 @@ class Survey:
         rejects: rejected records by reason.
         is_sample: only some of the records were measured.
         reused: records whose length an earlier run had measured.
-        reject_summary: the reasons with their counts, and an example of the most common reason.
+        reject_summary: the reasons with their counts and examples.
         advice: remedy for the most common reason, or "".
         unused_fields: number of records with each unused field, by its name.
         notes: number of records with each note of the reader.
         ignored_entries: entries of input folders that are not read, by reason.
+        videos, frames: video files of these records, and their selected frames.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -182,6 +183,8 @@ class Survey:
     unused_fields: Mapping[str, int] = field(default_factory=dict)
     notes: Mapping[str, int] = field(default_factory=dict)
     ignored_entries: Sequence[IgnoredEntries] = ()
+    videos: int = 0
+    frames: int = 0
 
     @property
     def records(self) -> int:
@@ -219,8 +222,11 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         rejects, summary = rejected.counts, rejected.summary(is_sample=options.sample is not None)
     if not np.any(table.status == 0):
         raise none_packed(len(table), summary, advice(rejects))
+    usable = table.status == 0
     return Survey(
-        lengths=table.length[table.status == 0],
+        lengths=table.length[usable],
+        videos=int(table.num_videos[usable].sum(dtype=np.int64)),
+        frames=int(table.num_frames[usable].sum(dtype=np.int64)),
         rejects=rejects,
         reject_summary=summary,
         advice=advice(rejects),
@@ -275,7 +281,7 @@ class DryRun:
         sampled: records measured for the estimates below; 0 if all numbers are exact.
         records: records in the input.
         rejects: rejected records by reason.
-        reject_summary: the reasons with an example, or "".
+        reject_summary: the reasons with examples, or "".
         packs, shards, tokens: counts of the plan.
         num_bytes: estimated size of all tars.
         unused_fields, notes: number of measured records with each unused field and each note.

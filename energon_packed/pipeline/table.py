@@ -73,7 +73,9 @@ class RecordTable:
         media_stamp: int64 (n,), digest of path, size and time of change of these files; 0 without files.
         num_images: int32 (n,).
         num_videos: int32 (n,).
-        num_frames: int32 (n,), selected frames of its videos; frame_pixels: int64 (n,), pixels of these frames.
+        num_frames: int32 (n,), selected frames of its videos.
+        extracted_bytes: int64 (n,), estimate of `media_bytes` with these frames as images in place of the video files;
+            0 if they are stored as files.
         frames_bytes: int32 (n,), bytes of the selected frames in JSON.
         num_decoded: int32 (n,), images whose pixels were decoded; the headers of the other images were checked.
         kind: int8 (n,), index into KINDS.
@@ -99,7 +101,7 @@ class RecordTable:
     num_images: npt.NDArray[np.int32]
     num_videos: npt.NDArray[np.int32]
     num_frames: npt.NDArray[np.int32]
-    frame_pixels: Int64
+    extracted_bytes: Int64
     frames_bytes: npt.NDArray[np.int32]
     num_decoded: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shutil
 from collections import Counter
 from fractions import Fraction
 from pathlib import Path
@@ -122,7 +123,8 @@ def test_a_report_shows_the_frames_at_their_times(packed: Path, encoder: ChatEnc
         for time, url in strip.frames:
             assert number_of(_image(url)) == index[time]
     page = render_report("videos", data, ())
-    assert page.count('class="strip"') == 2
+    assert page.count('class="strip"') == page.count("; frames not shown") == 2
+    assert "Frames are shown of the first 2 videos of each pack." in page
     assert f"{len(FILES)}</dd>" in page
     for video in videos:
         assert video.text in page
@@ -164,6 +166,12 @@ def test_a_damaged_video_of_a_tar_is_shown_with_its_damage(packed: Path, encoder
     assert shown.exit_code == 0, shown.output
     assert re.search(
         r"vid\d_0\.(mkv|webm)  .*is not a video of the formats .*; \d+ of \d+ frames at 0, ", shown.output
+    )
+    shutil.copytree(packed / "webdataset", tmp_path / "all", ignore=shutil.ignore_patterns("*.tar"))
+    copy.rename(tmp_path / "all" / tar.name)
+    page = render_report("videos", gather(PackedFolder.open(tmp_path / "all"), encoder), ())
+    assert re.search(
+        r"1 video \(vid\d_0\.(mkv|webm) of \S+: .*\) of the \d+ that were read cannot be used or shown", page
     )
 
 

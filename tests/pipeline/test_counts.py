@@ -44,7 +44,7 @@ def names_fields(monkeypatch: pytest.MonkeyPatch) -> None:
 def shown(result: PackResult) -> str:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(result_table(result, [1], {"world_size": 1, "micro_batch_size": 1, "num_workers": 0}))
+        console.print(result_table(result, 1, {"world_size": 1, "micro_batch_size": 1, "num_workers": 0}))
     return captured.get()
 
 
@@ -166,7 +166,7 @@ def test_folder_entries_that_are_not_read_are_printed_and_stored(
     assert (result.manifest.shards, result.manifest.fingerprint) == (alone.manifest.shards, alone.manifest.fingerprint)
     for part in ("not read as input", "entries", "media", "20"):
         assert part in shown(result)
-    line = "not read as input: documentation 1, unknown type 1, media 20"
+    line = "not read as input: 1 x documentation; 1 x unknown type; 20 x media"
     settings = ["--tokenizer", str(tokenizer_dir)]
     assert line in invoke("lengths", folder, *settings).output
     dry_run = [str(folder), *settings, "-o", str(tmp_path / "new"), "--seq-len", "512", "--dry-run"]

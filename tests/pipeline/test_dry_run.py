@@ -119,5 +119,5 @@ def test_the_first_record_is_shown_with_what_is_not_used(tmp_path: Path, tokeniz
     arguments = [str(data), "-o", str(tmp_path / "out"), "--seq-len", "512", "--tokenizer", str(tokenizer_dir)]
     shown = CliRunner().invoke(cli, ["pack", *arguments, "--dry-run"], catch_exceptions=False).output
     assert "\n  user      One?\n            Two?\n  assistant Three.\n" in shown
-    assert "fields not used: source 1" in shown
+    assert "fields not used: 1 x source" in shown
     assert not (tmp_path / "out").exists()

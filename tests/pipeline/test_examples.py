@@ -37,10 +37,11 @@ def test_an_input_without_usable_records_shows_one_and_what_to_do(
     assert "\n" not in str(raised.value)
 
 
-def test_the_example_is_of_the_most_common_reason(build: Any) -> None:
+def test_each_reason_has_an_example_and_the_most_common_reason_is_first(build: Any) -> None:
     records = [{"messages": TURNS}] * 3 + ["{broken"] + [IMAGE] * 2
-    message = r"e.g. row 4 of .*data.jsonl: .* \(set `image_root`.*\); 1 x bad_json. See .*raise `max_reject_rate`"
-    with pytest.raises(RejectLimitError, match=rf"3 of 6 records \(50.0%\) .*: 2 x missing_image, {message}"):
+    first = r"2 x missing_image, e.g. row 4 of .*data.jsonl: .* \(set `image_root`.*\)"
+    second = r"1 x bad_json, e.g. row 3 of .*data.jsonl: .*\. See .*raise `max_reject_rate`"
+    with pytest.raises(RejectLimitError, match=rf"3 of 6 records \(50.0%\) .*: {first}; {second}"):
         build(records, max_reject_rate=0.1)
 
 
@@ -53,7 +54,7 @@ def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> N
     data.write_text("".join(json.dumps(record) + "\n" for record in [{"messages": TURNS}, IMAGE]))
     shown = CliRunner().invoke(cli, ["lengths", *options]).output
     assert "rejected: 1 x missing_image, e.g. row 1 of" in shown
-    assert "; set --image-root to the folder that image paths start from" in shown
+    assert "\nmissing_image: set --image-root to the folder that image paths start from; pack lists all " in shown
     sampled = CliRunner().invoke(cli, ["lengths", *options, "--sample", "1000"]).output
     assert "e.g. a record of" in sampled
 

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from megatron.energon import WorkerConfig, get_loader, get_val_dataset
 from PIL import Image
+from rich.console import Console
 
 from energon_packed import (
     ChatEncoder,
@@ -39,7 +40,9 @@ from tests.internals import (
     codec_for,
     codec_of,
     complete_parts,
+    dry_run,
     measure_stage,
+    result_table,
 )
 from tests.pipeline.undisturbed import contents
 from tests.processes import energon, energon_packed, run_python
@@ -107,6 +110,32 @@ def test_the_manifest_and_the_reports_count_videos_and_frames(data: VideoDemo) -
     table = pq.read_table(result.lengths)
     by_id = {sample.conversation.id: len(sample.videos) for sample in samples}
     assert {row["id"]: row["num_videos"] for row in table.to_pylist() if row["status"] == "packed"} == by_id
+    shown = energon_packed("lengths", data.jsonl, "--tokenizer", data.tokenizer, "--workers", 1)
+    assert f" tokens; {manifest.videos} videos with {manifest.frames} selected frames\n" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "check"),
+    [
+        ({}, "checked by packets"),
+        ({"check_images": "full"}, "checked by decoding"),
+        ({"extract_frames": True}, "checked by decoding the selected frames"),
+    ],
+)
+def test_the_table_says_how_videos_were_checked(data: VideoDemo, options: dict[str, Any], check: str) -> None:
+    console = Console(width=120, file=io.StringIO())
+    result = data.packed(**options)
+    console.print(result_table(result, None, {}))
+    assert isinstance(console.file, io.StringIO)
+    assert re.search(rf"  {check} +│ +{result.manifest.videos} │", console.file.getvalue())
+
+
+def test_the_size_of_extracted_frames_is_estimated_from_some_of_them(data: VideoDemo, tmp_path: Path) -> None:
+    """The size decides the cuts of the shards, and whether the disk is too small."""
+    written = data.packed(extract_frames=True).bytes
+    options = data.options(tmp_path / "out", extract_frames=True)
+    planned = dry_run(PackOptions(inputs=(str(data.jsonl),), **options)).num_bytes
+    assert 0.85 < planned / written < 1.15
 
 
 def test_data_without_videos_has_no_trace_of_them(data: VideoDemo, tmp_path: Path) -> None:
