@@ -161,9 +161,7 @@ class MeasureStage:
         self.progress.finish(time.perf_counter() - start)
         if changed:
             records = sum(measured_records(chunk) for chunk in changed)
-            _log.warning(
-                "images or .npy files have changed since they were measured: %d records are measured again", records
-            )
+            _log.warning("media files have changed since they were measured: %d records are measured again", records)
         return measured - changed
 
     def _count(self, report: "ChunkReport") -> None:

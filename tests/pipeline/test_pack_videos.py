@@ -46,6 +46,7 @@ from tests.pipeline.undisturbed import contents
 from tests.processes import energon, energon_packed, run_python
 from tests.shards.test_media_yaml import cookers as cookers
 from tests.shards.test_media_yaml import read
+from tests.storage import Store
 from tests.video_demo import VideoDemo
 from tests.videos import make_video, wrong_bytes
 
@@ -454,9 +455,16 @@ def test_a_damaged_frame_is_an_error_with_pack_sample_and_file(
     assert "with --check-media full" in done.stdout + done.stderr
 
 
-def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"frames": 24}, "vid0_0.avi has 24 frames of 48 x 64 pixels, and 20 of 48 x 64 were selected from"),
+        ({"frames": 20, "fps": 7}, "the frames of vid0_0.avi have other times than the selected frames"),
+    ],
+)
+def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path, change: dict[str, Any], problem: str) -> None:
     make_video(tmp_path / "a.avi", codec="mjpeg", frames=20)
-    make_video(tmp_path / "b.avi", codec="mjpeg", frames=24)
+    make_video(tmp_path / "b.avi", codec="mjpeg", **change)
     file = write_jsonl(tmp_path, [record("a", "a.avi")])
     result = pack(file, **data.options(tmp_path / "out"))
     (sample,) = stored(result)
@@ -464,7 +472,7 @@ def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path) -> None:
     _rewrite(result, [sample._replace(videos=tuple(changed))])
     done = energon_packed("verify", result.shards)
     assert done.returncode == 1
-    assert "vid0_0.avi has 24 frames of 48 x 64 pixels, and 20 of 48 x 64 were selected from" in done.stdout
+    assert problem in done.stdout
 
 
 def _rewrite(result: PackResult, samples: list[Any]) -> None:
@@ -554,3 +562,16 @@ def test_shards_are_cut_by_the_bytes_of_videos(data: VideoDemo, clips: Path, tmp
         packs = [shard.packs for shard in result.manifest.shards]
         assert len(sizes) > 1, name
         assert all(size <= limit + 10_240 or count == 1 for size, count in zip(sizes, packs, strict=True)), name
+
+
+def test_videos_in_an_object_store_equal_those_of_local_files(data: VideoDemo, store: Store, tmp_path: Path) -> None:
+    store.put_folder("clips", data.jsonl.parent)
+    local = data.packed()
+    expected = _read_all(PackedDataset(local.shards, data.encoder))
+    copied = pack(store.url("clips/data.jsonl"), **data.options(tmp_path / "copied"))
+    assert tars(copied) == tars(local)
+    referenced = pack(store.url("clips/data.jsonl"), **data.options(tmp_path / "refs", media="reference"))
+    assert not any(b"ftyp" in content for content in tars(referenced).values())
+    for place in (referenced.shards, store.put_folder("out", tmp_path / "refs") + "/webdataset"):
+        read = _read_all(PackedDataset(place, data.encoder))
+        assert all(equal(left, right) for left, right in zip(read, expected, strict=True))

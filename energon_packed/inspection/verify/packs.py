@@ -201,6 +201,11 @@ def _check_video(video: VideoReference) -> None:
                     video.file.label, *found, *expected
                 ),
             )
+        # Stored times may be rounded to microseconds.
+        if not np.allclose(info.timestamps[list(frames.indices)], frames.timestamps, rtol=0, atol=1e-5):
+            raise RecordError(
+                Reason.CORRUPT_VIDEO, f"the frames of {video.file.label} have other times than the selected frames"
+            )
     for image in video.images:
         size = load_image(image).size
         if size != (frames.width, frames.height):
