@@ -85,12 +85,12 @@ def _ignore_signals() -> None:
 
 COMMANDS = {
     "lengths": "Compare values of --seq-len: dropped tokens, utilization, attention.",
-    "pack": "Pack conversations with images into an Energon dataset.",
+    "pack": "Pack conversations with images and videos into an Energon dataset.",
     "inspect": "Show the contents of a tar, a dataset, a Metadataset or a pack.",
     "verify": "Check that a dataset is intact and matches its manifest.",
     "report": "Write an HTML report on a dataset or a Metadataset.",
     "nv-meta": "Create or repair .nv-meta for a folder of tars.",
-    "materialize": "Copy the images that a dataset refers to into its tars.",
+    "materialize": "Copy the images and videos that a dataset refers to into its tars.",
     "metadataset": "Blend several datasets into one weighted Metadataset.",
     "state": "Redistribute saved loader states to another number of ranks.",
     "order": "Check the order log of a run, or show the samples of a step.",
@@ -133,7 +133,7 @@ class _LazyGroup(click.Group):
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="energon-packed")
 def cli() -> None:
-    """Pack conversations with images into rows of up to --seq-len tokens, stored as Megatron-Energon datasets.
+    """Pack conversations with images and videos into rows, stored as Megatron-Energon datasets.
 
     \b
     energon-packed demo --output-dir demo-out

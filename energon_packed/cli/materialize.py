@@ -19,9 +19,9 @@ from energon_packed.system import available_cores
 @media_root_option
 @output_options
 def command(folder: Path, output_dir: Path, workers: int, output: Output) -> None:
-    """Write a dataset of pack --media reference as a dataset with the images in its tars.
+    """Write a dataset of pack --media reference as a dataset with the images and videos in its tars.
 
-    The result equals the dataset of pack --media copy. Every digest is compared: a changed, moved or missing image
+    The result equals the dataset of pack --media copy. Every digest is compared: a changed, moved or missing file
     stops the command. NEW_DIR appears when it is complete.
 
     \b

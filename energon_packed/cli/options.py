@@ -108,7 +108,7 @@ def media_root_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--media-root", multiple=True, metavar="OLD=NEW", expose_value=False,
         callback=lambda context, option, values: set_media_root(parse_media_root(values)),
-        help="Folder of images that packs refer to, and its new place; repeatable.",
+        help="Folder of images and videos that packs refer to, and its new place; repeatable.",
     )(command)  # fmt: skip
 
 

@@ -25,17 +25,24 @@ class StoredImage:
         data: the bytes of the file.
         part: the member it was read from; "" before it is written.
         locator: location of the file, to write instead of `data`; None to write `data`.
+        path: path of the referenced file that it was read from, for messages; "" for others.
     """
 
     extension: str
     data: bytes
     part: str = field(default="", compare=False)
     locator: Locator | None = field(default=None, compare=False)
+    path: str = field(default="", compare=False)
 
     @property
     def num_bytes(self) -> int:
         """Size of the file."""
         return len(self.data) if self.locator is None else self.locator.size
+
+    def reference(self, place: str) -> MediaReference:
+        """Return the bytes as a reference; `place` is its name in messages if it has no `part`."""
+        name = self.part or place
+        return MediaReference(data=self.data, name=f"{name} ({self.path})" if self.path else name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ class StoredSample(NamedTuple):
 
 def media_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, ...]:
     """Return the bytes of images as references of a conversation."""
-    return tuple([MediaReference(data=image.data) for image in images])
+    return tuple([image.reference(f"image {place}") for place, image in enumerate(images)])
 
 
 def byte_references(files: tuple[bytes, ...]) -> tuple[MediaReference, ...]:
@@ -97,12 +104,12 @@ def video_references(videos: tuple[StoredVideo, ...]) -> tuple[VideoReference, .
     return tuple(
         [
             VideoReference(
-                file=None if video.file is None else MediaReference(data=video.file.data),
+                file=None if video.file is None else video.file.reference(f"video {place}"),
                 frames=video.frames,
                 images=media_references(video.images),
                 images_before=video.images_before,
             )
-            for video in videos
+            for place, video in enumerate(videos)
         ]
     )
 
@@ -126,7 +133,7 @@ def _as_format_error(read: Callable[[Any, Mapping[str, Any]], T]) -> Callable[[A
     @wraps(read)
     def wrapper(codec: Any, parts: Mapping[str, Any]) -> T:
         if needs_media and MEDIA_PART in parts:
-            parts = complete_parts(parts)
+            parts = complete_parts(parts, with_paths=True)
         try:
             return read(codec, parts)
         except FormatError:

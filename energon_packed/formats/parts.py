@@ -24,7 +24,7 @@ import orjson
 
 from energon_packed.errors import FormatError
 from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSample, StoredVideo
-from energon_packed.formats.references import MEDIA_PART
+from energon_packed.formats.references import MEDIA_PART, PATHS
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.options import short
 from energon_packed.records import IMAGE_PLACEHOLDER
@@ -200,7 +200,7 @@ def video_count(names: Iterable[str]) -> int:
 
 
 def _stored(raw: RawPack, name: str) -> StoredImage:
-    return StoredImage(name.rpartition(".")[2], _content(raw, name), name)
+    return StoredImage(name.rpartition(".")[2], _content(raw, name), name, path=raw.get(PATHS, {}).get(name, ""))
 
 
 def _names(listed: Any) -> list[str]:

@@ -33,6 +33,8 @@ MEDIA_PART = "media.json"
 FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
 """Keys of raw parts: the dataset folder, and the moved folders as (old, new) pairs. Energon's raw parts have neither:
 the folder is in their `__sources__`, and the moved folders are those of `set_media_root`."""
+PATHS = "__paths__"
+"""Key of complete parts: the paths of referenced media by part, for messages."""
 MediaRoot = tuple[tuple[str, str], ...]
 FILES, TARS, STORED = "files", "tars", "media"
 """Auxiliary datasets of locators: files, by their path from the root folder; members of tars; and images that are in
@@ -119,13 +121,16 @@ def _add_moved(moved: dict[str, str], old: str, new: str) -> None:
         raise ConfigError(f"`media_root` must have one new folder for {old}, got {moved[old]} and {new}. Remove one.")
 
 
-def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> dict[str, Any]:
+def complete_parts(
+    raw: Mapping[str, Any], changes: set[str] | None = None, *, with_paths: bool = False
+) -> dict[str, Any]:
     """Return the parts of a pack with the referenced media in place of `media.json`, in the order of a copied pack.
 
     Args:
         raw: `__key__`, bytes by part name, and `FOLDER` or Energon's `__sources__`.
         changes: to which changes such as `PATH has other bytes` are added, with an empty part in place of the image;
             None raises.
+        with_paths: add the paths of the referenced media by part, as `PATHS`.
 
     Raises:
         DataChangedError: a referenced file changed, or is missing.
@@ -151,6 +156,8 @@ def complete_parts(raw: Mapping[str, Any], changes: set[str] | None = None) -> d
                 raise ResourceError(f"{_place(raw, name)}, cannot be read: {error}") from error
         elif name in raw:
             parts[name] = raw[name]
+    if with_paths:
+        parts[PATHS] = {name: str(reader.path(locator.file)) for name, locator in located.items() if locator}
     return parts
 
 
@@ -244,7 +251,7 @@ class _MediaReader:
 
         They are requested together.
         """
-        paths = [(locator, self._path(locator.file)) for locator in locators if locator.digest is not None]
+        paths = [(locator, self.path(locator.file)) for locator in locators if locator.digest is not None]
         remote = [(locator, path) for locator, path in paths if isinstance(path, RemotePath)]
         try:
             contents = read_ranges([(path, locator.offset, locator.size) for locator, path in remote])
@@ -257,7 +264,7 @@ class _MediaReader:
     def read(self, locator: Locator, requested: Callable[[Locator], bytes | None]) -> bytes:
         """Read and check the bytes of a locator. Raises as `read_packed`."""
         return read_packed(
-            self._path(locator.file),
+            self.path(locator.file),
             locator.offset,
             locator.size,
             digest=locator.digest,
@@ -265,7 +272,8 @@ class _MediaReader:
             requested=requested(locator),
         )
 
-    def _path(self, file: str) -> Path:
+    def path(self, file: str) -> Path:
+        """Return the path of a locator, after folders have moved."""
         return as_path(moved_path(_absolute(self._folder, file), self._moved))
 
 
@@ -313,7 +321,8 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
 
 
 def _packed(locator: Locator, raw: Mapping[str, Any], part: str) -> PackedImage:
-    return PackedImage(_place(raw, part), locator.digest, locator.changed)
+    kind = "video" if part.startswith("vid") else "image"
+    return PackedImage(_place(raw, part), locator.digest, locator.changed, kind)
 
 
 def _place(raw: Mapping[str, Any], part: str) -> str:

@@ -264,7 +264,7 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
                 continue
             try:
                 # Only the header is decoded: images that fail later are found by `verify`.
-                header = read_header(MediaReference(data=content))
+                header = read_header(MediaReference(data=content, name=name))
                 sizes.append((header.width, header.height))
             except RecordError:
                 bad += 1
@@ -301,7 +301,7 @@ def _strip(raw: Mapping[str, Any], video: VideoView) -> Strip:
         height=video.height,
         width=video.width,
     )
-    files = tuple(MediaReference(data=raw[name]) for name in video.names)
+    files = tuple(MediaReference(data=raw[name], name=name) for name in video.names)
     if video.is_file:
         reference = VideoReference(file=files[0], frames=frames)
     else:

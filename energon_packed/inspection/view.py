@@ -311,11 +311,11 @@ def _video_problem(stored: StoredVideo, *, is_located: bool) -> str | None:
     frames = stored.frames
     try:
         if stored.file is None:
-            headers = [read_header(MediaReference(data=image.data)) for image in stored.images]
+            headers = [read_header(image.reference("image")) for image in stored.images]
             sizes = {(header.height, header.width) for header in headers}
             is_packed = sizes == {(frames.height, frames.width)}
         else:
-            info = read_video_info(MediaReference(data=stored.file.data))
+            info = read_video_info(stored.file.reference("video"))
             is_packed = (info.num_frames, info.height, info.width) == (frames.num_frames, frames.height, frames.width)
     except RecordError as error:
         return error.detail

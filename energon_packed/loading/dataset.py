@@ -26,7 +26,7 @@ from energon_packed.formats.references import emptied
 from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.distributors.datasets import Balance, check_balance
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
-from energon_packed.loading.failures import sendable, verify_hint
+from energon_packed.loading.failures import remedy_of, sendable
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.manifests import (
     LoadedSplit,
@@ -303,7 +303,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
             return encode_pack(self._ahead.get(number), self.encoder, check_lengths=self.check_lengths, source=source)
         except (FormatError, RecordError) as error:
             folder.reader.check_unchanged(pack)  # an object may have been replaced since its last check
-            raise error.at(folder.describe(pack), verify_hint(source.dataset)) from error
+            raise error.at(folder.describe(pack), remedy_of(error, source.dataset)) from error
         except Exception as error:
             if (sent := sendable(error)) is error:
                 raise

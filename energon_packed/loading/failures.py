@@ -307,7 +307,7 @@ class _SharedLines:
 def add_location(error: Exception, key: str, source: str) -> Exception:
     """Add shard and pack to an error, if their content is the cause, and make it `sendable`."""
     if isinstance(error, FormatError | RecordError) and source:
-        error = error.at(f"{source}, pack {key}", verify_hint(os.path.dirname(source)))
+        error = error.at(f"{source}, pack {key}", remedy_of(error, os.path.dirname(source)))
     return resource_error(error, f"{source}, pack {key}") or sendable(error)
 
 
@@ -342,8 +342,11 @@ def reraise_with_location(error: Exception, sample: Any, sources: Any = None) ->
     raise add_location(error, _key(sample), _source(sources or _field(sample, "__sources__"))) from error
 
 
-def verify_hint(folder: str) -> str:
-    """The remedy for a pack that cannot be loaded."""
+def remedy_of(error: EnergonPackedError, folder: str) -> str:
+    """Return the remedy for a pack that cannot be loaded."""
+    # Packed by their headers, these media were damaged in the input: neither a copy nor the same command repairs them.
+    if isinstance(error, RecordError) and error.reason in (Reason.CORRUPT_IMAGE, Reason.CORRUPT_VIDEO):
+        return "pack again with --check-media full, which rejects records with damaged images or videos"
     return f"energon-packed verify {folder} tells whether files are damaged: copy or pack them again"
 
 

@@ -19,6 +19,7 @@ from energon_packed.flavors import PackSample
 from energon_packed.formats import StoredSample
 from energon_packed.loading.features import from_features, is_features
 from energon_packed.records import Conversation, normalize
+from energon_packed.records.media import in_line
 
 
 def encode_pack(
@@ -85,7 +86,8 @@ def checked_sample(
         FormatError: its length differs from the recorded length.
     """
     if isinstance(result, Reject):
-        raise RecordError.of(result)
+        # Ids may have line breaks, and workers send an error as its last line.
+        raise RecordError(result.reason, in_line(f"sample {stored.conversation.id} of pack {key}: {result.detail}"))
     sample = result if stored.truncate is None else result.truncated(stored.truncate)
     if check_lengths and stored.length is not None and len(sample) != stored.length:
         raise FormatError(

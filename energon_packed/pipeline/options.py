@@ -289,7 +289,7 @@ class InputOptions(EncoderSettings):
         (), help="Inputs with per-source settings.", group=INPUT, flags=()
     )
     image_root: Path | None = option(
-        None, help="Folder that image paths start from and must stay in.", group=INPUT,
+        None, help="Folder that paths of images and videos start from and must stay in.", group=INPUT,
         shown_default="the folder of each input", metavar="DIR",
     )  # fmt: skip
     source_split: str | None = option(
@@ -313,8 +313,9 @@ class InputOptions(EncoderSettings):
         "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
     )  # fmt: skip
     media_root: Mapping[str, str] = option(
-        dict, help="Folder of images that packs in the input refer to, and its new place; repeatable.", group=INPUT,
-        parse=parse_media_root, metavar="OLD=NEW", shown_default="the recorded paths", repeatable=True,
+        dict, help="Folder of images and videos that packs in the input refer to, and its new place; repeatable.",
+        group=INPUT, parse=parse_media_root, metavar="OLD=NEW", shown_default="the recorded paths",
+        repeatable=True,
     )  # fmt: skip
     trust_sample_loader: bool = option(
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
@@ -530,12 +531,12 @@ class PackOptions(RejectOptions):
         "sample_loader.py then does not import energon_packed.", group=OUTPUT, metavar="NAME",
     )  # fmt: skip
     media: Media = option(
-        "copy", help="Images: copy stores their bytes in the shards, reference only their location and digest.",
-        group=OUTPUT, choices=MEDIA,
+        "copy", help="Images and videos: copy stores their bytes in the shards, reference only their location and "
+        "digest.", group=OUTPUT, choices=MEDIA,
     )  # fmt: skip
     media_check: MediaCheck = option(
         "digest", help="With --media reference: what readers compare: digest of the bytes, or size and time of "
-        "change of the file, for which images are not read.", group=OUTPUT, choices=MEDIA_CHECKS,
+        "change of the file, without reading its bytes.", group=OUTPUT, choices=MEDIA_CHECKS,
     )  # fmt: skip
     extract_frames: bool = option(
         False, help="Store the selected frames of video files as JPEG images, in place of the files, so that loaders "

@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlparse
@@ -38,21 +38,28 @@ class PackedImage(NamedTuple):
         place: pack and sample, for messages.
         digest: `media_digest` of its bytes, or None.
         changed: size of its file, and time of the last change in ns, or None.
+        kind: `image` or `video`, for messages.
     """
 
     place: str
     digest: str | None
     changed: tuple[int, int] | None
+    kind: str = "image"
 
     def error(self, change: str) -> DataChangedError:
         """Return the error for a change, such as `PATH has other bytes`."""
         # Ids and names of files may have line breaks, and workers send an error as its last line.
-        message = f"{self.place}, is not the packed image: {change}".replace("\n", "\\n").replace("\r", "\\r")
+        message = in_line(f"{self.place}, is not the packed {self.kind}: {change}")
         return DataChangedError(f"{message}. {CHANGED_REMEDY}")
 
 
 class ImageChanged(Exception):
     """A file is not the packed file; the message is its path and its change."""
+
+
+def in_line(text: str) -> str:
+    """Escape line breaks."""
+    return text.replace("\n", "\\n").replace("\r", "\\r")
 
 
 def read_packed(
@@ -116,6 +123,7 @@ class MediaReference:
         offset, size: byte range of `path`; None for the whole file.
         packed: what the bytes must be, of an image whose location is stored in a pack. They are compared at every
             opening, for which all of them are read.
+        name: name of `data` for messages, such as its part of a pack; None if it has no name.
     """
 
     path: str | None = None
@@ -124,6 +132,7 @@ class MediaReference:
     offset: int | None = None
     size: int | None = None
     packed: PackedImage | None = None
+    name: str | None = field(default=None, compare=False)
 
     @classmethod
     def from_value(cls, value: object, root: str | None = None, *, kind: str = "image") -> "MediaReference":
@@ -205,7 +214,8 @@ class MediaReference:
     def _outside(self, real: object) -> RecordError:
         return RecordError(
             Reason.IMAGE_OUTSIDE_ROOT,
-            f"{self.path} resolves to {real}, outside `image_root` {self.root}; pass the folder that holds all images",
+            f"{self.path} resolves to {real}, outside `image_root` {self.root}; "
+            "pass the folder that contains all images and videos",
         )
 
     def open(self) -> BinaryIO:
@@ -302,7 +312,7 @@ class MediaReference:
     @property
     def label(self) -> str:
         """Short name for messages."""
-        return self.path if self.path is not None else f"<{len(self.data or b'')} bytes>"
+        return self.path or self.name or f"<{len(self.data or b'')} bytes>"
 
 
 class _Window(RangeStream):

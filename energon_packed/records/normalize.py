@@ -56,7 +56,7 @@ TIMESTAMPS_WRITTEN = "fps: timestamps in the text, before each frame"
 """Note of a conversation whose vision family writes timestamps; it replaces the two notes above."""
 FPS_OF_FILE = "fps beside a video file, not used to sample frames"
 """Note of a conversation with a frame rate that is metadata of its video file."""
-NO_PLACEHOLDER = "no placeholder: images stand before the first user turn"
+NO_PLACEHOLDER = "no placeholder: media are placed before the first user turn"
 """Note of a conversation without placeholders: its images or videos were put before the first user turn."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
 _TAG_START = "<im"  # of `<image>` and `<img>`

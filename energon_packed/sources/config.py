@@ -77,7 +77,9 @@ class SourceConfig:
     """
 
     path: Sequence[str] = option(help="File, glob, folder, Energon dataset or Hub name, or a list of them.", group="")
-    image_root: Path | None = option(None, help="Folder that image paths start from and must stay in.", group="")
+    image_root: Path | None = option(
+        None, help="Folder that paths of images and videos start from and must stay in.", group=""
+    )
     map: str | None = option(None, help="Field names of flat records: a string or a mapping.", group="")
     adapter: str | None = option(None, help="`MODULE:FUNCTION` that converts each record.", group="")
     source_split: str | None = option(None, help="Split to read.", group="")

@@ -53,7 +53,8 @@ def test_verify_names_the_option(build: Any, records: list[Any], tmp_path: Path)
     result = build(records)
     found = CliRunner().invoke(cli, ["verify", str(result.shards)])
     assert found.exit_code == 1
-    assert "pack it again with --check-images full, which rejects records whose images do not decode" in found.output
+    remedy = "pack it again with --check-media full, which rejects records whose images or videos do not decode"
+    assert remedy in found.output
     full = build(records, check_images="full", overwrite=True)
     found = CliRunner().invoke(cli, ["verify", str(full.shards)])
     assert found.exit_code == 0, found.output

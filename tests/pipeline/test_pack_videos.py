@@ -26,6 +26,7 @@ from energon_packed import (
     PackOptions,
     PackResult,
     Progress,
+    RecordError,
     SourceError,
     StoredImage,
     StoredVideo,
@@ -340,7 +341,7 @@ def test_a_changed_video_is_named_and_a_moved_folder_is_declared(data: VideoDemo
     content = bytearray((new / "4.ts").read_bytes())
     content[-1] ^= 1
     (new / "4.ts").write_bytes(content)
-    with pytest.raises(DataChangedError, match=r"\(file-4\), is not the packed image: .*4\.ts has other bytes"):
+    with pytest.raises(DataChangedError, match=r"\(file-4\), is not the packed video: .*4\.ts has other bytes"):
         _read_all(PackedDataset(result.shards, data.encoder, media_root={str(old): str(new)}))
     done = energon_packed("verify", result.shards, "--tokenizer", data.tokenizer, "--media-root", f"{old}={new}")
     assert done.returncode == 1
@@ -455,11 +456,39 @@ def test_a_damaged_frame_costs_one_sample_and_no_pack(data: VideoDemo, tmp_path:
         assert [json.loads(line)["id"] for line in result.rejects.read_text().splitlines()] == ["bad"]
 
 
+@pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])
+@pytest.mark.parametrize("media", ["copy", "reference"])
+def test_a_damaged_frame_is_an_error_with_pack_sample_and_file(
+    data: VideoDemo, tmp_path: Path, flavor: str, media: str
+) -> None:
+    good = make_video(tmp_path / "good.mp4", frames=60)
+    bad = wrong_bytes(tmp_path / "bad.mp4", good.read_bytes())
+    file = write_jsonl(tmp_path, [record("a", "good.mp4"), record("b\nc", "bad.mp4")])
+    result = pack(file, **data.options(tmp_path / "out", sample_class=flavor, media=media))
+    file_of = rf"vid1_0\.mp4 \({re.escape(str(bad))}\)" if media == "reference" else r"vid1_0\.mp4"
+    named = rf"sample b\\nc of pack \w+: {file_of} has damaged data"
+    tar = re.escape(str(next(result.shards.glob("*.tar"))))
+    with pytest.raises(RecordError, match=rf"{tar}, pack 0 of its split: {named}.*--check-media full"):
+        _read_all(PackedDataset(result.shards, data.encoder))
+    options = {"epochs": 1, "num_workers": 1, "shuffle": False}
+    with pytest.raises(RecordError, match=rf"{tar}, pack \w+: {named}.*--check-media full"):
+        list(get_packed_loader(result.shards, data.encoder, **options))
+    loader = get_packed_loader(result.shards, data.encoder, max_failures=1, **options)
+    assert sum(batch.num_samples for batch in loader) == 1
+    done = energon_packed("verify", result.shards)
+    assert done.returncode == 1
+    listed = rf"✗ videos have the selected frames.*\n.*sample b\nc: corrupt_video: {file_of} has"
+    assert re.search(listed, done.stdout)
+    assert done.stdout.count("✗") == 1
+    assert "packing.json has" not in done.stdout
+    assert "with --check-media full" in done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"frames": 24}, "it has 24 frames of 48 x 64 pixels, and 20 of 48 x 64 were selected from"),
-        ({"frames": 20, "fps": 7}, "its frames have other times than the selected frames"),
+        ({"frames": 24}, "vid0_0.avi has 24 frames of 48 x 64 pixels, and 20 of 48 x 64 were selected from"),
+        ({"frames": 20, "fps": 7}, "the frames of vid0_0.avi have other times than the selected frames"),
     ],
 )
 def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path, change: dict[str, Any], problem: str) -> None:

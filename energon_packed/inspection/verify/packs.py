@@ -89,7 +89,7 @@ class PackChecker:
                 try:
                     contents.counts["references"] += len(located_names(raw))
                     # Once for both functions below, as media are read here.
-                    raw = complete_parts(raw, changes)
+                    raw = complete_parts(raw, changes, with_paths=True)
                     load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
                     samples = self.codec.read(raw)
                 except ResourceError:
@@ -115,17 +115,20 @@ class PackChecker:
     def _check_pack(self, contents: TarContents, key: str, samples: list[StoredSample], *, has_images: bool) -> None:
         """Check the samples of a pack; without `has_images`, images and tokens are not checked."""
         pack = f"{contents.name}: {key}"
-        for sample in samples if has_images else ():
+        damaged: set[int] = set()  # samples with damaged images or videos, by index
+        for place, sample in enumerate(samples) if has_images else ():
             for image in sample.conversation.images:
                 try:
                     load_image(image)
                 except RecordError as error:
                     contents.images.fail(f"{pack}, sample {sample.conversation.id}: {error}")
+                    damaged.add(place)
             for video in sample.conversation.videos:
                 try:
                     _check_video(video)
                 except RecordError as error:
                     contents.videos.fail(f"{pack}, sample {sample.conversation.id}: {error}")
+                    damaged.add(place)
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None and has_images:
             ambiguous = self.encoder.vision is not None and self.encoder.vision.ambiguous_layouts
@@ -134,8 +137,15 @@ class PackChecker:
             ]
             results = self.encoder.encode_many([samples[place].conversation for place in places])
             for place, result in zip(places, results, strict=True):
-                encoded[place] = result
-            contents.counts["encoded samples"] += len(places)
+                # Only encoding decodes the frames of a video.
+                if isinstance(result, Reject) and result.reason is Reason.CORRUPT_VIDEO and place not in damaged:
+                    contents.videos.fail(f"{pack}, sample {samples[place].conversation.id}: {result}")
+                    damaged.add(place)
+                if isinstance(result, Reject) and place in damaged:
+                    contents.counts["damaged samples"] += 1
+                else:
+                    encoded[place] = result
+                    contents.counts["encoded samples"] += 1
         lengths = [self._length(contents, key, *pair) for pair in zip(samples, encoded, strict=True)]
         # -1: neither recorded nor encoded.
         known = np.array([length for length in lengths if length > 0], dtype=np.int64)
@@ -187,11 +197,15 @@ def _check_video(video: VideoReference) -> None:
         if found != expected:
             raise RecordError(
                 Reason.CORRUPT_VIDEO,
-                "it has {} frames of {} x {} pixels, and {} of {} x {} were selected from".format(*found, *expected),
+                "{} has {} frames of {} x {} pixels, and {} of {} x {} were selected from".format(
+                    video.file.label, *found, *expected
+                ),
             )
         # Stored times may be rounded to microseconds.
         if not np.allclose(info.timestamps[list(frames.indices)], frames.timestamps, rtol=0, atol=1e-5):
-            raise RecordError(Reason.CORRUPT_VIDEO, "its frames have other times than the selected frames")
+            raise RecordError(
+                Reason.CORRUPT_VIDEO, f"the frames of {video.file.label} have other times than the selected frames"
+            )
     for image in video.images:
         size = load_image(image).size
         if size != (frames.width, frames.height):
@@ -240,11 +254,17 @@ def contents_checks(
     # Not every image was decoded while packing, so a bad image in an intact tar was bad in the input.
     if manifest is not None and (manifest.images_decoded or 0) < manifest.images:
         joined.images.remedy = "check-images"
+    if manifest is not None and manifest.check_images != "full":
+        joined.videos.remedy = "check-images"
     unknown = f"{total['unknown lengths']:,} samples have no recorded length" if total["unknown lengths"] else ""
     media = "images and videos" if total["videos"] else "images"
     if changed := total["changed packs"]:
         not_encoded = not_encoded or f"{media} of {changed:,} packs changed"
         joined.images.not_checked = joined.videos.not_checked = unread or f"{media} of {changed:,} packs changed"
+    damaged = ""
+    if total["damaged samples"]:
+        damaged = f"{media} of {total['damaged samples']:,} samples are damaged"
+        not_encoded = not_encoded or damaged
     if total["encoded samples"] == total["samples"]:
         not_encoded, joined.encoded.summary = "", f"{total['samples']:,} samples"
     joined.encoded.not_checked = not_encoded or unread
@@ -261,7 +281,9 @@ def contents_checks(
     if manifest is None:
         yield Check("sums match packing.json", not_checked=NO_MANIFEST)
     else:
-        yield _sums(manifest, contents, total, unknown, not_encoded)
+        sums = _sums(manifest, contents, total, unknown, not_encoded)
+        sums.not_checked = sums.not_checked or damaged
+        yield sums
     if folder.codec.packed:
         yield _samples_share_rows(folder, contents, total, unknown or unread)
 
