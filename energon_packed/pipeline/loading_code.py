@@ -63,14 +63,15 @@ def loading_code(
         arguments.append(f"packing_buffer_size={_BUFFER}")
     else:  # otherwise packing on the fly decides the number of rows
         names.append("steps_per_epoch")
-        steps = steps_of_ranks(
+        # All ranks have the steps of the rank with the most, as `epoch_end="repeat"` gives them.
+        of_ranks = steps_of_ranks(
             [(manifest.packs_in(split), 1)],
             world_size=ranks["world_size"],
             micro_batch_size=ranks["micro_batch_size"],
             num_workers=ranks["num_workers"],
         )
         of_steps = ", ".join([folder, f"world_size={ranks['world_size']}", *batches, *of_split])
-        lines.append(f"steps = steps_per_epoch({of_steps})  # of each rank: {_range(steps)}")
+        lines.append(f"steps = steps_per_epoch({of_steps})  # of each rank: {max(of_ranks)}")
     lines.append(f"loader = get_packed_loader({', '.join(arguments)})")
     lines.append("batch = next(iter(loader))  # batch.transformers_inputs() or batch.megatron_inputs()")
     return [f"from energon_packed import {', '.join(sorted(names))}", *lines]
@@ -97,7 +98,3 @@ def _literal(value: Any) -> str:
     """Python literal of a plain value; strings in double quotes, if that needs no more escapes."""
     text = repr(value)
     return f'"{text[1:-1]}"' if isinstance(value, str) and '"' not in value and "'" not in value else text
-
-
-def _range(steps: list[int]) -> str:
-    return str(steps[0]) if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"

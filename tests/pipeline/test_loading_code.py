@@ -77,7 +77,7 @@ def test_the_printed_code_loads_the_dataset(
     if case == "single samples":
         assert "steps" not in found
     else:
-        assert found["steps"] == [sum(1 for _ in found["loader"]) + 1]  # the batch before is of the same epoch
+        assert found["steps"] == sum(1 for _ in found["loader"]) + 1  # the batch before is of the same epoch
     assert batch.num_tokens > 0
     assert ("encoder" in found) is (case != "tokens")
     if case != "tokens":

@@ -73,7 +73,7 @@ def test_overlong_may_be_cut(build: Any, encoder: ChatEncoder, demo: DemoDataset
     assert (result.manifest.truncated, result.manifest.tokens_cut) == (1, rows["cut"]["length"] - 256)
     console = Console(width=200)
     with console.capture() as shown:
-        console.print(result_table(result, [1], {"world_size": 1, "micro_batch_size": 1, "num_workers": 0}))
+        console.print(result_table(result, 1, {"world_size": 1, "micro_batch_size": 1, "num_workers": 0}))
     assert re.search(r"truncated\s+│\s+1 ", shown.get())
     reader = ShardReader(sorted(result.shards.glob("*.tar")))
     cut = {s.id: s.truncated_to for pack in range(len(reader)) for s in view_pack(reader[pack]).samples}
