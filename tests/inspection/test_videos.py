@@ -152,7 +152,8 @@ def test_missing_and_replaced_videos_are_shown_as_such(
     assert "missing, or not the packed video; 8 of 40 frames at 0, 0.5, 1, ... 3.5 s, 10 fps, 64 x 48" in text
     data = gather(PackedFolder.open(out), encoder)
     page = render_report("videos", data, ())
-    assert "2 of 4 videos that were read cannot be used or shown, such as missing, or not the packed video" in page
+    problem = r"vid\S+ of \S+: missing, or not the packed video"
+    assert re.search(rf"2 videos \({problem}, {problem}\) of the 4 that were read cannot be used or shown", page)
 
 
 def test_a_damaged_video_of_a_tar_is_shown_with_its_damage(packed: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
