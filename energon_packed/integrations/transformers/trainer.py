@@ -1,4 +1,4 @@
-"""Packed data to training and evaluation of transformers.Trainer: PackedTrainer, and callbacks for any Trainer.
+"""Packed data to training and evaluation of transformers.Trainer: PackedTrainer, its mixin, and callbacks.
 
 Training uses the global order of the data: one state for all ranks, and every pack once in each epoch. The evaluation
 loss is the mean over tokens. The evaluation loss of a stock Trainer is the mean of the losses of rows, in which a row
@@ -8,7 +8,7 @@ with few targets has the same weight as a row with many targets, and with severa
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -27,11 +27,13 @@ from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
 from energon_packed.loading.raw_records import PlannedDataset
 
+_Base: Any = Trainer if TYPE_CHECKING else object  # the methods of Trainer, which the next class has
 
-class PackedTrainer(Trainer):
-    """Trainer that checks arguments and isolation before the first step, and evaluates by token.
 
-        trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
+class PackedTrainerMixin(_Base):
+    """Mixin for classes derived from Trainer, which adds all that PackedTrainer does:
+
+        class MyTrainer(PackedTrainerMixin, CustomTrainer): ...
 
     A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
     with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
@@ -48,50 +50,25 @@ class PackedTrainer(Trainer):
     `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
     row of -100 labels if a process has fewer rows.
 
-    Args: as in Trainer.
+    Args: as in the class derived from Trainer.
 
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
             model, or, while training, the loss weights.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        args: TrainingArguments | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., Any] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-    ) -> None:
-        super().__init__(
-            model=model,
-            args=args,
-            # A copy, because another Trainer with this collator would ignore the weights.
-            data_collator=with_weights(data_collator) if isinstance(data_collator, Collator) else data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+    data_collator: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:  # of the next class, whose arguments are not known here
+        super().__init__(*args, **kwargs)
         self._sums: torch.Tensor | None = None
-        self._is_packed = isinstance(data_collator, Collator)
+        self._is_packed = isinstance(self.data_collator, Collator)
+        if self._is_packed:
+            # A copy, because another Trainer with this collator would ignore the weights.
+            self.data_collator = with_weights(self.data_collator)
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
         self._loss_is_mean = self._is_packed and not (
-            self.model_accepts_loss_kwargs or compute_loss_func or self.get_sp_size() > 1
+            self.model_accepts_loss_kwargs or self.compute_loss_func or self.get_sp_size() > 1
         )
         self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
@@ -300,6 +277,52 @@ class PackedTrainer(Trainer):
         )
 
 
+class PackedTrainer(PackedTrainerMixin, Trainer):
+    """Trainer for packed data, which checks arguments and isolation before the first step, and evaluates by token.
+
+        trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
+
+    Order of the data, loss, checkpoints and evaluation: see PackedTrainerMixin.
+
+    Args: as in Trainer.
+
+    Raises:
+        ConfigError: as in PackedTrainerMixin.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+
 def _with_target(inputs: dict[str, Any]) -> dict[str, Any]:
     """Make the second token a target if the row has none: the mean of no target is NaN, and times 0 as well."""
     labels = inputs["labels"].clone()
@@ -343,7 +366,7 @@ class _OrderState(LoaderState):
 
     remedy = "resume it with the Trainer that saved it"
 
-    def __init__(self, trainer: PackedTrainer) -> None:
+    def __init__(self, trainer: PackedTrainerMixin) -> None:
         self._trainer = trainer
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
