@@ -1,4 +1,4 @@
-"""Packed data to training and evaluation of transformers.Trainer: PackedTrainer, its mixin, and callbacks.
+"""Packed data to training and evaluation of transformers.Trainer: PackedTrainer, and callbacks for any Trainer.
 
 Training uses the global order of the data: one state for all ranks, and every pack once in each epoch. The evaluation
 loss is the mean over tokens. The evaluation loss of a stock Trainer is the mean of the losses of rows, in which a row
@@ -8,7 +8,7 @@ with few targets has the same weight as a row with many targets, and with severa
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -27,45 +27,27 @@ from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
 from energon_packed.loading.raw_records import PlannedDataset
 
-_Base: Any = Trainer if TYPE_CHECKING else object  # the methods of Trainer, which the next class has
 
+class PackedTrainerMixin(Trainer):
+    """Makes a PackedTrainer of a class that is derived from Trainer; put it first among the base classes.
 
-class PackedTrainerMixin(_Base):
-    """Mixin for classes derived from Trainer, which adds all that PackedTrainer does:
+        class MyTrainer(PackedTrainerMixin, SFTTrainer):
+            pass
 
-        class MyTrainer(PackedTrainerMixin, CustomTrainer): ...
-
-    A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
-    with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
-    number of processes. If the last step has no pack for a process, that process gets a row without targets.
-    `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
-    saved and restored.
-
-    The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
-    averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
-    (`loss_mask`), it is sum(loss * weight) / sum(weight), and otherwise the loss of the model.
-
-    Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
-
-    `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
-    row of -100 labels if a process has fewer rows.
-
-    Args: as in the class derived from Trainer.
+    Args: as in the other base class; `data_collator` may also be set by its constructor.
 
     Raises:
-        ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
-            model, or, while training, the loss weights.
+        ConfigError: as in PackedTrainer.
     """
 
     data_collator: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:  # of the next class, whose arguments are not known here
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._sums: torch.Tensor | None = None
         self._is_packed = isinstance(self.data_collator, Collator)
-        if self._is_packed:
-            # A copy, because another Trainer with this collator would ignore the weights.
+        if self._is_packed:  # a copy, because another Trainer with this collator would ignore the weights
             self.data_collator = with_weights(self.data_collator)
+        self._sums: torch.Tensor | None = None
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
         self._loss_is_mean = self._is_packed and not (
             self.model_accepts_loss_kwargs or self.compute_loss_func or self.get_sp_size() > 1
@@ -277,17 +259,31 @@ class PackedTrainerMixin(_Base):
         )
 
 
-class PackedTrainer(PackedTrainerMixin, Trainer):
-    """Trainer for packed data, which checks arguments and isolation before the first step, and evaluates by token.
+class PackedTrainer(PackedTrainerMixin):
+    """Trainer that checks arguments and isolation before the first step, and evaluates by token.
 
         trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
 
-    Order of the data, loss, checkpoints and evaluation: see PackedTrainerMixin.
+    A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
+    with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
+    number of processes. If the last step has no pack for a process, that process gets a row without targets.
+    `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
+    saved and restored.
+
+    The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
+    averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
+    (`loss_mask`), it is sum(loss * weight) / sum(weight), and otherwise the loss of the model.
+
+    Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
+
+    `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
+    row of -100 labels if a process has fewer rows.
 
     Args: as in Trainer.
 
     Raises:
-        ConfigError: as in PackedTrainerMixin.
+        ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
+            model, or, while training, the loss weights.
     """
 
     def __init__(
