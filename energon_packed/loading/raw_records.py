@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -28,6 +29,7 @@ from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.features import hf_dataset
+from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
 from energon_packed.packing.balance import Int64, RowSizes
@@ -334,6 +336,15 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
     def rest_of_epoch(self) -> Iterator[PackedBatch]:
         """Iterate over the rest of the current epoch, as `DataflowLoader.rest_of_epoch`."""
         return self.loader.rest_of_epoch()
+
+    @property
+    def order_log(self) -> OrderLog | None:
+        """Log of the consumed batches, as of DataflowLoader."""
+        return self.loader.order_log
+
+    def log_order(self, folder: str | Path) -> None:
+        """Write a line for each batch into this folder, as DataflowLoader."""
+        self.loader.log_order(folder)
 
     @property
     def failures(self) -> FailureLog:
