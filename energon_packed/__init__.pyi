@@ -39,6 +39,7 @@ from .integrations.transformers.stream import TrainerStream as TrainerStream
 from .integrations.transformers.stream import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.trainer import IsolationCheckCallback as IsolationCheckCallback
 from .integrations.transformers.trainer import PackedTrainer as PackedTrainer
+from .integrations.transformers.trainer import PackedTrainerMixin as PackedTrainerMixin
 from .integrations.transformers.trainer import SetEpochCallback as SetEpochCallback
 from .loading.batch import PackedBatch as PackedBatch
 from .loading.batch import step_targets as step_targets
