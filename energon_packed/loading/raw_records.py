@@ -133,11 +133,15 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def ids(self, index: int) -> list[str | None]:
         """Ids of the samples of one row, without encoding them."""
         fragments, records = self._refs.fragments, self._records(index)
-        names = [self._read(record).id for record in records]
+        names = [conversation.id for conversation in self.conversations(index)]
         if fragments is None:
             return names
         numbers = [int(fragments[record]["number"]) for record in records]
         return [name if k < 0 else fragment_id(str(name), k) for k, name in zip(numbers, names, strict=True)]
+
+    def conversations(self, index: int) -> list[Conversation]:
+        """Records of the samples of one row; of a fragment, its whole document."""
+        return [self._read(record) for record in self._records(index)]
 
     def to_hf(self) -> Any:
         """Return the rows as a `datasets.Dataset`, for trainers that accept nothing else; see `hf_dataset`."""

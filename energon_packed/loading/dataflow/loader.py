@@ -454,7 +454,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             BatchError: a packer buffers samples that the distributor cannot read again.
         """
         here = position or self._position
-        plain = self._plan.to_plain(here)
+        plain = self._plan.to_plain(here)  # type: ignore[arg-type]
         if self.order_log is not None:
             plain |= self.order_log.state((here.epoch, here.step))
         return make_state(_NAME, self._identity(), plain, self._plan.place)

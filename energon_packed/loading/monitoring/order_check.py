@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
+from energon_packed.loading.monitoring.order_data import Epoch, LoggedData
 from energon_packed.loading.monitoring.order_lines import Line, OrderFiles, intervals
 
 _MAX_NAMED = 5  # items that a message names
@@ -50,28 +50,6 @@ class OrderReport:
     sources: dict[str, int]
     processes: list[str]
     problems: list[str] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Epoch:
-    """The lines of an epoch that count.
-
-    Attributes:
-        number: from 0.
-        samples: int64 hash of the id of each sample; samples without an id are in `unnamed`.
-        unnamed: samples without an id.
-        repeats: samples may be drawn several times.
-        has_order: the epoch has a global order.
-        least, most: passes over the data that all ranks have finished, and that a rank has started.
-    """
-
-    number: int
-    samples: npt.NDArray[np.int64]
-    unnamed: int
-    repeats: bool
-    has_order: bool
-    least: int
-    most: int
 
 
 class _Tally:
@@ -178,7 +156,7 @@ class _Tally:
     def complete(self) -> bool:
         size = self.facts.get("size")
         if size is not None and not self.facts.get("endless"):
-            return len(set(self.places)) == size
+            return len(set(self.places)) == int(size)
         if self.num_shards is not None:
             return len(self.ended) == self.num_shards
         return self._is_read()
@@ -191,8 +169,8 @@ class _Tally:
         """Return what a comparison with the data needs."""
         samples = np.frombuffer(self.ids, dtype=np.int64) if self.ids else np.zeros(0, dtype=np.int64)
         least, most = int(self.complete), 1
-        size = self.facts.get("size")
-        if self.facts.get("endless"):
+        size: int | None = self.facts.get("size")
+        if size is not None and self.facts.get("endless"):
             least, most = self.frontier // size, max(self.places, default=0) // size + 1
         repeats = bool(self.facts.get("repeats"))
         return Epoch(self.epoch, samples, self.unnamed, repeats, size is not None, least, most)
@@ -225,12 +203,12 @@ def _some(items: list[Any]) -> str:
     return shown if len(items) <= _MAX_NAMED else f"{shown}, ..."
 
 
-def check_order(folder: Path, data: Any = None) -> OrderReport:
+def check_order(folder: Path, data: LoggedData | None = None) -> OrderReport:
     """Read the logs of all ranks, and find items that are lost, used twice, or different after a resume.
 
     Args:
         folder: the `order_log` of the loaders.
-        data: a `order_data.DataIds`, with which each epoch is compared; None compares the ranks with each other.
+        data: data with which each epoch is compared; None compares the ranks with each other.
 
     Raises:
         FormatError: there is no order log, or a line is damaged.

@@ -1,6 +1,9 @@
-"""A dataset in, the ids of its samples out, with which an order log is compared: lost, repeated and unknown samples."""
+"""A dataset in, the ids of its samples out; an order log is compared with them: lost, repeated and unknown samples."""
 
-from collections.abc import Iterator
+from array import array
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -9,18 +12,40 @@ import numpy.typing as npt
 from energon_packed.encoding import StoredTokens
 from energon_packed.loading.config import DataflowConfig, is_dataflow_config
 from energon_packed.loading.dataset import PackedDataset
-from energon_packed.loading.monitoring.order_check import Epoch
 from energon_packed.loading.raw_records import PlannedDataset, plan_in_memory
+from energon_packed.records import Conversation
 
 _MAX_NAMED = 5  # ids that a message names
 Hashes = npt.NDArray[np.int64]
 
 
-class DataIds:
-    """The ids of all samples of an epoch, as hashes of 64 bits.
+@dataclass(slots=True)
+class Epoch:
+    """The lines of an epoch that count.
 
-    Only ids are compared: the folder of a dataset may have another name than during training. Samples without an id are
-    compared by their number.
+    Attributes:
+        number: from 0.
+        samples: int64 hash of the id of each sample; samples without an id are in `unnamed`.
+        unnamed: samples without an id.
+        repeats: samples may be drawn several times.
+        has_order: the epoch has a global order.
+        least, most: passes over the data that all ranks have finished, and that a rank has started.
+    """
+
+    number: int
+    samples: Hashes
+    unnamed: int
+    repeats: bool
+    has_order: bool
+    least: int
+    most: int
+
+
+class LoggedData:
+    """The data of an order log, by the ids of its samples: 8 bytes for each sample.
+
+    Only ids are compared: the folder of a dataset may have another name than during training. Samples without an id
+    are compared by their number.
 
     Args:
         path: packed folder, Metadataset, or the YAML of a DataflowConfig, whose records are measured.
@@ -35,16 +60,15 @@ class DataIds:
         self._data: PackedDataset | PlannedDataset
         if is_dataflow_config(path):
             self._data = plan_in_memory(DataflowConfig.from_yaml(path))
-            self._packs, self._draws = len(self._data), False
+            self._rows = len(self._data)
         else:
             self._data = PackedDataset(path, StoredTokens(), split=split, check_encoder=False)
-            self._packs, self._draws = sum(self._data.packs), self._data.repeats
-        names = list(self._names())
-        named = [(hash(ident), pack) for pack, ident in names if ident is not None]
-        self._unnamed = len(names) - len(named)
-        self._ids, packs = np.array(named, dtype=np.int64).reshape(-1, 2).T
-        # First id of each pack.
-        self._of_pack = np.cumsum([0, *np.bincount(packs, minlength=self._packs)])
+            self._rows = sum(self._data.packs)
+
+    def samples(self, ids: Container[str | None]) -> Iterator[tuple[str | None, Conversation]]:
+        """Yield (id, conversation) of the samples with these ids."""
+        for row in range(self._rows):
+            yield from (sample for sample in self._samples(row) if sample[0] in ids)
 
     def differences(self, epoch: Epoch) -> Iterator[str]:
         """Yield a line for the samples that are lost, used too often, or not in the data.
@@ -52,42 +76,49 @@ class DataIds:
         Lost samples are reported for complete epochs. If samples are drawn by weight, any number of uses is correct.
         """
         scope = f"epoch {epoch.number}"
-        known, expected = np.unique(self._expected(epoch.number), return_counts=True)
+        ids, unnamed, _ = self._hashes
         used, counts = np.unique(epoch.samples, return_counts=True)
-        if foreign := len(np.setdiff1d(used, self._ids)):
-            yield f"{scope}: {foreign} samples are not in {self.path}. Pass the dataset of the run."
-        if (epoch.repeats and not epoch.has_order) or self._weighted or (self._draws and epoch.most > 1):
+        if foreign := len(np.setdiff1d(used, ids)):
+            yield f"{scope}: {foreign} samples are not in {self.path}. Pass the data of the run."
+        blend = self._data if isinstance(self._data, PackedDataset) and self._data.repeats else None
+        by_weight = blend is not None and blend.weights is not None
+        if by_weight or (epoch.repeats and not epoch.has_order) or (blend is not None and epoch.most > 1):
             return
+        known, expected = np.unique(ids if blend is None else self._drawn(blend, epoch.number), return_counts=True)
         times = np.zeros(len(known), dtype=np.int64)
         _, at, of_used = np.intersect1d(known, used, return_indices=True)
         times[at] = counts[of_used]
         if len(lost := known[times < expected * epoch.least]):
-            yield f"{scope}: {len(lost)} samples of {self.path} are lost: {self._named_by(lost)}"
+            yield f"{scope}: {len(lost)} samples of {self.path} are lost: {self._named(lost)}"
         if len(twice := known[times > expected * epoch.most]):
-            yield f"{scope}: {len(twice)} samples are used too often: {self._named_by(twice)}"
-        if not self._draws and not self._unnamed * epoch.least <= epoch.unnamed <= self._unnamed * epoch.most:
-            yield f"{scope}: {epoch.unnamed} samples without an id, and {self._unnamed} in {self.path}"
+            yield f"{scope}: {len(twice)} samples are used too often: {self._named(twice)}"
+        if blend is None and not unnamed * epoch.least <= epoch.unnamed <= unnamed * epoch.most:
+            yield f"{scope}: {epoch.unnamed} samples without an id are used, and {self.path} has {unnamed}."
 
-    @property
-    def _weighted(self) -> bool:
-        return isinstance(self._data, PackedDataset) and self._data.weights is not None
+    @cached_property
+    def _hashes(self) -> tuple[Hashes, int, Hashes]:
+        """Hashes of the ids, the number of samples without an id, and the index of the first id of each row."""
+        ids, unnamed, starts = array("q"), 0, array("q", [0])
+        for row in range(self._rows):
+            samples = self._samples(row)
+            named = [hash(ident) for ident, _ in samples if ident is not None]
+            unnamed += len(samples) - len(named)
+            ids.extend(named)
+            starts.append(len(ids))
+        return np.array(ids, dtype=np.int64), unnamed, np.array(starts, dtype=np.int64)
 
-    def _expected(self, epoch: int) -> Hashes:
-        """Hashes of the ids of an epoch, each as often as the data has it."""
-        if not self._draws or self._weighted or not isinstance(self._data, PackedDataset):
-            return self._ids
-        items = self._data.epoch_items(epoch, None)
-        return np.concatenate([self._ids[self._of_pack[item] : self._of_pack[item + 1]] for item in items])
+    def _drawn(self, blend: PackedDataset, epoch: int) -> Hashes:
+        """Hashes of the ids of an epoch of a blend by repetitions, each as often as it is drawn."""
+        ids, _, starts = self._hashes
+        return np.concatenate([ids[starts[item] : starts[item + 1]] for item in blend.epoch_items(epoch, None)])
 
-    def _names(self) -> Iterator[tuple[int, str | None]]:
-        """Yield (pack, id) of each sample, pack by pack."""
-        for pack in range(self._packs):
-            if isinstance(self._data, PlannedDataset):
-                yield from ((pack, ident) for ident in self._data.ids(pack))
-            else:
-                yield from ((pack, conversation.id) for conversation in self._data.pack(pack).conversations())
+    def _samples(self, row: int) -> list[tuple[str | None, Conversation]]:
+        """(id, conversation) of the samples of a row."""
+        if isinstance(self._data, PlannedDataset):
+            return list(zip(self._data.ids(row), self._data.conversations(row), strict=True))
+        return [(conversation.id, conversation) for conversation in self._data.pack(row).conversations()]
 
-    def _named_by(self, hashes: Hashes) -> str:
+    def _named(self, hashes: Hashes) -> str:
         wanted = set(hashes[:_MAX_NAMED].tolist())
-        names = sorted({str(ident) for _, ident in self._names() if hash(ident) in wanted})
-        return ", ".join(names) + (", ..." if len(hashes) > _MAX_NAMED else "")
+        names = {str(ident) for row in range(self._rows) for ident, _ in self._samples(row) if hash(ident) in wanted}
+        return ", ".join(sorted(names)) + (", ..." if len(hashes) > _MAX_NAMED else "")

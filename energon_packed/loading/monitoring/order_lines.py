@@ -5,8 +5,9 @@
     {"order_log": 1, "start": "8d1f33c2", "run": "52ab09e1", "rank": 2, "world_size": 3, "loader": "DataflowLoader",
      "size": 5000, "starts": [[2, [[0, 0]]], [3, [[0, 40]]]], "time": "2026-11-20T09:30:00+00:00"}
 
-`starts` has the world size of each process of the run so far, and the (epoch, step) after which it started: here, 3 ranks
-continued after step 40 of 2 ranks. A point for each earlier rank is listed if they differ. A line for each batch follows:
+`starts` has the world size of each process of the run so far, and the (epoch, step) after which it started: here, 3
+ranks continued after step 40 of 2 ranks. If the earlier ranks had different points, all are listed. A line for each
+batch follows:
 
     {"epoch": 0, "step": 41, "rank": 2, "world_size": 3, "start": "8d1f33c2", "ids": ["a", "b"],
      "sources": ["captions.jsonl", "chats.jsonl"], "items": [122], "dropped": [121]}
@@ -16,7 +17,7 @@ continued after step 40 of 2 ranks. A point for each earlier rank is listed if t
 | `epoch`, `step` | from 0, and from 1; the same numbers as in a loader state after the batch |
 | `start` | the header of the process |
 | `ids`, `sources` | of each sample; a single source is of all samples |
-| `items` | places in the global order of the epoch; in the shard, for a stream ("12#1/3": fragment 1 of 3 of item 12) |
+| `items` | places in the global order of the epoch; in the shard, for a stream ("12#1/3": fragment 1 of 3) |
 | `packs` | keys of the packs, if Energon chooses them |
 | `dropped` | items that are in no batch |
 | `shard`, `num_shards` | of a stream |
@@ -216,7 +217,7 @@ class RankFile:
 
     def _damage(self, number: int) -> FormatError:
         return FormatError(
-            f"{self.file}, line {number}: the line is damaged. Restore the file, or remove the folder and start a new log."
+            f"{self.file}, line {number}: the line is damaged. Restore the file, or start a new log in another folder."
         )
 
 
@@ -238,7 +239,7 @@ class OrderFiles:
         self.files = [file for file in self.files if file.processes]
         if not self.files or self.files[0].rank:
             raise FormatError(
-                f"{folder} has no order log of rank 0. Pass the folder that was `order_log` of the loaders of all ranks."
+                f"{folder} has no order log of rank 0. Pass the folder that was `order_log` of the loaders."
             )
         # Rank 0 takes part in every process, so its last header is of the last process of the run.
         self.last = self.files[0].processes[-1]
@@ -282,8 +283,8 @@ class OrderFiles:
             fresh = [process for process in file.processes[1:] if len(process.starts) == 1]
             if fresh or not set(of_file) <= names:
                 yield (
-                    f"{file.file.name} has the lines of two runs: a run started again from its beginning, or from a state of "
-                    "another run. Pass another `order_log` folder to each run."
+                    f"{file.file.name} has the lines of two runs: a run started again from its beginning, or from a "
+                    "state of another run. Pass another `order_log` folder to each run."
                 )
                 return
         present = {
@@ -292,8 +293,8 @@ class OrderFiles:
         missing = sorted(set(range(self.last.header["world_size"])) - present)
         if missing:
             yield (
-                f"ranks {', '.join(map(str, missing[:5]))} of {self.last.header['world_size']} have no lines. Pass a folder "
-                "that all ranks share."
+                f"ranks {', '.join(map(str, missing[:5]))} of {self.last.header['world_size']} have no lines. Pass a "
+                "folder that all ranks share."
             )
 
 

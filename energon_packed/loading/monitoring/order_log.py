@@ -1,8 +1,8 @@
 """OrderLog: the batches that a loader hands to the training in, a line for each in the file of its rank out.
 
-`order_lines.py` documents the lines. A line is written when the batch is consumed: when the loader yields it, or, under a
-trainer that reads ahead, when the trainer uses it (`hold`, `release`). A loader state contains the past of the log, so that
-the next run of the same training continues it.
+`order_lines.py` documents the lines. A line is written when the batch is consumed: when the loader yields it, or,
+under a trainer that reads ahead, when the trainer uses it (`hold`, `release`). A loader state contains the past of the
+log, so that the next run of the same training continues it.
 """
 
 import os
@@ -33,8 +33,8 @@ class OrderLog:
         folder: folder of the files of all ranks.
         place: data-parallel (rank, world size).
         facts: returns entries of the header, when the first line is written: `loader`, `identity` (digest of data and
-            settings), `repeats` (samples are drawn by weight or repeated), `learns` (weights change in the run), and `size`
-            and `endless`, the items of an epoch in a global order, or `steps`, the batches of an epoch on this rank.
+            settings), `repeats` (samples are drawn by weight or repeated), `learns` (weights change in the run), and
+            `size` and `endless`, the items of an epoch in a global order, or `steps`, the batches of an epoch.
 
     Raises:
         ConfigError: `folder` is in an object store; when the first line is written, the folder has the log of another
@@ -157,8 +157,8 @@ class OrderLog:
         if (header := first_header(self.file)) is not None:
             raise ConfigError(
                 f"`order_log` must be a folder without the log of another run, got {self.folder}, whose run "
-                f"started at {header.get('time')}. Load a state of that run to continue it; otherwise pass another folder, "
-                "or remove this folder."
+                f"started at {header.get('time')}. Load a state of that run to continue it; otherwise pass another "
+                "folder, or remove this folder."
             )
 
     def _write(self, text: bytes) -> None:
@@ -195,8 +195,8 @@ def log_order(loader: Any, folder: str | Path | None) -> None:
         return
     if not hasattr(loader, "log_order"):
         raise ConfigError(
-            f"`order_log` needs a loader of energon-packed, got a {type(loader).__name__}. Remove it, or pass the loader "
-            "of get_packed_loader, a DataflowLoader or a JointLoader."
+            f"`order_log` needs a loader of energon-packed, got a {type(loader).__name__}. Remove it, or pass the "
+            "loader of get_packed_loader, a DataflowLoader or a JointLoader."
         )
     if any(order_logs(loader)):
         raise ConfigError(f"`order_log` must be set once, got {folder} for a loader with a log. Remove one of them.")
