@@ -27,6 +27,7 @@ PLACES = {
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
     "check_order": "loading.monitoring.order_check:check_order",
+    "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
     "from_plain": "loading.energon.states:from_plain",
