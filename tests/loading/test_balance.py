@@ -83,8 +83,7 @@ def test_patches_count(pack_demo: Packer, encoder: ChatEncoder) -> None:
 
 def loader_of(dataset: Any, rank: int, balance: Any = "attention", **options: Any) -> DataflowLoader:
     workers, size = options.get("num_workers", 0), options.get("batch_size", 1)
-    balanced = {"balance": balance, "cost": ATTENTION} if balance else {}
-    order = MapDistributor(dataset, **balanced)
+    order = MapDistributor(dataset, balance=ATTENTION if balance else None)
     return DataflowLoader(order, rank=rank, world_size=RANKS, batch_size=size, num_workers=workers, seed=3)
 
 
@@ -129,7 +128,7 @@ def test_a_balanced_order_resumes(dataset: PackedDataset, num_workers: int) -> N
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_samplers_of_all_ranks_have_every_pack(dataset: PackedDataset, batch_size: int) -> None:
-    settings: dict[str, Any] = {"batch_size": batch_size, "cost": ATTENTION, "seed": 2}
+    settings: dict[str, Any] = {"batch_size": batch_size, "balance": ATTENTION, "seed": 2}
     samplers = [BalancedSampler(dataset, RANKS, rank, **settings) for rank in range(RANKS)]
     numbers = [list(sampler) for sampler in samplers]
     assert {len(one) for one in numbers} == {len(samplers[0])}
@@ -164,8 +163,8 @@ def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDatas
         )
     )
     blend = PackedDataset(tmp_path / "blend.yaml")
-    sampler = BalancedSampler(blend, 2, "all", cost=ATTENTION)
-    order = MapDistributor(blend, balance="attention", cost=ATTENTION).order
+    sampler = BalancedSampler(blend, 2, "all", balance=ATTENTION)
+    order = MapDistributor(blend, balance=ATTENTION).order
     for epoch in range(2):
         sampler.set_epoch(epoch)
         numbers = list(sampler)
@@ -178,7 +177,7 @@ def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDatas
 
 def test_stateful_loaders_resume_in_the_middle(dataset: PackedDataset) -> None:
     def new() -> Any:
-        sampler = BalancedSampler(dataset, RANKS, 1, batch_size=2, cost=ATTENTION)
+        sampler = BalancedSampler(dataset, RANKS, 1, batch_size=2, balance=ATTENTION)
         return StatefulDataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=PaddingFreeCollator())
 
     loader = new()
@@ -243,7 +242,7 @@ def test_the_pool_is_part_of_the_state(num_workers: int) -> None:
 
 def test_data_that_cannot_be_balanced_raises_one_line(dataset: PackedDataset) -> None:
     wrong: Any = "patches"
-    with pytest.raises(ConfigError, match="`balance` must be 'attention' or None, got 'patches'"):
+    with pytest.raises(ConfigError, match="`balance` must be 'attention', 'tokens', a CostModel or None, got"):
         MapDistributor(dataset, balance=wrong)
     with pytest.raises(ConfigError, match="`balance` needs the sizes of rows, which list does not have"):
         MapDistributor([1], balance="attention")

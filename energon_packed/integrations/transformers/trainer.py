@@ -21,6 +21,7 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.loading.batch import target_losses, target_weights
 from energon_packed.loading.collator import Collator, with_weights
+from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
@@ -36,8 +37,9 @@ class PackedTrainer(Trainer):
     A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
     with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
     number of processes. If the last step has no pack for a process, that process gets a row without targets.
-    `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
-    saved and restored.
+    `balance` aligns the packs of a step by cost, with the accumulated rows of all processes; so does
+    `train_sampling_strategy="group_by_length"`, with the default costs. The state of a TrainerStream is saved and
+    restored.
 
     The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
     averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
@@ -48,7 +50,7 @@ class PackedTrainer(Trainer):
     `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
     row of -100 labels if a process has fewer rows.
 
-    Args: as in Trainer.
+    Args: as in Trainer, and `balance` as for MapDistributor.
 
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
@@ -70,6 +72,8 @@ class PackedTrainer(Trainer):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *,
+        balance: Balance | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -87,6 +91,9 @@ class PackedTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        self.balance: Balance | None = balance
+        if balance is None and self.args.train_sampling_strategy == "group_by_length":
+            self.balance = "attention"
         self._sums: torch.Tensor | None = None
         self._is_packed = isinstance(data_collator, Collator)
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
@@ -114,7 +121,7 @@ class PackedTrainer(Trainer):
         if args.dataloader_num_workers and args.dataloader_prefetch_factor is not None:
             workers["prefetch_factor"] = args.dataloader_prefetch_factor
         loader = DataflowLoader(
-            MapDistributor(data, balance="attention" if args.train_sampling_strategy == "group_by_length" else None),
+            MapDistributor(data, balance=self.balance, accumulation=args.gradient_accumulation_steps),
             collator=self.data_collator,
             batch_size=self._train_batch_size,
             num_workers=args.dataloader_num_workers,
