@@ -41,6 +41,7 @@ lint: setup
 
 docs: setup
 	$(BIN)/python tools/make_option_tables.py --check
+	$(BIN)/python tools/make_diagrams.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: setup
@@ -63,7 +64,7 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints-lowest.txt
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
-	  -e '.[ray,megatron,transformers-train,report]' hatchling hypothesis pytest pytest-xdist torchdata
+	  -e '.[ray,megatron,transformers-train,report]' hatchling hypothesis pytest pytest-timeout pytest-xdist torchdata
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
 	touch $@
 

@@ -39,6 +39,7 @@ from .integrations.transformers.stream import TrainerStream as TrainerStream
 from .integrations.transformers.stream import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.trainer import IsolationCheckCallback as IsolationCheckCallback
 from .integrations.transformers.trainer import PackedTrainer as PackedTrainer
+from .integrations.transformers.trainer import PackedTrainerMixin as PackedTrainerMixin
 from .integrations.transformers.trainer import SetEpochCallback as SetEpochCallback
 from .loading.batch import PackedBatch as PackedBatch
 from .loading.batch import step_targets as step_targets
@@ -63,7 +64,7 @@ from .loading.energon.packed_loader import get_packed_loader as get_packed_loade
 from .loading.energon.task_encoder import PackedTaskEncoder as PackedTaskEncoder
 from .loading.joint import JointLoader as JointLoader
 from .loading.manifests import steps_per_epoch as steps_per_epoch
-from .loading.metrics import ThroughputMetrics as ThroughputMetrics
+from .loading.monitoring.metrics import ThroughputMetrics as ThroughputMetrics
 from .loading.packers.base import Packer as Packer
 from .loading.packers.pool import BalancedPoolPacker as BalancedPoolPacker
 from .loading.packers.pool import PoolPacker as PoolPacker

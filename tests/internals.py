@@ -26,7 +26,7 @@ PLACES = {
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
-    "check_order": "loading.order_log:check_order",
+    "check_order": "loading.monitoring.order_log:check_order",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
     "from_plain": "loading.energon.states:from_plain",
@@ -42,7 +42,7 @@ PLACES = {
     "round_robin": "loading.dataflow.transport:round_robin",
     "messages": "loading.dataflow.transport:messages",
     "read_state": "loading.energon.states:read_state",
-    "replay": "loading.replay:replay",
+    "replay": "loading.monitoring.replay:replay",
     # demo: the data and the tokenizer that tests pack
     "DemoDataset": "demo:DemoDataset",
     "write_dataset": "demo:write_dataset",

@@ -14,8 +14,8 @@ from energon_packed.cli.options import GroupedCommand, as_options, media_root_op
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.loading.config import DataflowConfig, is_dataflow_config
-from energon_packed.loading.order_log import check_order
-from energon_packed.loading.replay import Run, replay, replay_config
+from energon_packed.loading.monitoring.order_log import check_order
+from energon_packed.loading.monitoring.replay import Run, replay, replay_config
 
 
 @click.group(name="order")

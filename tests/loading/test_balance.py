@@ -70,12 +70,23 @@ def test_sizes_are_those_of_the_packs(dataset: PackedDataset) -> None:
     assert np.array_equal(sizes.tokens, dataset.lengths)
 
 
+def test_padding_for_context_parallelism_counts(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({**one, "labels": one["input_ids"]}) + "\n" for one in long_tail(20)))
+    options: dict[str, Any] = {"sample_class": "PackedTokensSample", "workers": 1, "encoder": StoredTokens()}
+    done = pack(PackOptions(inputs=(str(data),), output_dir=tmp_path, seq_len=SEQ_LEN, pad_multiple=8, **options))
+    padded = PackedDataset(done.shards)
+    lengths = [-(-len(sample) // 8) * 8 for sample in padded[0]]
+    assert padded.row_sizes().columns()[0].tolist() == [sum(lengths), sum(length**2 for length in lengths), 0, 0]
+
+
 def test_patches_count(pack_demo: Packer, encoder: ChatEncoder) -> None:
     dataset = PackedDataset(pack_demo().shards, encoder)
     sizes = dataset.row_sizes()
     for number in range(len(dataset)):
         grids = [one.image_grid_thw for one in dataset[number] if one.image_grid_thw is not None]
         assert sizes.patches[number] == sum(int(grid.prod(dim=1).sum()) for grid in grids)
+        assert sizes.patch_squares[number] == sum(int((grid.prod(dim=1) ** 2).sum()) for grid in grids)
     assert sizes.patches.max() > 0
     by_hand = 1.0 * sizes.tokens + sizes.squares / (12 * 4096) + 0.1 * sizes.patches
     assert np.allclose(CostModel().costs(sizes), by_hand)
@@ -255,6 +266,9 @@ def test_data_that_cannot_be_balanced_raises_one_line(dataset: PackedDataset) ->
         BalancedSampler(dataset, 2, 2)
     with pytest.raises(ConfigError, match="BalancedPoolPacker has no effect here, .* Use PoolPacker, or a Dataflow"):
         get_packed_loader(dataset.blend[0].path, packer=BalancedPoolPacker(SEQ_LEN))
+    option: Any = {"balance": "attention"}
+    with pytest.raises(ConfigError, match="`balance` is not an option of get_packed_loader, .* Use DataflowLoader"):
+        get_packed_loader(dataset.blend[0].path, **option)
 
 
 def test_a_plan_in_memory_knows_its_rows(pack_demo: Packer, tokenizer_dir: Path, demo: Any) -> None:

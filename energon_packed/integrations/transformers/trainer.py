@@ -29,76 +29,33 @@ from energon_packed.loading.even_ranks import without_targets
 from energon_packed.loading.raw_records import PlannedDataset
 
 
-class PackedTrainer(Trainer):
-    """Trainer that checks arguments and isolation before the first step, and evaluates by token.
+class PackedTrainerMixin(Trainer):
+    """Makes a PackedTrainer of a class that is derived from Trainer; put it first among the base classes.
 
-        trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
+        class MyTrainer(PackedTrainerMixin, SFTTrainer):
+            pass
 
-    A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
-    with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
-    number of processes. If the last step has no pack for a process, that process gets a row without targets.
-    `balance` aligns the packs of a step by cost, with the accumulated rows of all processes; so does
-    `train_sampling_strategy="group_by_length"`, with the default costs. The state of a TrainerStream is saved and
-    restored.
-
-    The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
-    averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
-    (`loss_mask`), it is sum(loss * weight) / sum(weight), and otherwise the loss of the model.
-
-    Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
-
-    `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
-    row of -100 labels if a process has fewer rows.
-
-    Args: as in Trainer, and `balance` as for MapDistributor.
+    Args: as in the other base class, and `balance` as in PackedTrainer; `data_collator` may also be set by its
+        constructor.
 
     Raises:
-        ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
-            model, or, while training, the loss weights.
+        ConfigError: as in PackedTrainer.
     """
 
-    def __init__(
-        self,
-        model: Any = None,
-        args: TrainingArguments | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., Any] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-        *,
-        balance: Balance | None = None,
-    ) -> None:
-        super().__init__(
-            model=model,
-            args=args,
-            # A copy, because another Trainer with this collator would ignore the weights.
-            data_collator=with_weights(data_collator) if isinstance(data_collator, Collator) else data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+    data_collator: Any
+
+    def __init__(self, *args: Any, balance: Balance | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.balance: Balance | None = balance
         if balance is None and self.args.train_sampling_strategy == "group_by_length":
             self.balance = "attention"
+        self._is_packed = isinstance(self.data_collator, Collator)
+        if self._is_packed:  # a copy, because another Trainer with this collator would ignore the weights
+            self.data_collator = with_weights(self.data_collator)
         self._sums: torch.Tensor | None = None
-        self._is_packed = isinstance(data_collator, Collator)
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
         self._loss_is_mean = self._is_packed and not (
-            self.model_accepts_loss_kwargs or compute_loss_func or self.get_sp_size() > 1
+            self.model_accepts_loss_kwargs or self.compute_loss_func or self.get_sp_size() > 1
         )
         self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
@@ -110,6 +67,11 @@ class PackedTrainer(Trainer):
             self.add_callback(TrainerStreamCallback(data))
         elif self._has_order(data):
             self.add_callback(_OrderState(self))
+        if balance is not None and not self._has_order(data):
+            raise ConfigError(
+                f"`balance` needs a PackedDataset or PlannedDataset with a collator of this package, got "
+                f"{type(data).__name__}. Set `balance` of the loader, or remove it."
+            )
 
     def get_train_dataloader(self) -> Any:
         """Return the rows of this process in each step, in the global order of the data."""
@@ -307,6 +269,70 @@ class PackedTrainer(Trainer):
         )
 
 
+class PackedTrainer(PackedTrainerMixin):
+    """Trainer that checks arguments and isolation before the first step, and evaluates by token.
+
+        trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
+
+    A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
+    with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
+    number of processes. If the last step has no pack for a process, that process gets a row without targets.
+    `balance` aligns the packs of a step by cost, with the accumulated rows of all processes; so does
+    `train_sampling_strategy="group_by_length"`, with the default costs. The state of a TrainerStream is saved and
+    restored.
+
+    The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
+    averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
+    (`loss_mask`), it is sum(loss * weight) / sum(weight), and otherwise the loss of the model.
+
+    Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
+
+    `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
+    row of -100 labels if a process has fewer rows.
+
+    Args: as in Trainer, and `balance` as for MapDistributor.
+
+    Raises:
+        ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
+            model, or, while training, the loss weights.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *,
+        balance: Balance | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            balance=balance,
+        )
+
+
 def _with_target(inputs: dict[str, Any]) -> dict[str, Any]:
     """Make the second token a target if the row has none: the mean of no target is NaN, and times 0 as well."""
     labels = inputs["labels"].clone()
@@ -350,7 +376,7 @@ class _OrderState(LoaderState):
 
     remedy = "resume it with the Trainer that saved it"
 
-    def __init__(self, trainer: PackedTrainer) -> None:
+    def __init__(self, trainer: PackedTrainerMixin) -> None:
         self._trainer = trainer
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:

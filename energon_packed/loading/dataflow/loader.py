@@ -32,7 +32,7 @@ from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end
 from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog, watched
-from energon_packed.loading.order_log import OrderLog
+from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
 from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank
