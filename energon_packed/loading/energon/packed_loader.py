@@ -15,7 +15,15 @@ from energon_packed.loading.energon.source import EnergonSource, worker_config_o
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog
-from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, common_seq_len, loaded_splits, processor_for
+from energon_packed.loading.manifests import (
+    LoadedSplit,
+    OpenedSplits,
+    common_seq_len,
+    loaded_splits,
+    processor_for,
+    repeats_packs,
+)
+from energon_packed.loading.monitoring.order_log import log_order
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.pool import BalancedPoolPacker, PoolPacker
 from energon_packed.options import check_type, make
@@ -91,6 +99,8 @@ def get_packed_loader(
     )
     loader = PackedLoader(source, failures)
     _check_epochs(loader, source, splits)
+    loader.repeats = not config.one_pass or repeats_packs(splits)
+    log_order(loader, config.order_log)
     return loader
 
 
