@@ -161,6 +161,7 @@ PLACES = {
     # packing: kernels and their limits; plans are checked through `pack_lengths`
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",
+    "step_imbalances": "packing.balance:step_imbalances",
     "bitset": "packing.kernels",
     "planner": "packing.planner",
     "kernels": "packing.kernels",

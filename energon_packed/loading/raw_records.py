@@ -24,6 +24,7 @@ from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
+from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.dataflow.loader import DataflowLoader, LoaderOptions, Position
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
@@ -32,7 +33,7 @@ from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
-from energon_packed.packing.balance import Int64, RowSizes
+from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -113,7 +114,8 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def row_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each row; patches count as the tokens that they become."""
-        return RowSizes(tokens=self.lengths, squares=self._squares, patches=np.zeros(len(self), dtype=np.int64))
+        no_images = np.zeros(len(self), dtype=np.int64)
+        return RowSizes(tokens=self.lengths, squares=self._squares, patches=no_images, patch_squares=no_images)
 
     def fingerprint(self) -> str:
         """Digest of data, encoder and plan, for loader states; equal for a copy of the data in another folder."""

@@ -71,6 +71,16 @@ def megatron_lm_args() -> Any:
         return None
 
 
+def num_microbatches() -> int:
+    """Return the micro batches of a rank in a step, from Megatron's calculator; 1 if it is not initialized."""
+    from megatron.core import num_microbatches_calculator
+
+    try:
+        return int(num_microbatches_calculator.get_num_microbatches())
+    except AttributeError:  # of None, the global calculator before its initialization
+        return 1
+
+
 def megatron_version() -> str:
     """Return the version of megatron-core."""
     from megatron import core

@@ -22,6 +22,7 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.loading.batch import target_losses, target_weights
 from energon_packed.loading.collator import Collator, with_weights
+from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
@@ -35,8 +36,8 @@ class PackedTrainerMixin(Trainer):
         class MyTrainer(PackedTrainerMixin, SFTTrainer):
             pass
 
-    Args: as in the other base class, and `order_log` as in PackedTrainer; `data_collator` may also be set by the
-        constructor of the other base class.
+    Args: as in the other base class, and `balance` and `order_log` as in PackedTrainer; `data_collator` may also be
+        set by the constructor of the other base class.
 
     Raises:
         ConfigError: as in PackedTrainer.
@@ -44,8 +45,13 @@ class PackedTrainerMixin(Trainer):
 
     data_collator: Any
 
-    def __init__(self, *args: Any, order_log: str | Path | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.balance: Balance | None = balance
+        if balance is None and self.args.train_sampling_strategy == "group_by_length":
+            self.balance = "attention"
         self._order_log = order_log
         self._is_packed = isinstance(self.data_collator, Collator)
         if self._is_packed:  # a copy, because another Trainer with this collator would ignore the weights
@@ -65,6 +71,11 @@ class PackedTrainerMixin(Trainer):
             self.add_callback(TrainerStreamCallback(data))
         elif self._has_order(data):
             self.add_callback(_OrderState(self))
+        if balance is not None and not self._has_order(data):
+            raise ConfigError(
+                f"`balance` needs a PackedDataset or PlannedDataset with a collator of this package, got "
+                f"{type(data).__name__}. Set `balance` of the loader, or remove it."
+            )
 
     def get_train_dataloader(self) -> Any:
         """Return the rows of this process in each step, in the global order of the data."""
@@ -76,7 +87,7 @@ class PackedTrainerMixin(Trainer):
         if args.dataloader_num_workers and args.dataloader_prefetch_factor is not None:
             workers["prefetch_factor"] = args.dataloader_prefetch_factor
         loader = DataflowLoader(
-            MapDistributor(data, balance="attention" if args.train_sampling_strategy == "group_by_length" else None),
+            MapDistributor(data, balance=self.balance, accumulation=args.gradient_accumulation_steps),
             collator=self.data_collator,
             batch_size=self._train_batch_size,
             num_workers=args.dataloader_num_workers,
@@ -280,8 +291,9 @@ class PackedTrainer(PackedTrainerMixin):
     A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
     with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
     number of processes. If the last step has no pack for a process, that process gets a row without targets.
-    `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
-    saved and restored.
+    `balance` aligns the packs of a step by cost, with the accumulated rows of all processes; so does
+    `train_sampling_strategy="group_by_length"`, with the default costs. The state of a TrainerStream is saved and
+    restored.
 
     The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
     averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
@@ -292,8 +304,8 @@ class PackedTrainer(PackedTrainerMixin):
     `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
     row of -100 labels if a process has fewer rows.
 
-    Args: as in Trainer, and `order_log`: a folder in which the rows of each step are recorded, for data that is read
-        in its global order. A TrainerStream has its own argument.
+    Args: as in Trainer, `balance` as for MapDistributor, and `order_log`: a folder in which the rows of each step are
+        recorded, for data that is read in its global order. A TrainerStream has its own argument.
 
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
@@ -316,6 +328,7 @@ class PackedTrainer(PackedTrainerMixin):
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         *,
+        balance: Balance | None = None,
         order_log: str | Path | None = None,
     ) -> None:
         super().__init__(
@@ -332,6 +345,7 @@ class PackedTrainer(PackedTrainerMixin):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            balance=balance,
             order_log=order_log,
         )
 

@@ -63,6 +63,11 @@ def get_packed_loader(
     """
     if config is not None and settings:
         raise ConfigError(f"Pass either `config` or settings such as `{next(iter(settings))}`, not both.")
+    if "balance" in settings:
+        raise ConfigError(
+            "`balance` is not an option of get_packed_loader, as Energon decides the packs of each step. Use "
+            "DataflowLoader(MapDistributor(PackedDataset(PATH, ENCODER), balance=...))."
+        )
     check_type("config", config, LoaderConfig, "Pass LoaderConfig(...), or its fields as settings.")
     check_type("collator", collator, Collator, "Pass a Collator, such as PaddingFreeCollator().")
     check_type("packer", packer, Packer, "Pass a Packer, such as PoolPacker(4096).")
