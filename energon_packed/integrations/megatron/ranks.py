@@ -67,11 +67,18 @@ def megatron_lm_args() -> Any:
         return None
 
 
+def megatron_version() -> str:
+    """Return the version of megatron-core."""
+    from megatron import core
+
+    return str(core.__version__)
+
+
 def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator | None) -> None:
     """Refuse settings with which the training step would be silently wrong.
 
     Raises:
-        ConfigError: context or sequence parallelism drops the sample boundaries, padding is not divisible by context
+        ConfigError: the step drops the sample boundaries with this parallelism, padding is not divisible by context
             parallelism, or loss weights do not reach the step.
     """
     size, args = ranks.context_parallel_size, megatron_lm_args()
@@ -87,6 +94,14 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
                 f"`loss_weighting` must be 'token' with layout 'megatron-lm', got {collator.loss_weighting!r}: "
                 "examples/multimodal uses a loss mask of ones. Use 'token', or another layout."
             )
+    if layout == "megatron-gpt" and args is not None and _release(megatron_version()) < (0, 18):
+        tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        if tensor > 1 or stages > 2 or size > 1:
+            raise ConfigError(
+                f"layout 'megatron-gpt' with tensor parallelism over {tensor} ranks, context parallelism over {size} "
+                f"and {stages} pipeline stages needs Megatron-LM core_v0.18 or later, got {megatron_version()}, whose "
+                "pretrain_gpt.py does not pass the sample boundaries to all ranks. Update Megatron-LM."
+            )
     if size > 1 and (collator is None or isinstance(collator, PaddingFreeCollator)):
         # Megatron gives each context-parallel rank 2 chunks of every sample, so that causal work is equal.
         multiple, width = (1, None) if collator is None else (collator.pad_multiple, collator.pad_to)
@@ -96,3 +111,7 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
                 f"ranks, got {multiple} and {width}. Pass collator=PaddingFreeCollator(pad_multiple={2 * size}), and "
                 f"pack with --pad-multiple {2 * size}."
             )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in version.split(".")[:2])

@@ -143,6 +143,20 @@ def test_what_the_multimodal_example_would_do_silently_is_refused(monkeypatch: p
         check_parallelism(place(), "megatron-lm", None)
 
 
+def test_releases_that_do_not_pass_the_boundaries_to_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=2, sequence_parallel=False)
+    monkeypatch.setattr(ranks, "megatron_lm_args", lambda: arguments)
+    monkeypatch.setattr(ranks, "megatron_version", lambda: "0.16.1")
+    check_parallelism(place(), "megatron-gpt", None)
+    arguments.pipeline_model_parallel_size = 3
+    message = "over 1 and 3 pipeline stages needs Megatron-LM core_v0.18 or later, got 0.16.1, .* Update Megatron-LM"
+    with pytest.raises(ConfigError, match=message):
+        check_parallelism(place(), "megatron-gpt", None)
+    check_parallelism(place(), "bridge", None)
+    monkeypatch.setattr(ranks, "megatron_version", lambda: "0.18.2")
+    check_parallelism(place(), "megatron-gpt", None)
+
+
 def test_which_stages_load() -> None:
     assert place(stage="middle").loads("bridge")
     assert place(stage="middle").loads("megatron-gpt")  # every stage reads the boundaries with --sft
