@@ -11,11 +11,11 @@ os.environ["DISABLE_VERSION_CHECK"] = "1"  # LLaMA-Factory 0.9.5 refuses this ve
 sys.modules["torchaudio"] = types.ModuleType("torchaudio")
 sys.modules["torchaudio"].__spec__ = ModuleSpec("torchaudio", None)
 
-from llamafactory.train import tuner
+from llamafactory.train import tuner  # noqa: E402
 
-from tests.trainers.derived import block, recorded
-from tests.trainers.huggingface.run import arguments, latest
-from tests.trainers.recorder import Spec
+from tests.trainers.derived import block, recorded  # noqa: E402
+from tests.trainers.huggingface.run import arguments, latest  # noqa: E402
+from tests.trainers.recorder import Spec  # noqa: E402
 
 
 def main(spec: Spec) -> None:

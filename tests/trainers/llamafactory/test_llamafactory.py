@@ -1,4 +1,4 @@
-"""LLaMA-Factory: its `run_exp` and its trainer, over packed data."""
+"""LLaMA-Factory: its own training on packed data, as on docs/trainers.md."""
 
 from pathlib import Path
 
