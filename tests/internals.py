@@ -26,6 +26,7 @@ PLACES = {
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
+    "count_batch": "loading.monitoring.counts:count_batch",
     "check_order": "loading.monitoring.order_log:check_order",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
