@@ -136,6 +136,11 @@ class ThroughputMetrics:
         self._counts.seconds += now - (now if self._time is None else self._time)
         self._time = now
 
+    def end_wait(self) -> None:
+        """Count the time since the end of the last step as waiting for batches."""
+        if self._time is not None:
+            self._counts.wait += time.perf_counter() - self._time
+
     def restart_timer(self) -> None:
         """Leave out the time since the end of the last step, such as the time of an evaluation."""
         self._time = time.perf_counter()
