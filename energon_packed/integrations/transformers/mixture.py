@@ -56,8 +56,8 @@ class MixtureCallback(LoaderState, LogCallback):
         group: process group of the ranks that read different data; by default all processes.
 
     Raises:
-        ConfigError: `every` is below 1; while training, a source is not in the mixture, or the model returns neither
-            logits nor log probabilities.
+        ConfigError: `every` is below 1; while training, a source is not in the mixture, or the model returns no
+            logits.
         BatchError: the batches have no sources, or the checkpoint has no losses.
     """
 
@@ -150,15 +150,12 @@ def _targets(batch: Any) -> _Targets:
 
 def _losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
     """Losses of the targets at 1..T-1, float32 (T-1,)."""
-    logits, log_probs = (getattr(output, name, None) for name in ("logits", "log_probs"))
-    if logits is not None:
-        starts = range(0, labels.shape[1] - 1, _CHUNK)
-        pieces = [slice(start, start + _CHUNK + 1) for start in starts]
-        return torch.cat([target_losses(logits[:, piece], labels[:, piece]) for piece in pieces])
-    if log_probs is not None:  # of the fused output layer of TRL
-        losses: torch.Tensor = -log_probs[0].float()
-        return losses
-    raise ConfigError(
-        "MixtureCallback needs the logits of the model, got none. Turn off kernels that compute the loss without "
-        "logits (Liger)."
-    )
+    logits = getattr(output, "logits", None)
+    if logits is None:
+        raise ConfigError(
+            "MixtureCallback needs the logits of the model, got none. Turn off kernels that compute the loss without "
+            "logits (Liger)."
+        )
+    starts = range(0, labels.shape[1] - 1, _CHUNK)
+    pieces = [slice(start, start + _CHUNK + 1) for start in starts]
+    return torch.cat([target_losses(logits[:, piece], labels[:, piece]) for piece in pieces])

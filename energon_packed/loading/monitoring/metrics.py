@@ -148,23 +148,9 @@ class ThroughputMetrics:
     def summary(self) -> dict[str, float]:
         """Return values of the steps since the last call, equal on all ranks of the group; {} without a step.
 
-        Every rank of the group must call it. It is one collective operation. A step is an optimizer step.
-
-        | name | value |
-        |---|---|
-        | `perf/global_seq_len_avg`, `_min`, `_max` | tokens of a rank in a step: mean, least and most of the ranks, as means over the steps |
-        | `perf/tokens_per_s`, `perf/targets_per_s` | of all ranks |
-        | `perf/imbalance` | cost of the slowest rank of a step / mean of the ranks; 1 is balanced |
-        | `data/tokens_per_step` | tokens of all ranks |
-        | `data/samples_per_pack` | samples |
-        | `data/supervised_share` | targets per token |
-        | `data/padding` | share of padding in all tokens of the rows |
-        | `data/utilization` | tokens per `seq_len` of a pack |
-        | `data/wait_s` | seconds that a rank waited for the batches of a step |
-        | `data/source/NAME` | share of a dataset in the tokens; the batches must have sources |
-
-        A share is a sum over all ranks and steps, divided by a sum.
-        """  # noqa: E501
+        Every rank of the group must call it. It is one collective operation. The page Metrics defines the names; a
+        share is a sum over all ranks and steps, divided by a sum.
+        """
         if self._step:
             self.end_step()
         ranks: list[_RankCounts] = all_gather_object(self._folded(), self.group)
