@@ -27,7 +27,7 @@ PLACES = {
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
     "count_batch": "loading.monitoring.counts:count_batch",
-    "check_order": "loading.monitoring.order_log:check_order",
+    "check_order": "loading.monitoring.order_check:check_order",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
     "from_plain": "loading.energon.states:from_plain",
@@ -161,6 +161,7 @@ PLACES = {
     # packing: kernels and their limits; plans are checked through `pack_lengths`
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",
+    "step_imbalances": "packing.balance:step_imbalances",
     "bitset": "packing.kernels",
     "planner": "packing.planner",
     "kernels": "packing.kernels",

@@ -7,20 +7,26 @@
 | batch_taps.py | BatchTap: values of the batches that the model has used |
 | metrics.py | MetricsCallback: throughput, padding, imbalance and sources in the logs |
 | mixture.py | MixtureCallback: weights of a mixture that learn from the losses of its sources |
-| trainer.py | PackedTrainer, IsolationCheckCallback, SetEpochCallback |
+| trainer.py | PackedTrainer, PackedTrainerMixin, IsolationCheckCallback, SetEpochCallback |
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
 from energon_packed.integrations.transformers.metrics import MetricsCallback
 from energon_packed.integrations.transformers.mixture import MixtureCallback
 from energon_packed.integrations.transformers.stream import TrainerStream, TrainerStreamCallback
-from energon_packed.integrations.transformers.trainer import IsolationCheckCallback, PackedTrainer, SetEpochCallback
+from energon_packed.integrations.transformers.trainer import (
+    IsolationCheckCallback,
+    PackedTrainer,
+    PackedTrainerMixin,
+    SetEpochCallback,
+)
 
 __all__ = [
     "IsolationCheckCallback",
     "MetricsCallback",
     "MixtureCallback",
     "PackedTrainer",
+    "PackedTrainerMixin",
     "SetEpochCallback",
     "TrainerStream",
     "TrainerStreamCallback",

@@ -6,9 +6,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from energon_packed.integrations.transformers.batch_taps import BatchTap
+from energon_packed.loading.costs.model import CostModel
 from energon_packed.loading.monitoring.counts import BatchCounts, count_batch
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics
-from energon_packed.packing.balance import CostModel
 
 
 class LogCallback(TrainerCallback, ABC):

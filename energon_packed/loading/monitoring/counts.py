@@ -6,9 +6,9 @@
 | `transformers_inputs()`, batches of TRL | `cu_seq_lens_q`; otherwise restarting `position_ids`, or `attention_mask` |
 | `megatron_inputs()` and the layouts of Megatron | `cu_seqlens_q`, `cu_seqlens` or `cu_lengths`, `padding_mask` |
 
-A dict has no sources, and its padding is known only with `padding_mask`, `attention_mask` or boundaries of padded
-samples. A padding tail of `transformers_inputs()` and of the layouts `megatron-lm` and `megatron-gpt` counts
-as a sample.
+A dict has no sources. Its padding is known only with `padding_mask` or `attention_mask`. Padding of
+`transformers_inputs()` and of the layouts `megatron-lm` and `megatron-gpt` counts as tokens, and their padding tail as a
+sample.
 """
 
 from collections import Counter

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from energon_packed.errors import ConfigError
+from energon_packed.loading.costs.model import CostModel, RowSizes
 from energon_packed.loading.monitoring.counts import BatchCounts, CountedBatch, count_batch
 from energon_packed.loading.ranks import all_gather_object
-from energon_packed.packing.balance import CostModel, RowSizes
 
 _Batch = TypeVar("_Batch")
 
@@ -205,6 +205,7 @@ class ThroughputMetrics:
                 "tokens": [batch.tokens + batch.padding for batch in batches],
                 "squares": [batch.squares for batch in batches],
                 "patches": [batch.patches for batch in batches],
+                "patch_squares": [batch.patch_squares for batch in batches],
             }
             rows = RowSizes(**{name: np.array(values, dtype=np.int64) for name, values in sizes.items()})
             counts.step_costs.append(float(self.cost.costs(rows).sum()))
