@@ -7,8 +7,8 @@
 | `megatron_inputs()` and the layouts of Megatron | `cu_seqlens_q`, `cu_seqlens` or `cu_lengths`, `padding_mask` |
 
 A dict has no sources. Its padding is known only with `padding_mask` or `attention_mask`. Padding of
-`transformers_inputs()` and of the layouts `megatron-lm` and `megatron-gpt` counts as tokens, and their padding tail as a
-sample.
+`transformers_inputs()` and of the layouts `megatron-lm` and `megatron-gpt` counts as tokens, and their padding tail as
+a sample.
 """
 
 from collections import Counter
