@@ -28,6 +28,7 @@ PLACES = {
     "torch_loader": "loading.dataflow.loader",
     "count_batch": "loading.monitoring.counts:count_batch",
     "check_order": "loading.monitoring.order_check:check_order",
+    "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
     "from_plain": "loading.energon.states:from_plain",
