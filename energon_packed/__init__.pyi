@@ -37,6 +37,8 @@ from .integrations.ms_swift import PackedSft as PackedSft
 from .integrations.trainer_state import GatheredLoader as GatheredLoader
 from .integrations.transformers.arguments import check_training_arguments as check_training_arguments
 from .integrations.transformers.arguments import packed_training_arguments as packed_training_arguments
+from .integrations.transformers.metrics import MetricsCallback as MetricsCallback
+from .integrations.transformers.mixture import MixtureCallback as MixtureCallback
 from .integrations.transformers.stream import TrainerStream as TrainerStream
 from .integrations.transformers.stream import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.trainer import IsolationCheckCallback as IsolationCheckCallback
