@@ -26,6 +26,7 @@ PLACES = {
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
+    "count_batch": "loading.monitoring.counts:count_batch",
     "check_order": "loading.monitoring.order_check:check_order",
     "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.energon.states:redistribute",
