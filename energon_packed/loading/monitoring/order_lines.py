@@ -288,7 +288,8 @@ def intervals(last: Process) -> Iterator[str]:
     """Yield a line for each process of a run, such as `3 ranks after epoch 0, step 40`."""
     for ranks, points in last.starts:
         epoch, step = min(map(tuple, points))
-        yield f"{ranks} ranks" + (f" after epoch {epoch}, step {step}" if epoch or step else "")
+        after = f" after epoch {epoch}, step {step}" if epoch or step else ""
+        yield f"{ranks} rank{'s' if ranks > 1 else ''}{after}"
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

@@ -71,7 +71,7 @@ def test_a_log_may_start_with_a_resumed_run(tmp_path: Path) -> None:
     next(iter(loader))
     logged(tmp_path, loader.state_dict())
     report = check_order(tmp_path)
-    assert (report.problems, report.samples, report.processes) == ([], 12, ["1 ranks after epoch 0, step 1"])
+    assert (report.problems, report.samples, report.processes) == ([], 12, ["1 rank after epoch 0, step 1"])
 
 
 def test_ranks_without_lines_are_named(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_the_log_of_an_energon_loader_continues_with_other_ranks(tmp_path: Path)
     report = check_order(log, LoggedData(packs))
     assert report.problems == []
     assert (report.samples, report.repeated) == (2 * 4 + 5 + 2 * 7, 3)
-    assert report.processes == ["2 ranks", "1 ranks after epoch 0, step 4", "2 ranks after epoch 0, step 13"]
+    assert report.processes == ["2 ranks", "1 rank after epoch 0, step 4", "2 ranks after epoch 0, step 13"]
 
 
 @pytest.mark.parametrize("damage", [False, True])
