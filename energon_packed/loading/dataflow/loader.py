@@ -478,7 +478,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             allow = self._settings.allow_changed_weights
             self._position = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
             if self.order_log is not None:
-                self.order_log.restore(states, (self._position.epoch, self._position.step))
+                ended = [] if isinstance(self._plan, PlannedSteps) else self._plan.ended(self._position)
+                self.order_log.restore(states, (self._position.epoch, self._position.step), ended)
         self._yielded = self._position.step
         self._restores += 1
         self._iterator = self._steps = None

@@ -55,14 +55,13 @@ class OrderReport:
 class _Tally:
     """Counts of one epoch."""
 
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
+    def __init__(self, epoch: int, ended: set[int]) -> None:
+        self.epoch, self.ended = epoch, ended
         self.steps = self.repeated = self.samples = self.dropped = self.unnamed = 0
         self.sources: Counter[str] = Counter()
         self.ids, self.pairs, self.places = array("q"), array("q"), array("q")
         self.packs = array("q")
         self.shards: dict[int, list[int | str]] = defaultdict(list)
-        self.ended: set[int] = set()
         self.num_shards: int | None = None
         self.at_end: dict[int, set[int]] = defaultdict(set)  # ranks that have read the epoch to its end, by world size
         self.reached: dict[int, int] = {}  # last place of each rank
@@ -223,7 +222,7 @@ def check_order(folder: Path, data: LoggedData | None = None) -> OrderReport:
     total: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     for epoch in files.epochs:
-        tally = _Tally(epoch)
+        tally = _Tally(epoch, files.ended(epoch))
         for line in files.lines(epoch):
             tally.add(line)
         if not tally.facts:

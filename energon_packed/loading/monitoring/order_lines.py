@@ -23,6 +23,8 @@ batch follows:
 | `shard`, `num_shards` | of a stream |
 | `end` | the epoch of this rank ended, or the shard |
 
+A header of a stream may have `ended`, an epoch and its shards that had no more items when the process started.
+
 A line without a batch has the `step` null, and its position in `after`. Lines after the point at which a later process
 started were lost with the process that wrote them: the later process replaces them.
 """
@@ -251,6 +253,11 @@ class OrderFiles:
     def epochs(self) -> list[int]:
         """Epochs with a line."""
         return sorted({epoch for file in self.files for process in file.processes for epoch in process.spans})
+
+    def ended(self, epoch: int) -> set[int]:
+        """Return the shards of an epoch that a restart found at their end, before their lines said so."""
+        ended = [each.header.get("ended", [None]) for file in self.files for each in file.processes if each.counts]
+        return {shard for number, *shards in ended if number == epoch for shard in shards}
 
     def lines(self, epoch: int) -> Iterator[Line]:
         """Yield the lines of an epoch, rank by rank."""

@@ -50,6 +50,7 @@ class OrderLog:
         self._run = secrets.token_hex(4)
         self._past: list[Any] = []  # starts of the earlier processes, as in a header
         self._after: list[Point] = [(0, 0)]
+        self._ended: dict[str, Any] = {}
         self._start: str | None = None  # of this process
         self._held: deque[tuple[Point, bytes]] | None = None
         self._descriptor: int | None = None
@@ -58,12 +59,13 @@ class OrderLog:
         """Return the entry of a loader state after the batch at (epoch, step)."""
         return {KEY: {"run": self._run, "past": self._starts(), "at": [list(at)]}}
 
-    def restore(self, states: Sequence[dict[str, Any]], at: Point) -> None:
+    def restore(self, states: Sequence[dict[str, Any]], at: Point, ended: Sequence[int] = ()) -> None:
         """Continue after the batches at which these states were saved.
 
         Args:
             states: of all ranks, or of this rank.
             at: (epoch, step) of the loader after it restored them.
+            ended: shards of the epoch that this rank does not read again, as they had no more items.
         """
         if saved := merged(states).get(KEY):
             self._run, self._past = saved["run"], saved["past"]
@@ -71,6 +73,7 @@ class OrderLog:
             self._after = points if len(set(points)) > 1 else points[:1]
         else:  # the earlier batches have no log
             self._run, self._past, self._after = secrets.token_hex(4), [], [at]
+        self._ended = {"ended": [at[0], *ended]} if ended else {}
         self._start = None
         if self._held is not None:
             self._held.clear()
@@ -140,7 +143,7 @@ class OrderLog:
             self._start = secrets.token_hex(4)
             rank, world_size = self._place
             header = {"order_log": FORMAT, "start": self._start, "run": self._run, "rank": rank}
-            header |= {"world_size": world_size, "starts": self._starts(), **self._facts()}
+            header |= {"world_size": world_size, "starts": self._starts(), **self._ended, **self._facts()}
             self._write(orjson.dumps(header | {"time": datetime.now(UTC).isoformat(timespec="seconds")}) + b"\n")
         return self._start
 
