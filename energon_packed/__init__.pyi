@@ -39,12 +39,15 @@ from .integrations.transformers.stream import TrainerStream as TrainerStream
 from .integrations.transformers.stream import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.trainer import IsolationCheckCallback as IsolationCheckCallback
 from .integrations.transformers.trainer import PackedTrainer as PackedTrainer
+from .integrations.transformers.trainer import PackedTrainerMixin as PackedTrainerMixin
 from .integrations.transformers.trainer import SetEpochCallback as SetEpochCallback
 from .loading.batch import PackedBatch as PackedBatch
 from .loading.batch import step_targets as step_targets
 from .loading.collator import Collator as Collator
 from .loading.collator import PaddingFreeCollator as PaddingFreeCollator
 from .loading.config import DataflowConfig as DataflowConfig
+from .loading.costs.model import CostModel as CostModel
+from .loading.costs.model import RowSizes as RowSizes
 from .loading.dataflow.loader import DataflowLoader as DataflowLoader
 from .loading.dataset import BalancedSampler as BalancedSampler
 from .loading.dataset import PackedDataset as PackedDataset
@@ -61,7 +64,7 @@ from .loading.energon.packed_loader import get_packed_loader as get_packed_loade
 from .loading.energon.task_encoder import PackedTaskEncoder as PackedTaskEncoder
 from .loading.joint import JointLoader as JointLoader
 from .loading.manifests import steps_per_epoch as steps_per_epoch
-from .loading.metrics import ThroughputMetrics as ThroughputMetrics
+from .loading.monitoring.metrics import ThroughputMetrics as ThroughputMetrics
 from .loading.packers.base import Packer as Packer
 from .loading.packers.pool import BalancedPoolPacker as BalancedPoolPacker
 from .loading.packers.pool import PoolPacker as PoolPacker
@@ -74,9 +77,7 @@ from .loading.raw_records import PlannedDataset as PlannedDataset
 from .loading.raw_records import get_raw_loader as get_raw_loader
 from .loading.raw_records import plan_in_memory as plan_in_memory
 from .loading.state import gather_state as gather_state
-from .packing import CostModel as CostModel
 from .packing import PackPlan as PackPlan
-from .packing import RowSizes as RowSizes
 from .packing import pack_lengths as pack_lengths
 from .pipeline import PackOptions as PackOptions
 from .pipeline import PackResult as PackResult

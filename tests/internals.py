@@ -26,7 +26,8 @@ PLACES = {
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
-    "check_order": "loading.order_log:check_order",
+    "check_order": "loading.monitoring.order_check:check_order",
+    "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
     "read_whole_packs": "loading.energon.pack_reader:read_whole_packs",
@@ -45,7 +46,7 @@ PLACES = {
     "round_robin": "loading.dataflow.transport:round_robin",
     "messages": "loading.dataflow.transport:messages",
     "read_state": "loading.energon.states:read_state",
-    "replay": "loading.replay:replay",
+    "replay": "loading.monitoring.replay:replay",
     # demo: the data and the tokenizer that tests pack
     "DemoDataset": "demo:DemoDataset",
     "write_dataset": "demo:write_dataset",
@@ -163,6 +164,7 @@ PLACES = {
     # packing: kernels and their limits; plans are checked through `pack_lengths`
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",
+    "step_imbalances": "packing.balance:step_imbalances",
     "bitset": "packing.kernels",
     "planner": "packing.planner",
     "kernels": "packing.kernels",

@@ -11,6 +11,7 @@ and `skip_first_batches`.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +51,13 @@ class PreparedLoader(DataLoaderShard):
         self.dataset.restore(state_dict)
 
 
-def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], Any] | None = None) -> Any:
+def prepare_loader(
+    accelerator: Any,
+    loader: Any,
+    *,
+    to_inputs: Callable[[Any], Any] | None = None,
+    order_log: str | Path | None = None,
+) -> Any:
     """Prepare a loader that is sharded over ranks already; do not pass the loader to `accelerator.prepare`.
 
         accelerator = Accelerator()
@@ -71,13 +78,15 @@ def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], 
         ConfigError: the loader has another rank or world size than this process.
     """
     check_loader_rank(loader, accelerator.process_index, accelerator.num_processes)
-    return prepared_loader(accelerator, loader, to_inputs or trainer_inputs)
+    return prepared_loader(accelerator, loader, to_inputs or trainer_inputs, order_log=order_log)
 
 
-def prepared_loader(accelerator: Any, loader: Any, to_inputs: Callable[[Any], Any]) -> PreparedLoader:
+def prepared_loader(
+    accelerator: Any, loader: Any, to_inputs: Callable[[Any], Any], *, order_log: str | Path | None = None
+) -> PreparedLoader:
     """Prepare a loader whose rank was checked; see `prepare_loader`."""
     prepared = PreparedLoader(
-        _ConsumedDataset(loader, to_inputs),
+        _ConsumedDataset(loader, to_inputs, order_log),
         device=accelerator.device if accelerator.device_placement else None,
         batch_size=None,
         collate_fn=unchanged,
@@ -114,10 +123,10 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             continues after the batches that they replace.
     """
 
-    def __init__(self, loader: Any, to_inputs: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: Any, to_inputs: Callable[[Any], Any], order_log: str | Path | None) -> None:
         self._loader = loader
         self._to_inputs = to_inputs
-        self.batches = ConsumedBatches(loader)
+        self.batches = ConsumedBatches(loader, order_log=order_log)
         self.placeholders = 0
         self._waiting: dict[str, Any] | None = None  # read, and perhaps not yielded
         self._iterators = 0

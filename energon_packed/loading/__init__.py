@@ -6,7 +6,7 @@ Roles: distributors/, process.py, packers/, collator.py. Batch: batch.py, featur
 map-style), raw_records.py and config.py (records, streamed or planned). Loaders: dataflow/ (torch's DataLoader),
 energon/ (Energon's loader), joint.py (several loaders). Shared: order.py (item of each rank and step), state.py,
 ranks.py, manifests.py and trust.py (what a dataset contains, and that it runs no code), failures.py. Reports:
-metrics.py, order_log.py (past order), replay.py (future order).
+monitoring/ (metrics, past order, future order).
 """
 
 from importlib import import_module

@@ -73,8 +73,8 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
         `megatron-lm`: tokens (1, T), labels (1, T + 1) unshifted, imgs (patches, patch_dim), num_tiles int32
         (images,) patches of each image, cu_lengths int32 (1, S + 1), max_lengths int32 (1, 1); for a row without
         images, imgs and num_tiles are zeros of shape (1, 1), as in that example.
-        `megatron-gpt`: tokens, labels, loss_mask, position_ids (1, T), cu_seqlens int32 (1, S + 1), cu_seqlens_padded
-        of the same shape or None, max_seqlen int32 (1,), attention_mask None.
+        `megatron-gpt`: tokens, labels, loss_mask, position_ids (1, T), cu_seqlens int32 (1, S + 1), padding included,
+        max_seqlen int32 (1,).
 
     Raises:
         ConfigError: the layout is unknown, or does not support the row: padding between samples, loss weights and
@@ -144,14 +144,16 @@ def _megatron_gpt(batch: PackedBatch) -> dict[str, Any]:
         raise ConfigError("layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images. Use layout 'bridge'.")
     inputs = batch.megatron_inputs()
     positions = batch.position_ids
+    # Boundaries with padding only, as SFTDataset of Megatron-LM returns them: the step broadcasts `cu_seqlens_padded`
+    # only with context parallelism, so the other tensor-parallel ranks would attend within different boundaries than
+    # the first rank. A padding token follows its sample, so no token attends to it.
+    bounds = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
     return {
         "tokens": inputs["tokens"],
         "labels": inputs["labels"],
         "loss_mask": _countable(inputs["loss_mask"]),
         "position_ids": positions[0] if positions.ndim == 3 else positions,  # the text row of M-RoPE
-        "attention_mask": None,
-        "cu_seqlens": batch.cu_seqlens[None],
-        "cu_seqlens_padded": None if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded[None],
+        "cu_seqlens": bounds[None],
         "max_seqlen": torch.tensor([batch.max_seqlen], dtype=torch.int32),
     }
 

@@ -23,6 +23,7 @@ import torch
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
+from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.energon.loader import PackedLoader
 from energon_packed.loading.energon.states import read_state
@@ -48,10 +49,13 @@ class MegatronIterator(Iterator[dict[str, Any]]):
         self._loader = loader
         self._layout: Layout = layout
         self._with_pixels = with_pixels
+        self._random = SeparateRandomStates()  # starting workers draws numbers, at other steps after a restart
         self._batches = iter(loader)
 
     def __next__(self) -> dict[str, Any]:
-        return megatron_batch(next(self._batches), self._layout, with_pixels=self._with_pixels)
+        with self._random:
+            batch = next(self._batches)
+        return megatron_batch(batch, self._layout, with_pixels=self._with_pixels)
 
     def save_state(self) -> dict[str, Any]:
         """Return the state of this data-parallel rank: nested dicts and lists of numbers and strings."""

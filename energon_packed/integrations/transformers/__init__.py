@@ -4,16 +4,22 @@
 |---|---|
 | arguments.py | packed_training_arguments, check_training_arguments: arguments that fit packed data |
 | stream.py | TrainerStream, TrainerStreamCallback: a loader as streaming data, resumed exactly |
-| trainer.py | PackedTrainer, IsolationCheckCallback, SetEpochCallback |
+| trainer.py | PackedTrainer, PackedTrainerMixin, IsolationCheckCallback, SetEpochCallback |
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
 from energon_packed.integrations.transformers.stream import TrainerStream, TrainerStreamCallback
-from energon_packed.integrations.transformers.trainer import IsolationCheckCallback, PackedTrainer, SetEpochCallback
+from energon_packed.integrations.transformers.trainer import (
+    IsolationCheckCallback,
+    PackedTrainer,
+    PackedTrainerMixin,
+    SetEpochCallback,
+)
 
 __all__ = [
     "IsolationCheckCallback",
     "PackedTrainer",
+    "PackedTrainerMixin",
     "SetEpochCallback",
     "TrainerStream",
     "TrainerStreamCallback",

@@ -42,15 +42,16 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank; or a function that returns it,
             called on first use, since TrainingArguments initializes the process group that a loader needs.
+        order_log: folder in which every used batch is recorded; by default the folder of the loader.
 
     Attributes:
         used: batches that the Trainer has used; None if no TrainerStreamCallback counts them.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, order_log: str | Path | None = None) -> None:
         # The parent class requires a source of examples, which is never read.
         super().__init__(datasets.iterable_dataset.ExamplesIterable(tuple, {}))
-        self._source = loader
+        self._source, self._order_log = loader, order_log
         self.used: int | None = None
 
     @cached_property
@@ -61,7 +62,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     @cached_property
     def batches(self) -> ConsumedBatches:
         """The batches of the loader, with the state after each used batch."""
-        return ConsumedBatches(self.loader)
+        return ConsumedBatches(self.loader, order_log=self._order_log)
 
     @property
     def steps(self) -> int | None:

@@ -8,6 +8,7 @@ with few targets has the same weight as a row with many targets, and with severa
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.loading.batch import target_losses, target_weights
 from energon_packed.loading.collator import Collator, with_weights
+from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
@@ -28,70 +30,36 @@ from energon_packed.loading.even_ranks import without_targets
 from energon_packed.loading.raw_records import PlannedDataset
 
 
-class PackedTrainer(Trainer):
-    """Trainer that checks arguments and isolation before the first step, and evaluates by token.
+class PackedTrainerMixin(Trainer):
+    """Makes a PackedTrainer of a class that is derived from Trainer; put it first among the base classes.
 
-        trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
+        class MyTrainer(PackedTrainerMixin, SFTTrainer):
+            pass
 
-    A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
-    with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
-    number of processes. If the last step has no pack for a process, that process gets a row without targets.
-    `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
-    saved and restored.
-
-    The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
-    averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
-    (`loss_mask`), it is sum(loss * weight) / sum(weight), and otherwise the loss of the model.
-
-    Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
-
-    `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
-    row of -100 labels if a process has fewer rows.
-
-    Args: as in Trainer.
+    Args: as in the other base class, and `balance` and `order_log` as in PackedTrainer; `data_collator` may also be
+        set by the constructor of the other base class.
 
     Raises:
-        ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
-            model, or, while training, the loss weights.
+        ConfigError: as in PackedTrainer.
     """
 
+    data_collator: Any
+
     def __init__(
-        self,
-        model: Any = None,
-        args: TrainingArguments | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        model_init: Callable[..., Any] | None = None,
-        compute_loss_func: Callable[..., Any] | None = None,
-        compute_metrics: Callable[..., Any] | None = None,
-        callbacks: list[TrainerCallback] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
-        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
     ) -> None:
-        super().__init__(
-            model=model,
-            args=args,
-            # A copy, because another Trainer with this collator would ignore the weights.
-            data_collator=with_weights(data_collator) if isinstance(data_collator, Collator) else data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            model_init=model_init,
-            compute_loss_func=compute_loss_func,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        super().__init__(*args, **kwargs)
+        self.balance: Balance | None = balance
+        if balance is None and self.args.train_sampling_strategy == "group_by_length":
+            self.balance = "attention"
+        self._order_log = order_log
+        self._is_packed = isinstance(self.data_collator, Collator)
+        if self._is_packed:  # a copy, because another Trainer with this collator would ignore the weights
+            self.data_collator = with_weights(self.data_collator)
         self._sums: torch.Tensor | None = None
-        self._is_packed = isinstance(data_collator, Collator)
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
         self._loss_is_mean = self._is_packed and not (
-            self.model_accepts_loss_kwargs or compute_loss_func or self.get_sp_size() > 1
+            self.model_accepts_loss_kwargs or self.compute_loss_func or self.get_sp_size() > 1
         )
         self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
@@ -103,6 +71,11 @@ class PackedTrainer(Trainer):
             self.add_callback(TrainerStreamCallback(data))
         elif self._has_order(data):
             self.add_callback(_OrderState(self))
+        if balance is not None and not self._has_order(data):
+            raise ConfigError(
+                f"`balance` needs a PackedDataset or PlannedDataset with a collator of this package, got "
+                f"{type(data).__name__}. Set `balance` of the loader, or remove it."
+            )
 
     def get_train_dataloader(self) -> Any:
         """Return the rows of this process in each step, in the global order of the data."""
@@ -114,7 +87,7 @@ class PackedTrainer(Trainer):
         if args.dataloader_num_workers and args.dataloader_prefetch_factor is not None:
             workers["prefetch_factor"] = args.dataloader_prefetch_factor
         loader = DataflowLoader(
-            MapDistributor(data, balance="attention" if args.train_sampling_strategy == "group_by_length" else None),
+            MapDistributor(data, balance=self.balance, accumulation=args.gradient_accumulation_steps),
             collator=self.data_collator,
             batch_size=self._train_batch_size,
             num_workers=args.dataloader_num_workers,
@@ -125,7 +98,14 @@ class PackedTrainer(Trainer):
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             **workers,
         )
-        self._loader = prepared_loader(self.accelerator, loader, lambda batch: self.data_collator([batch]))
+        # Processes of tensor, context and sequence parallelism share a rank, and the first of them writes its log.
+        is_first = self.accelerator.process_index % self._replicas() == 0
+        self._loader = prepared_loader(
+            self.accelerator,
+            loader,
+            lambda batch: self.data_collator([batch]),
+            order_log=self._order_log if is_first else None,
+        )
         return self._loader
 
     def num_examples(self, dataloader: Any) -> int:
@@ -190,8 +170,7 @@ class PackedTrainer(Trainer):
             sums = torch.stack([weights, weights.new_tensor(any("loss_mask" in row for row in rows))]).to(device)
             if self.args.average_tokens_across_devices:
                 sums = self.accelerator.reduce(sums, reduction="sum")
-            replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-            targets = torch.where(sums[1] > 0, sums[0] / replicas, targets)
+            targets = torch.where(sums[1] > 0, sums[0] / self._replicas(), targets)
         return rows, targets
 
     def compute_loss(
@@ -285,8 +264,12 @@ class PackedTrainer(Trainer):
 
     def _place(self) -> tuple[int, int]:
         """Return data-parallel (rank, world size): tensor, context and sequence parallelism share their data."""
-        replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        replicas = self._replicas()
         return self.accelerator.process_index // replicas, self.accelerator.num_processes // replicas
+
+    def _replicas(self) -> int:
+        """Return the number of processes that share their data."""
+        return int(self.get_tp_size() * self.get_cp_size() * self.get_sp_size())
 
     def _rows_of(self, packs: Any) -> Any:
         if packs is None:
@@ -297,6 +280,73 @@ class PackedTrainer(Trainer):
             batch_size=None,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+        )
+
+
+class PackedTrainer(PackedTrainerMixin):
+    """Trainer that checks arguments and isolation before the first step, and evaluates by token.
+
+        trainer = PackedTrainer(model, args, eval_dataset=dataset, data_collator=PaddingFreeCollator())
+
+    A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
+    with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
+    number of processes. If the last step has no pack for a process, that process gets a row without targets.
+    `balance` aligns the packs of a step by cost, with the accumulated rows of all processes; so does
+    `train_sampling_strategy="group_by_length"`, with the default costs. The state of a TrainerStream is saved and
+    restored.
+
+    The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
+    averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
+    (`loss_mask`), it is sum(loss * weight) / sum(weight), and otherwise the loss of the model.
+
+    Checkpoints have the names of the weights in the model; a checkpoint that does not restore all weights is refused.
+
+    `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
+    row of -100 labels if a process has fewer rows.
+
+    Args: as in Trainer, `balance` as for MapDistributor, and `order_log`: a folder in which the rows of each step are
+        recorded, for data that is read in its global order. A TrainerStream has its own argument.
+
+    Raises:
+        ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
+            model, or, while training, the loss weights.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[..., Any] | None = None,
+        compute_loss_func: Callable[..., Any] | None = None,
+        compute_metrics: Callable[..., Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *,
+        balance: Balance | None = None,
+        order_log: str | Path | None = None,
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            data_collator=data_collator,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            model_init=model_init,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            balance=balance,
+            order_log=order_log,
         )
 
 
@@ -343,7 +393,7 @@ class _OrderState(LoaderState):
 
     remedy = "resume it with the Trainer that saved it"
 
-    def __init__(self, trainer: PackedTrainer) -> None:
+    def __init__(self, trainer: PackedTrainerMixin) -> None:
         self._trainer = trainer
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:

@@ -170,16 +170,16 @@ def test_megatron_gpt_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     samples = random_samples(np.random.default_rng(1))
     batch = PaddingFreeCollator(pad_multiple=8, pad_to=256, loss_weighting="sample").collate(samples)
     inputs = megatron_batch(batch, "megatron-gpt")
-    # BATCH_KEYS of pretrain_gpt.py without those of hybrid context parallelism, which it fills with None
-    assert set(inputs) == {
-        *("tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
-        *("cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
-    }
+    # As SFTDataset of Megatron-LM: one kind of boundaries, and no key with None, which early releases do not support.
+    assert set(inputs) == {"tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen"}
     assert {tuple(inputs[n].shape) for n in ("tokens", "labels", "loss_mask", "position_ids")} == {(1, 256)}
-    assert inputs["cu_seqlens"].shape == inputs["cu_seqlens_padded"].shape == (1, len(samples) + 2)
-    assert {inputs[n].dtype for n in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")} == {torch.int32}
+    assert batch.cu_seqlens_padded is not None
+    assert torch.equal(inputs["cu_seqlens"], batch.cu_seqlens_padded[None])
+    assert {inputs[n].dtype for n in ("cu_seqlens", "max_seqlen")} == {torch.int32}
     assert inputs["max_seqlen"].shape == (1,)
     assert torch.equal(inputs["labels"], batch.megatron_inputs()["labels"])
+    unpadded = PaddingFreeCollator().collate(samples)
+    assert torch.equal(megatron_batch(unpadded, "megatron-gpt")["cu_seqlens"], unpadded.cu_seqlens[None])
     images = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
     with pytest.raises(ConfigError, match="reads no images. Use layout 'bridge'"):
         megatron_batch(images, "megatron-gpt")
