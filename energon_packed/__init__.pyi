@@ -32,6 +32,7 @@ from .formats import register_codec as register_codec
 from .formats import set_media_root as set_media_root
 from .integrations.accelerate import prepare_loader as prepare_loader
 from .integrations.isolation import check_isolation as check_isolation
+from .integrations.torchtitan import PackedDataLoader as PackedDataLoader
 from .integrations.trainer_state import GatheredLoader as GatheredLoader
 from .integrations.transformers.arguments import check_training_arguments as check_training_arguments
 from .integrations.transformers.arguments import packed_training_arguments as packed_training_arguments
