@@ -26,7 +26,9 @@ PLACES = {
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
-    "check_order": "loading.monitoring.order_log:check_order",
+    "count_batch": "loading.monitoring.counts:count_batch",
+    "check_order": "loading.monitoring.order_check:check_order",
+    "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
     "from_plain": "loading.energon.states:from_plain",
@@ -160,6 +162,7 @@ PLACES = {
     # packing: kernels and their limits; plans are checked through `pack_lengths`
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",
+    "step_imbalances": "packing.balance:step_imbalances",
     "bitset": "packing.kernels",
     "planner": "packing.planner",
     "kernels": "packing.kernels",

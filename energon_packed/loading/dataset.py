@@ -9,7 +9,7 @@ which are numbered dataset by dataset.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.references import emptied
 from energon_packed.formats.videos import is_video_part
-from energon_packed.loading.distributors.datasets import Balance, check_balance
+from energon_packed.loading.costs.model import Balance, RowSizes, cost_model
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
 from energon_packed.loading.failures import remedy_of, sendable
 from energon_packed.loading.features import hf_dataset
@@ -44,7 +44,7 @@ from energon_packed.loading.order import Order, check_sizes
 from energon_packed.loading.process import encode_pack
 from energon_packed.loading.ranks import refuse_dispatch, resolve_rank
 from energon_packed.loading.trust import check_blend_trusted
-from energon_packed.packing.balance import CostModel, Imbalance, Int64, RowSizes
+from energon_packed.packing.balance import Imbalance, Int64
 from energon_packed.pipeline.run_state import digest
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
@@ -61,7 +61,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         loader = DataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=PaddingFreeCollator())
         print(sampler.imbalance)                                    # imbalance 1.412 -> 1.007
 
-    `CostModel` estimates the cost from the tokens of a pack, the squared lengths of its samples, and its patches. The
+    `CostModel` estimates the cost from the tokens of a pack, the squared lengths of its samples, and its images. The
     order depends only on seed and epoch, so a loader resumes by skipping used indices, as StatefulDataLoader does.
 
     Args:
@@ -69,8 +69,8 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         num_replicas, rank: world size and rank; by default from torch.distributed. `rank="all"` yields the order of
             all ranks, batch by batch, for accelerate and the Trainer, which assign batches to ranks.
         batch_size: packs of a step on a rank.
-        balance: `attention`.
-        cost: cost model of a pack.
+        balance: a CostModel, `attention` for its default constants, or `tokens`.
+        accumulation: steps whose gradients the trainer accumulates, which are aligned together.
         shuffle, seed: draw a new seeded order every epoch; call `set_epoch`.
         epoch_end: the packs after the last full step. `repeat` reads the first packs again, with targets, because a
             sampler returns only indices: all ranks have the same number of packs, and every pack is read at least
@@ -89,12 +89,12 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         *,
         batch_size: int = 1,
         balance: Balance = "attention",
-        cost: CostModel | None = None,
+        accumulation: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         epoch_end: EpochEnd = "repeat",
     ) -> None:
-        check_balance(balance)
+        cost = cost_model(balance)
         if rank == "all":
             self.rank: int | None = None
             self.ranks = resolve_rank(None, None)[1] if num_replicas is None else num_replicas
@@ -108,7 +108,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         check_rest(epoch_end, len(dataset) % (self.ranks * batch_size), len(dataset), warns=not self.rank)
         self.rows, self.seed, self.epoch = batch_size, seed, 0
         self._drops = epoch_end == "drop"
-        self.order = Order(_EpochView(dataset), shuffle=shuffle, cost=cost or CostModel())
+        self.order = Order(_EpochView(dataset), shuffle=shuffle, cost=cost, accumulation=accumulation)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to order, as `DistributedSampler.set_epoch`."""
@@ -369,7 +369,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
     def item_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each item; the first use reads all packs, but not their video files."""
         sizes = [folder.sizes for folder in self._folders]
-        names = ("tokens", "squares", "patches")
+        names = [field.name for field in fields(RowSizes)]
         return RowSizes(**{name: np.concatenate([getattr(part, name) for part in sizes]) for name in names})
 
     def _item_at(self, index: int) -> int:
@@ -434,10 +434,10 @@ class _Folder:
 
     @cached_property
     def sizes(self) -> RowSizes:
-        """Sizes that determine the cost of each pack."""
-        squares = np.array([(lengths**2).sum() for lengths in self._sample_lengths], dtype=np.int64)
-        patches = np.array([self._patches(pack) for pack in range(len(squares))], dtype=np.int64)
-        return RowSizes(tokens=self.lengths, squares=squares, patches=patches)
+        """Sizes that determine the cost of each pack, with the padding that its samples were packed for."""
+        patches = [self._patches(pack) for pack in range(len(self.reader))]
+        multiple = 1 if self._manifest is None else self._manifest.pad_multiple
+        return RowSizes.of_samples(self._sample_lengths, patches, multiple=multiple)
 
     @cached_property
     def _codec(self) -> Codec:
@@ -455,16 +455,18 @@ class _Folder:
             packs.append(np.array(lengths, dtype=np.int64))
         return packs
 
-    def _patches(self, pack: int) -> int:
-        """Patches of the images and videos of a pack."""
+    def _patches(self, pack: int) -> list[int]:
+        """Patches of each image of a pack, and of each temporal patch of its videos."""
         vision = getattr(self._encoder, "vision", None)
         if vision is None or (self._manifest is not None and not (self._manifest.images or self._manifest.videos)):
-            return 0
+            return []
         # The selected frames are in the json: a video file, larger than all the rest, is not read.
         raw = emptied(self.reader.parts(pack, only=_NotVideos()), is_video_part)
         conversations = [c for c in load_pack(self._codec, raw).conversations() if c.images or c.videos]
-        runs = [run for conversation in conversations for run in measure_media(vision, conversation).runs]
-        video_token = self._encoder.rules.video_token_id
-        tokens = sum(run.features(video_token) if run.is_video else run.length for run in runs)
+        media = [measure_media(vision, conversation) for conversation in conversations]
         # An image token represents merge_size x merge_size patches.
-        return int(tokens * vision.merge_size**2)
+        patches = [run.length * vision.merge_size**2 for size in media for run in size.runs if not run.is_video]
+        if vision.video_token is not None:  # otherwise the frames of a video are images
+            for steps, height, width in [vision.video_grid(frames) for size in media for frames in size.frames]:
+                patches += [height * width] * steps
+        return patches

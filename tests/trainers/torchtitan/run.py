@@ -31,7 +31,9 @@ STEPS = 7  # of 2 epochs: 13 packs, 2 ranks, 2 micro batches
 SEQ_LEN = 128
 
 
-def dense_attention(query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any) -> Any:
+def dense_attention(
+    query: Any, key: Any, value: Any, *, block_mask: Any, scale: Any, enable_gqa: bool, **_: Any
+) -> Any:
     """Attention with the mask that torchtitan made; FlexAttention has no backward pass on a CPU."""
     length = query.shape[2]
     mask = create_mask(block_mask.mask_mod, query.shape[0], None, length, length, device="cpu")
