@@ -27,14 +27,17 @@ from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
+from energon_packed.loading.features import packs_of
 from energon_packed.loading.raw_records import PlannedDataset
 
 
 class PackedTrainerMixin(Trainer):
     """Makes a PackedTrainer of a class that is derived from Trainer; put it first among the base classes.
 
-        class MyTrainer(PackedTrainerMixin, SFTTrainer):
+        class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):
             pass
+
+    `to_hf()` of a dataset is read like the dataset, for trainers that accept nothing else.
 
     Args: as in the other base class, and `balance` and `order_log` as in PackedTrainer; `data_collator` may also be
         set by the constructor of the other base class.
@@ -63,7 +66,7 @@ class PackedTrainerMixin(Trainer):
         )
         self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
-        data = self.train_dataset
+        data = self.train_dataset = packs_of(self.train_dataset)  # SFTTrainer accepts nothing but `to_hf()`
         if data is not None:
             check_training_arguments(self.args, data, lengths_known=hasattr(data, "lengths"))
         self._loader: Any = None
