@@ -47,6 +47,7 @@ class PackedTrainerMixin(Trainer):
     """
 
     data_collator: Any
+    train_dataset: Any
 
     def __init__(
         self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
@@ -186,26 +187,31 @@ class PackedTrainerMixin(Trainer):
                 M-RoPE positions, and the model does not.
         """
         try:
-            loss, outputs = self._loss_of_row(model, inputs, num_items_in_batch)
+            loss, outputs = self._loss_of_row(model, inputs, return_outputs, num_items_in_batch)
         except (TypeError, ValueError, RuntimeError) as error:
             if (positions := inputs.get("position_ids")) is not None:
                 check_positions(model, positions, error)
             raise
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_of_row(self, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[torch.Tensor, Any]:
+    def _loss_of_row(
+        self, model: Any, inputs: Any, return_outputs: bool, num_items_in_batch: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Loss, and the outputs of the model if requested: SFTTrainer computes them in a forward pass of their own."""
+
+        def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
+            result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
+            return result if return_outputs else (result, None)
+
         sums = self._sums  # None while training
         is_weighted = self._is_packed and "loss_mask" in inputs
         if sums is None and not self._loss_is_mean and not is_weighted:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            return loss, outputs
+            return computed(inputs, num_items_in_batch)
         weight = target_weights(inputs).sum()
         if is_weighted:
             loss, outputs = self._weighted_loss(model, inputs)
         else:
-            loss, outputs = super().compute_loss(
-                model, inputs if sums is not None else _with_target(inputs), True, None
-            )
+            loss, outputs = computed(inputs if sums is not None else _with_target(inputs), None)
         if sums is not None:
             if weight:
                 sums += torch.stack([loss.detach().mean().double() * weight, weight.double()]).to(sums.device)
