@@ -124,6 +124,9 @@ PLACES = {
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",
+    "expected_steps": "inspection.steps:expected_steps",
+    "read_sizes": "inspection.steps:read_sizes",
+    "steps_inspection": "inspection.steps",
     "gather": "inspection.report_data:gather",
     "render_report": "inspection.report:render_report",
     "verify": "inspection.verify:verify",
