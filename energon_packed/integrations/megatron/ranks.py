@@ -18,6 +18,7 @@ class MegatronRanks:
         context_parallel_size: processes that share a row.
         is_first_tensor_rank: first rank of its tensor-parallel group.
         is_middle_stage: neither the first nor the last stage of the pipeline.
+        is_first: first of the processes that share a data-parallel rank.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class MegatronRanks:
     context_parallel_size: int
     is_first_tensor_rank: bool
     is_middle_stage: bool
+    is_first: bool = True
 
     @classmethod
     def of_this_process(cls) -> "MegatronRanks":
@@ -43,12 +45,14 @@ class MegatronRanks:
             raise ConfigError("megatron.core.parallel_state is not initialized. Call the provider inside pretrain().")
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         return cls(
             rank=parallel_state.get_data_parallel_rank(),
             world_size=parallel_state.get_data_parallel_world_size(),
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
-            is_first_tensor_rank=parallel_state.get_tensor_model_parallel_rank() == 0,
+            is_first_tensor_rank=tensor_rank == 0,
             is_middle_stage=0 < stage < stages - 1,
+            is_first=not (tensor_rank or stage or parallel_state.get_context_parallel_rank()),
         )
 
     def loads(self, layout: Layout) -> bool:
@@ -65,6 +69,23 @@ def megatron_lm_args() -> Any:
         return None if training is None else training.get_args()
     except AssertionError:  # imported, for example by Megatron-Bridge, but not in use
         return None
+
+
+def num_microbatches() -> int:
+    """Return the micro batches of a rank in a step, from Megatron's calculator; 1 if it is not initialized."""
+    from megatron.core import num_microbatches_calculator
+
+    try:
+        return int(num_microbatches_calculator.get_num_microbatches())
+    except AttributeError:  # of None, the global calculator before its initialization
+        return 1
+
+
+def data_parallel_group() -> Any:
+    """Return the process group of the ranks that read different rows."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
 
 
 def megatron_version() -> str:

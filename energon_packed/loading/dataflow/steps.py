@@ -295,6 +295,11 @@ class StreamSteps:
             mark=self._mark(),
         )
 
+    def ended(self, position: StreamPosition) -> list[int]:
+        """Return the shards that have no more items, so that no worker reads them again."""
+        states = [(shard, json.loads(text)) for shard, text in position.shards]
+        return [shard for shard, state in states if state["ended"] and not state["ready"]]
+
     def length(self) -> int:
         """Return the number of steps of this rank in one epoch.
 

@@ -28,13 +28,13 @@ from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
 from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, EnergonPackedError, RecordError, Reject
 from energon_packed.loading.collator import Collator
+from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, Sizes, unfit
 from energon_packed.loading.process import RecordAt, WithSource, encode_items, is_divisible
 from energon_packed.loading.ranks import ShardSpec
-from energon_packed.packing.balance import RowSizes
 
 
 class LoaderParts(NamedTuple):
@@ -181,9 +181,10 @@ class PackBuffer:
         sizes = Sizes(*np.array([item.size for item in self.waiting], dtype=np.int64).T)
         squares = np.array([item.squares for item in self.waiting], dtype=np.int64)
         groups = self.packer.groups(sizes)
-        columns = (sizes.lengths, squares, sizes.patches)
+        # The patches of single images are not known here: the images of a sample count as equal.
+        columns = (sizes.lengths, squares, sizes.patches, sizes.patches**2 // np.maximum(sizes.images, 1))
         sums = [np.array([int(column[group].sum()) for group in groups], dtype=np.int64) for column in columns]
-        rows = RowSizes(tokens=sums[0], squares=sums[1], patches=sums[2])
+        rows = RowSizes(tokens=sums[0], squares=sums[1], patches=sums[2], patch_squares=sums[3])
         ready, later = self.packer.pop_ready(groups, rows, final=final)
         self.ready += [[self.waiting[i] for i in group] for group in ready]
         self.waiting = [self.waiting[i] for group in later for i in group]

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from energon_packed.errors import BatchError, ConfigError, Reason, Reject
-from energon_packed.packing.balance import Int64, RowSizes
+from energon_packed.loading.costs.model import RowSizes
+from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import Overlong
 from energon_packed.pipeline.rejects import images_detail, not_split, overlong_detail
 

@@ -1,5 +1,6 @@
 """The provider in real process groups of megatron-core."""
 
+import json
 import shutil
 import sys
 from argparse import Namespace
@@ -7,11 +8,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from energon_packed import ChatEncoder, ConfigError, PaddingFreeCollator
+from energon_packed import ChatEncoder, ConfigError, PackOptions, PaddingFreeCollator, pack
+from tests import processes
 from tests.conftest import Packer
-from tests.internals import MegatronRanks, check_parallelism, ranks, train_valid_test_dataloaders_provider
+from tests.internals import (
+    MegatronRanks,
+    StoredTokens,
+    check_parallelism,
+    ranks,
+    train_valid_test_dataloaders_provider,
+)
 from tests.processes import Python
 
 RANK = """
@@ -94,6 +103,36 @@ def test_all_stages_of_a_pipeline_get_the_same_row_and_the_middle_no_pixels(
     assert len({next(line for line in out.splitlines() if "first" in line) for out in outputs}) == 1
 
 
+BALANCED = """
+import sys, json
+from megatron.core import num_microbatches_calculator, parallel_state
+from tests.internals import train_valid_test_dataloaders_provider
+rank, world, store, shards, batches = sys.argv[1:]
+parallel_state.initialize_model_parallel()
+num_microbatches_calculator.init_num_microbatches_calculator(int(rank), None, int(batches) * int(world), 1, int(world))
+for balance in (None, "attention"):
+    provider = train_valid_test_dataloaders_provider(shards, None, num_workers=0, balance=balance)
+    train = provider()[0]
+    lengths = [next(train)["cu_seqlens_q"].diff() for _ in range(5 * int(batches))]
+    print(json.dumps([int(of_row.sum()) + int((of_row**2).sum()) / 49152 for of_row in lengths]))
+"""
+
+
+def test_the_micro_batches_of_a_step_cost_the_same(tmp_path: Path) -> None:
+    """Two data-parallel ranks with 4 micro batches each, as Megatron's calculator reports."""
+    lengths = np.random.default_rng(0).integers(20, 2000, 80).tolist()  # packs that are not full cost differently
+    tokens = [{"id": str(n), "input_ids": [1] * length, "labels": [1] * length} for n, length in enumerate(lengths)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in tokens))
+    options: dict[str, Any] = {"sample_class": "PackedTokensSample", "workers": 1, "encoder": StoredTokens()}
+    inputs = (str(tmp_path / "data.jsonl"),)
+    packed = pack(PackOptions(inputs=inputs, output_dir=tmp_path, seq_len=2000, algorithm="sequential", **options))
+    outputs = processes.run_ranks(BALANCED, 2, tmp_path / "store", packed.shards, 4)
+    lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    shuffled, aligned = np.array(lines).transpose(1, 2, 0).reshape(2, 5, 4, 2).sum(axis=2)
+    assert (shuffled.max(axis=1) / shuffled.mean(axis=1)).mean() > 1.05
+    assert (aligned.max(axis=1) / aligned.mean(axis=1)).mean() < 1.005
+
+
 def test_outside_of_megatron_the_provider_says_what_is_missing(encoder: ChatEncoder) -> None:
     with pytest.raises(ConfigError, match="parallel_state is not initialized"):
         train_valid_test_dataloaders_provider("out", encoder)()
@@ -109,6 +148,8 @@ def test_what_megatron_decides_is_no_option(encoder: ChatEncoder, name: str) -> 
 def test_options_of_another_order_are_refused(encoder: ChatEncoder) -> None:
     with pytest.raises(ConfigError, match="`shuffle_buffer_size` is not an option of the global order"):
         train_valid_test_dataloaders_provider("out", encoder, shuffle_buffer_size=4)
+    with pytest.raises(ConfigError, match="`balance` is not an option of order='energon', in which Energon decides"):
+        train_valid_test_dataloaders_provider("out", encoder, order="energon", balance="attention")
     with pytest.raises(ConfigError, match="`order` must be 'global' or 'energon', got 'random'"):
         train_valid_test_dataloaders_provider("out", encoder, order="random")  # type: ignore[arg-type]
 
