@@ -13,8 +13,10 @@ from energon_packed import ChatEncoder, ConfigError, PackOptions, PaddingFreeCol
 from tests import processes
 from tests.conftest import Packer
 from tests.internals import (
+    LoggedData,
     MegatronRanks,
     StoredTokens,
+    check_order,
     check_parallelism,
     ranks,
     train_valid_test_dataloaders_provider,
@@ -30,7 +32,8 @@ rank, world, tensor, pipeline, store, shards, tokenizer, layout, order = sys.arg
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
 parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
 provider = train_valid_test_dataloaders_provider(
-    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order)
+    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order,
+    order_log=f"{shards}-{layout}-{order}")
 assert provider.is_distributed
 train, valid, test = provider([0, 0, 0])
 print("valid", valid is not None, "test", test is not None)
@@ -88,6 +91,8 @@ def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
     shards = pack_demo().shards
     same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
     assert same[0] == same[1]
+    report = check_order(shards.with_name(f"{shards.name}-bridge-global"), LoggedData(shards))
+    assert (report.problems, report.steps, report.repeated) == ([], 2, 1)
     first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
     assert "first" in first
     assert "first" not in second
