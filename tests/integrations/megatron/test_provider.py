@@ -113,7 +113,7 @@ for balance in (None, "attention"):
     train = provider()[0]
     lengths = [next(train)["cu_seqlens_q"].diff() for _ in range(5 * int(batches))]
     print(json.dumps([int(of_row.sum()) + int((of_row**2).sum()) / 49152 for of_row in lengths]))
-print(train.save_state()["segments"])
+print(json.dumps(train.save_state()["segments"]))
 """
 
 
