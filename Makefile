@@ -43,6 +43,7 @@ lint: setup
 
 docs: setup
 	$(BIN)/python tools/make_option_tables.py --check
+	$(BIN)/python tools/make_tables.py --check
 	$(BIN)/python tools/make_diagrams.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 

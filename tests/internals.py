@@ -26,6 +26,7 @@ PLACES = {
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
+    "count_batch": "loading.monitoring.counts:count_batch",
     "check_order": "loading.monitoring.order_check:check_order",
     "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.energon.states:redistribute",
@@ -126,6 +127,9 @@ PLACES = {
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",
+    "expected_steps": "inspection.steps:expected_steps",
+    "read_sizes": "inspection.steps:read_sizes",
+    "steps_inspection": "inspection.steps",
     "gather": "inspection.report_data:gather",
     "render_report": "inspection.report:render_report",
     "verify": "inspection.verify:verify",

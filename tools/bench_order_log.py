@@ -3,7 +3,8 @@
     python tools/bench_order_log.py [--json order_log.json] [--rounds 7]
 
 A row has 16 samples of 256 stored tokens. The step is forward and backward of a Qwen2 model with 2 layers of width 64
-on one thread of the CPU: a step of a larger model takes longer, also on a GPU. CPU times are the least of several rounds.
+on one thread of the CPU: a step of a larger model takes longer, also on a GPU. CPU times are the least of several
+rounds.
 """
 
 import json

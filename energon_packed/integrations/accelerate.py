@@ -86,7 +86,7 @@ def prepared_loader(
 ) -> PreparedLoader:
     """Prepare a loader whose rank was checked; see `prepare_loader`."""
     prepared = PreparedLoader(
-        _ConsumedDataset(loader, to_inputs, order_log),
+        ConsumedDataset(loader, to_inputs, order_log),
         device=accelerator.device if accelerator.device_placement else None,
         batch_size=None,
         collate_fn=unchanged,
@@ -114,10 +114,11 @@ def check_loader_rank(loader: Any, rank: int, world_size: int) -> None:
         )
 
 
-class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
+class ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     """Dataset of the batches of one epoch for accelerate, which yields a batch only after it has read the next batch.
 
     Attributes:
+        to_inputs: converts a batch to the inputs of the model.
         batches: the batches of the loader, with the state after each yielded batch.
         placeholders: empty batches at the start of the next iteration, for a Trainer that skips this many: the loader
             continues after the batches that they replace.
@@ -125,7 +126,7 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def __init__(self, loader: Any, to_inputs: Callable[[Any], Any], order_log: str | Path | None) -> None:
         self._loader = loader
-        self._to_inputs = to_inputs
+        self.to_inputs = to_inputs
         self.batches = ConsumedBatches(loader, order_log=order_log)
         self.placeholders = 0
         self._waiting: dict[str, Any] | None = None  # read, and perhaps not yielded
@@ -154,7 +155,7 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             yield self._waiting
         for batch in self.batches.epoch():
             self.batches.use(self.batches.read - 1)  # the previous batch was yielded
-            self._waiting = self._to_inputs(batch)
+            self._waiting = self.to_inputs(batch)
             yield self._waiting
         self.batches.use(self.batches.read)
         self._waiting = None

@@ -13,7 +13,7 @@ segment: padding with its own boundaries, without a target.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from typing import Any, Literal, get_args
@@ -47,6 +47,7 @@ class Collator(ABC):
     """
 
     _with_weights = False
+    _extras: Mapping[str, Callable[[PackedBatch], Any]] = {}
 
     @abstractmethod
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
@@ -98,13 +99,21 @@ class Collator(ABC):
         return vars(self)
 
     def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        return trainer_inputs(batch, with_weights=self._with_weights)
+        inputs = trainer_inputs(batch, with_weights=self._with_weights)
+        return inputs | {name: make(batch) for name, make in self._extras.items()}
 
 
 def with_weights(collator: Collator) -> Collator:
     """Return a copy for a trainer that applies loss weights: its dicts have `loss_mask` if weights are not 1."""
     collator = copy(collator)
     collator._with_weights = True
+    return collator
+
+
+def with_extra(collator: Collator, name: str, make: Callable[[PackedBatch], Any]) -> Collator:
+    """Return a copy whose dicts have an entry `name` with the value of `make(batch)`."""
+    collator = copy(collator)
+    collator._extras = {**collator._extras, name: make}
     return collator
 
 

@@ -9,7 +9,7 @@ which are numbered dataset by dataset.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
-from energon_packed.formats.references import emptied
+from energon_packed.formats.references import MEDIA_PART, emptied, located_names
 from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.costs.model import Balance, RowSizes, cost_model
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
@@ -117,7 +117,9 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
     @property
     def imbalance(self) -> Imbalance:
         """Slowest rank / mean rank of the current epoch, before and after balancing."""
-        return self.order.imbalance(self.epoch, self.seed, self.order.segment(self.ranks, self.rows))
+        segment = self.order.segment(self.ranks, self.rows)
+        shuffled, aligned = self.order.imbalances(self.epoch, self.seed, segment)
+        return Imbalance(before=shuffled.mean, after=aligned.mean)
 
     def __iter__(self) -> Iterator[int]:
         ranks, width = self.ranks, self.ranks * self.rows
@@ -212,7 +214,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed
-        self._folders = [_Folder(member, self.encoder, media_root) for member in self.blend]
+        self._folders = [FolderPacks(member, self.encoder, media_root) for member in self.blend]
         self._starts = np.cumsum([0, *self.packs])  # first item of each dataset among the items of all datasets
         self._ahead: ReadAhead[int, PackSample] = ReadAhead(self._read)
         is_moved = any(map(is_remote, (media_root or {}).values()))
@@ -368,9 +370,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
 
     def item_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each item; the first use reads all packs, but not their video files."""
-        sizes = [folder.sizes for folder in self._folders]
-        names = [field.name for field in fields(RowSizes)]
-        return RowSizes(**{name: np.concatenate([getattr(part, name) for part in sizes]) for name in names})
+        return RowSizes.joined([folder.sizes for folder in self._folders])
 
     def _item_at(self, index: int) -> int:
         """Item at an index of the epoch.
@@ -410,16 +410,29 @@ class _NotVideos:
         return not is_video_part(str(name))
 
 
-class _Folder:
-    """The packs of a dataset folder, by index."""
+class FolderPacks:
+    """The packs of a dataset folder, by index.
 
-    def __init__(self, split: LoadedSplit, encoder: Processor, media_root: Mapping[str, str] | None) -> None:
+    Args:
+        split: of the folder.
+        encoder: computes patches of images, and lengths that are not recorded; None if neither is needed.
+        media_root: as for PackedDataset.
+
+    Attributes:
+        reader: access to the tars.
+        source: of the samples.
+    """
+
+    def __init__(
+        self, split: LoadedSplit, encoder: Processor | None, media_root: Mapping[str, str] | None = None
+    ) -> None:
         self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split), media_root)
         self.source = SampleSource(str(split.path), dict(split.subflavors))
         self._manifest = split.manifest
         self._encoder = encoder
 
     def sample(self, pack: int) -> PackSample:
+        """The samples of a pack, not encoded."""
         return load_pack(self._codec, self.reader[pack])
 
     def describe(self, pack: int) -> str:
@@ -430,35 +443,61 @@ class _Folder:
     @cached_property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (P,)."""
-        return np.array([lengths.sum() for lengths in self._sample_lengths], dtype=np.int64)
+        return np.array([sum(lengths) for lengths in self._sample_lengths], dtype=np.int64)
 
     @cached_property
     def sizes(self) -> RowSizes:
         """Sizes that determine the cost of each pack, with the padding that its samples were packed for."""
-        patches = [self._patches(pack) for pack in range(len(self.reader))]
-        multiple = 1 if self._manifest is None else self._manifest.pad_multiple
-        return RowSizes.of_samples(self._sample_lengths, patches, multiple=multiple)
+        patches = [self.patches(pack) for pack in range(len(self.reader))]
+        return RowSizes.of_samples(self._sample_lengths, patches, multiple=self.pad_multiple)
+
+    @property
+    def pad_multiple(self) -> int:
+        """Multiple of the length of each sample that the packs were planned with."""
+        return 1 if self._manifest is None else self._manifest.pad_multiple
+
+    @property
+    def has_media(self) -> bool:
+        """Whether packs may have images or videos."""
+        return self._manifest is None or bool(self._manifest.images or self._manifest.videos)
 
     @cached_property
     def _codec(self) -> Codec:
         return codec_for(self._manifest.sample_class) if self._manifest else codec_of(self.reader[0])
 
     @cached_property
-    def _sample_lengths(self) -> list[Int64]:
-        """Tokens of the samples of each pack: the recorded lengths, else measured."""
-        packs = []
-        for pack in range(len(self.reader)):
-            # Only the member with the lengths is read, and no image.
-            lengths = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
-            if None in lengths:  # other tools record none
-                lengths = [self._encoder.length(conversation) for conversation in self.sample(pack).conversations()]
-            packs.append(np.array(lengths, dtype=np.int64))
-        return packs
+    def _sample_lengths(self) -> list[list[int]]:
+        return [self.sample_lengths(pack) for pack in range(len(self.reader))]
 
-    def _patches(self, pack: int) -> list[int]:
+    def sample_lengths(self, pack: int) -> list[int]:
+        """Tokens of each sample of a pack: the recorded lengths, else measured.
+
+        Raises:
+            ConfigError: no lengths are recorded, and there is no encoder.
+        """
+        # Only the member with the lengths is read, and no image.
+        lengths = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
+        if None not in lengths:
+            return [length for length in lengths if length is not None]
+        if self._encoder is None:
+            raise ConfigError(f"{self.source.dataset} records no lengths, so it needs an encoder. Pass `tokenizer`.")
+        return [self._encoder.length(conversation) for conversation in self.sample(pack).conversations()]
+
+    def num_media(self, pack: int) -> int:
+        """Number of images, videos and stored frames of a pack; the names of its members are read, and no image."""
+        raw: dict[str, Any] = {}
+        names = set()
+        for member, content in self.reader.members(pack, only=(MEDIA_PART,)):
+            names.add(member.part)
+            if member.part == MEDIA_PART:
+                raw[member.part] = content
+        names |= located_names(raw)
+        return sum(is_video_part(name) or (name.startswith("img") and not name.endswith(".npy")) for name in names)
+
+    def patches(self, pack: int) -> list[int]:
         """Patches of each image of a pack, and of each temporal patch of its videos."""
         vision = getattr(self._encoder, "vision", None)
-        if vision is None or (self._manifest is not None and not (self._manifest.images or self._manifest.videos)):
+        if vision is None or self._encoder is None or not self.has_media:
             return []
         # The selected frames are in the json: a video file, larger than all the rest, is not read.
         raw = emptied(self.reader.parts(pack, only=_NotVideos()), is_video_part)

@@ -24,7 +24,7 @@ import numpy as np
 
 from energon_packed.errors import ConfigError
 from energon_packed.loading.costs.model import CostModel
-from energon_packed.packing.balance import Float64, Imbalance, Int64, balanced_steps, imbalance
+from energon_packed.packing.balance import Float64, Int64, StepImbalance, balanced_steps
 
 WINDOW = 128
 """Steps that are sorted by cost together: a larger window aligns better and shuffles less."""
@@ -218,22 +218,20 @@ class Order:
             self._cached = key, self._ordered(epoch, seed, layout)
         return self._cached[1]
 
-    def imbalance(self, epoch: int, seed: int, segment: Segment) -> Imbalance:
-        """Time of the slowest rank of a step over the mean rank, shuffled and then aligned.
+    def imbalances(self, epoch: int, seed: int, segment: Segment) -> tuple[StepImbalance, StepImbalance]:
+        """Time of the slowest rank of each step over the mean rank: (shuffled, aligned).
 
         A step includes its accumulated steps, after which the ranks wait for each other.
         """
         count, rows = len(self) // segment.aligned_width, segment.rows * segment.accumulation
         orders = (self._shuffled(epoch, seed, segment.weights)[0], self.epoch_order(epoch, seed, [segment]))
-        # Items of a step alternate between ranks; (step, rank, row) is what `imbalance` reads.
-        before, after = (
-            imbalance(
-                self._costs(),
-                order[: count * segment.aligned_width].reshape(count, rows, segment.ranks).transpose(0, 2, 1),
-            )
+        # Items of a step alternate between ranks: (step, row, rank) to (step, rank, row).
+        steps = [
+            order[: count * segment.aligned_width].reshape(count, rows, segment.ranks).transpose(0, 2, 1)
             for order in orders
-        )
-        return Imbalance(before=before, after=after)
+        ]
+        costs = self._costs()
+        return StepImbalance.of(costs, steps[0]), StepImbalance.of(costs, steps[1])
 
     def _costs(self) -> Float64:
         """Cost of each item, float64; of a dataset without `item_sizes`, in the epoch that is set."""

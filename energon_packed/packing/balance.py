@@ -35,6 +35,28 @@ class Imbalance:
         return f"imbalance {self.before:.3f} -> {self.after:.3f} (slowest rank of a step / mean rank)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepImbalance:
+    """Time of the slowest rank / mean rank in the steps of an epoch, as numbers of at least 1.0.
+
+    Attributes:
+        mean: time of all steps, each as long as its slowest rank, divided by the mean time of the ranks.
+        p50, p99, max: percentiles of the single steps, and the largest value.
+    """
+
+    mean: float
+    p50: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, costs: npt.ArrayLike, steps: Int64) -> "StepImbalance":
+        """Summarize steps, int64 (S, ranks, rows), of rows with these costs, float (n,); all 1.0 without steps."""
+        of_steps = step_imbalances(costs, steps) if len(steps) else np.ones(1)
+        p50, p99 = np.percentile(of_steps, (50, 99)).tolist()
+        return cls(mean=imbalance(costs, steps), p50=p50, p99=p99, max=float(of_steps.max()))
+
+
 def balanced_steps(
     costs: npt.ArrayLike, order: Int64, *, ranks: int, rows: int, window: int, rng: np.random.Generator
 ) -> tuple[Int64, Int64]:

@@ -73,10 +73,11 @@ main()
 """
 
 
-def run_script(module: str, *arguments: object, out: Path) -> list[Any]:
+def run_script(module: str, *arguments: object, out: Path, status: int = 0) -> list[Any]:
     """What each of 2 ranks of `main()` of a module wrote with `report`, without the imports of `launch`."""
-    run_ranks(_RANK.format(module=module), 2, out / "store", out, *arguments)
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    (out / "store").unlink(missing_ok=True)
+    run_ranks(_RANK.format(module=module), 2, out / "store", out, *arguments, status=status)
+    return [] if status else [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def report(out: str, result: Any) -> None:

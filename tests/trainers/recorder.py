@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 IGNORED = -100
 
@@ -145,10 +145,10 @@ class Recorder:
         return [self._id_of.get(part, f"not a sample: {part}") for part in parts if any(part)]
 
     def watch(self, model: torch.nn.Module) -> None:
-        """Record the gradients of a model before each step of any torch optimizer."""
+        """Record the gradients of a model after each step of any torch optimizer."""
         if self._spec.gradients:
             named = dict(model.named_parameters())
-            self._hook = register_optimizer_step_pre_hook(
+            self._hook = register_optimizer_step_post_hook(
                 lambda *_: self.keep({name: value.grad for name, value in named.items()})
             )
 

@@ -8,7 +8,12 @@ from energon_packed.blends import has_split
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
-from energon_packed.integrations.megatron.ranks import MegatronRanks, check_parallelism, num_microbatches
+from energon_packed.integrations.megatron.ranks import (
+    MegatronRanks,
+    check_parallelism,
+    data_parallel_group,
+    num_microbatches,
+)
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.costs.model import Balance
@@ -18,6 +23,7 @@ from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.packed_loader import get_packed_loader
 from energon_packed.loading.epoch_end import EpochEnd
+from energon_packed.loading.monitoring.metrics import ThroughputMetrics
 from energon_packed.loading.packers.base import Packer
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
@@ -64,6 +70,7 @@ def train_valid_test_dataloaders_provider(
     layout: Layout = "bridge",
     restore: str | Path | Literal["auto"] | None = "auto",
     order: Order = "global",
+    metrics: ThroughputMetrics | None = None,
     **options: Unpack[ProviderOptions],
 ) -> Provider:
     """Return a provider for Megatron's `pretrain`: called on every rank, it returns (train, valid, test) iterators.
@@ -88,6 +95,8 @@ def train_valid_test_dataloaders_provider(
         order: `global`: packs in one order for all ranks, epoch after epoch, so that every rank has a pack at every
             step, and a checkpoint continues exactly with any number of ranks and workers. `energon`: the order of
             Energon's loader, which also packs on the fly and draws a blend by weight without an epoch.
+        metrics: counts the rows of the `train` iterator, with the micro batches of a step; by default over the
+            data-parallel group of this process.
         options: with `global`, the options of `ordered_loader`; with `energon`, the options of `get_packed_loader`
             except rank, world_size, split, epochs and shuffle.
 
@@ -106,6 +115,9 @@ def train_valid_test_dataloaders_provider(
         if not ranks.loads(layout):
             return None, None, None
 
+        if metrics is not None:
+            metrics.micro_batches = num_microbatches()
+            metrics.group = metrics.group or data_parallel_group()
         given: dict[str, Any] = dict(options)
         if options.get("balance") is not None:
             given.setdefault("accumulation", num_microbatches())
@@ -116,7 +128,8 @@ def train_valid_test_dataloaders_provider(
             log = options.get("order_log") if split == "train" and ranks.is_first else None
             of_split = {**given, "order_log": log}
             loader = make(path, encoder, split=split, rank=ranks.rank, world_size=ranks.world_size, **of_split)
-            return MegatronIterator(loader, layout, with_pixels=not ranks.is_middle_stage)
+            counts = metrics if split == "train" else None
+            return MegatronIterator(loader, layout, with_pixels=not ranks.is_middle_stage, metrics=counts)
 
         train = iterator("train")
         restore_iterator(train, restore, ranks.rank)

@@ -81,6 +81,13 @@ def num_microbatches() -> int:
         return 1
 
 
+def data_parallel_group() -> Any:
+    """Return the process group of the ranks that read different rows."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
 def megatron_version() -> str:
     """Return the version of megatron-core."""
     from megatron import core

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from typing import Any, Literal
 
@@ -61,6 +61,11 @@ class RowSizes:
             patches=self.patches[rows],
             patch_squares=self.patch_squares[rows],
         )
+
+    @classmethod
+    def joined(cls, parts: Sequence["RowSizes"]) -> "RowSizes":
+        """The rows of all parts, in their order."""
+        return cls(**{each.name: np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)})
 
     def columns(self) -> Float64:
         """The sizes as float64 (P, 4), in the order of the attributes."""

@@ -2,7 +2,8 @@
 
 | module | content |
 |---|---|
-| metrics.py | ThroughputMetrics: tokens, targets and waiting time of the batches |
+| counts.py | count_batch: counts of a batch of any type |
+| metrics.py | ThroughputMetrics: throughput, padding, imbalance and sources of the batches of all ranks |
 | order_log.py | OrderLog: a line for each consumed batch, in the file of the rank |
 | order_lines.py | the lines, and which of them a restart has replaced |
 | order_check.py | check_order: samples that are lost or used twice |

@@ -132,30 +132,25 @@ class RankFile:
         file: the file.
 
     Raises:
-        FormatError: a line is damaged that is not the last line of a process.
+        FormatError: a line is damaged; the last line of the file may be cut.
     """
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.processes: list[Process] = []
         self.problems: list[str] = []
-        at, damaged = 0, 0
+        at = 0
         with file.open("rb") as lines:
             for number, text in enumerate(lines, 1):
-                is_header = text.startswith(_HEADER) and _parsed(text) is not None
-                if damaged and not is_header:
-                    raise self._damage(damaged)
-                damaged = 0
-                if is_header:
-                    self.processes.append(Process(_parsed(text) or {}))
-                elif not text.startswith(_LINE) or not text.endswith(b"}\n"):
-                    damaged = number
-                elif not self.processes:
-                    raise self._damage(number)
-                else:
+                if not text.endswith(b"\n"):
+                    break  # a kill has cut the last line, whose batch is after each saved state
+                if text.startswith(_HEADER) and (header := _parsed(text)) is not None:
+                    self.processes.append(Process(header))
+                elif text.startswith(_LINE) and self.processes:
                     self._add(at, text, number)
+                else:
+                    raise self._damage(number)
                 at += len(text)
-        self._drop_cut_lines()
 
     @property
     def rank(self) -> int:
@@ -200,22 +195,6 @@ class RankFile:
             spans[-1] = (begin, at + len(text), number)
         else:
             spans.append((at, at + len(text), number))
-
-    def _drop_cut_lines(self) -> None:
-        """Leave out the last line of a process if a kill has cut it and it ends like a whole line."""
-        with self.file.open("rb") as stream:
-            for process in self.processes:
-                last = max(
-                    ((span[1], epoch) for epoch, spans in process.spans.items() for span in spans), default=None
-                )
-                if last is None:
-                    continue
-                begin, end, number = process.spans[last[1]][-1]
-                stream.seek(max(begin, end - (1 << 16)))
-                tail = stream.read(end - stream.tell())
-                text = tail[tail.rfind(b"\n", 0, -1) + 1 :]
-                if len(text) < len(tail) and _parsed(text) is None:
-                    process.spans[last[1]][-1] = (begin, end - len(text), number)
 
     def _damage(self, number: int) -> FormatError:
         return FormatError(
@@ -309,7 +288,8 @@ def intervals(last: Process) -> Iterator[str]:
     """Yield a line for each process of a run, such as `3 ranks after epoch 0, step 40`."""
     for ranks, points in last.starts:
         epoch, step = min(map(tuple, points))
-        yield f"{ranks} ranks" + (f" after epoch {epoch}, step {step}" if epoch or step else "")
+        after = f" after epoch {epoch}, step {step}" if epoch or step else ""
+        yield f"{ranks} rank{'s' if ranks > 1 else ''}{after}"
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.loading.monitoring.order_lines import FORMAT, Point, file_of, first_header
 from energon_packed.storage import as_path, is_remote
 
+_LONGEST_LINE = 1 << 20  # bytes
 KEY = "order_log"
 """Entry of a loader state."""
 
@@ -153,8 +154,9 @@ class OrderLog:
             self._refuse_other_run()
         self._descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._descriptor).st_size
-        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":  # a kill has cut the last line
-            self._write(b"\n")
+        start = max(0, size - _LONGEST_LINE)
+        # A kill may have cut the last line.
+        os.ftruncate(self._descriptor, start + os.pread(self._descriptor, size - start, start).rfind(b"\n") + 1)
 
     def _refuse_other_run(self) -> None:
         if (header := first_header(self.file)) is not None:

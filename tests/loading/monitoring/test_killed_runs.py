@@ -1,4 +1,4 @@
-"""Runs that SIGKILL ends three times, and that continue with another number of ranks twice: nothing lost, nothing twice."""
+"""Runs that SIGKILL ends three times and that change their ranks twice: nothing lost, nothing twice."""
 
 from pathlib import Path
 

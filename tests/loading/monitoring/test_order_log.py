@@ -1,4 +1,4 @@
-"""Order log, replay, joint loaders and metrics."""
+"""Order log, replay and joint loaders."""
 
 import itertools
 import json
@@ -23,13 +23,11 @@ from energon_packed import (
     PackedDataset,
     PoolPacker,
     SequentialPacker,
-    ThroughputMetrics,
     get_raw_loader,
 )
 from tests.internals import DemoDataset, StoredTokens, check_order, cli
 from tests.loading.flows import FEATURES, energon_folder, feature, signature
 from tests.printed import printed_json
-from tests.processes import run_ranks
 
 DATA = [feature(number % 13, number) for number in range(150)]
 
@@ -225,34 +223,3 @@ def test_joint_loaders_draw_by_ratio() -> None:
     assert abs(names.count("long") - 450) < 3 * (600 * 0.75 * 0.25) ** 0.5
     with pytest.raises(ConfigError, match="`weights` and `loaders` must have the same keys"):
         JointLoader({"a": []}, {"b": 1})
-
-
-def test_metrics_are_those_of_the_batches() -> None:
-    data = [{"input_ids": [1] * 8, "labels": [-100] * 4 + [1] * 4}] * 6
-    metrics = ThroughputMetrics(seq_len=20)
-    batches = list(metrics.watch(DataflowLoader(MapDistributor(data), packer=SequentialPacker(20))))
-    assert [batch.num_tokens for batch in batches] == [16, 16, 16]
-    found = metrics.summary()
-    assert found.pop("data/wait_s") > 0
-    assert found == {
-        "data/tokens_per_step": 16, "data/samples_per_pack": 2, "data/supervised_share": 0.5, "data/utilization": 0.8,
-        "perf/global_seq_len_avg": 16, "perf/global_seq_len_min": 16, "perf/global_seq_len_max": 16,
-    }  # fmt: skip
-    assert metrics.summary() == {}
-
-
-METRICS = """
-import json
-from energon_packed import DataflowLoader, MapDistributor, ThroughputMetrics
-data, metrics = MapDistributor([{"input_ids": [1] * (4 + 8 * rank)}]), ThroughputMetrics()
-for batch in DataflowLoader(data, batch_size=1, rank=0, world_size=1):
-    metrics.add(batch)
-print(json.dumps(metrics.summary()))
-"""
-
-
-def test_metrics_over_ranks(tmp_path: Path) -> None:
-    for rank, output in enumerate(run_ranks(METRICS, 2, tmp_path / "store")):
-        found = json.loads(output)
-        assert found["data/tokens_per_step"] == 4 + 8 * rank
-        assert [found[f"perf/global_seq_len_{name}"] for name in ("avg", "min", "max")] == [8, 4, 12]
