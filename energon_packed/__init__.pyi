@@ -41,6 +41,7 @@ from .integrations.transformers.arguments import check_training_arguments as che
 from .integrations.transformers.arguments import packed_training_arguments as packed_training_arguments
 from .integrations.transformers.metrics import MetricsCallback as MetricsCallback
 from .integrations.transformers.mixture import MixtureCallback as MixtureCallback
+from .integrations.transformers.order import OrderLogCallback as OrderLogCallback
 from .integrations.transformers.stream import TrainerStream as TrainerStream
 from .integrations.transformers.stream import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.trainer import IsolationCheckCallback as IsolationCheckCallback

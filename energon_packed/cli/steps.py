@@ -1,10 +1,10 @@
 """Command `energon-packed steps`: a dataset and a number of GPUs in, steps per epoch and their imbalance out."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 import click
-from rich.table import Table
 
 from energon_packed.cli.options import DeclaredOption, GroupedCommand, InputPath, as_options, media_root_option
 from energon_packed.cli.output import Output, output_options
@@ -70,27 +70,26 @@ def command(
         accumulation=accumulation,
         seed=seed,
     )
-    output.console.print(steps_table(steps))
-    sampled = f"; lengths of {epoch.read:,} packs were read" if epoch.read < steps.packs else ""
-    output.console.print(
-        f"{steps.packs:,} packs in {steps.steps:,} steps of {steps.ranks:,} ranks x {accumulation} x "
-        f"{micro_batch_size} packs, {steps.rest:,} packs in the last, short step{sampled}",
-        soft_wrap=True,
-    )
+    for line in _lines(steps):
+        output.console.print(line, soft_wrap=True)
+    if epoch.read < steps.packs:
+        output.console.print(f"lengths of {epoch.read:,} packs were read", soft_wrap=True)
     for note in epoch.notes:
         output.console.print(as_options(note), soft_wrap=True)
     output.result({**asdict(steps), "read": epoch.read, "notes": epoch.notes, "cost": cost.constants()})
 
 
-def steps_table(steps: ExpectedSteps) -> Table:
-    """Table of the imbalance of the steps."""
-    table = Table(title="time of the slowest rank / mean rank", title_justify="left", box=None)
-    table.add_column("order")
-    for name in asdict(steps.shuffled):
-        table.add_column(name, justify="right")
-    for name, values in (("shuffled", steps.shuffled), ("aligned", steps.aligned)):
-        table.add_row(name, *(f"{value:.3f}" for value in asdict(values).values()))
-    return table
+def _lines(steps: ExpectedSteps) -> Iterator[str]:
+    """Table of the imbalance, and the number of steps."""
+    rows = {"shuffled": asdict(steps.shuffled), "aligned": asdict(steps.aligned)}
+    yield f"{'slowest rank / mean rank':24}" + "".join(f"{name:>9}" for name in rows["shuffled"])
+    for name, values in rows.items():
+        yield f"{name:24}" + "".join(f"{value:9.3f}" for value in values.values())
+    width = steps.ranks * steps.micro_batch_size * steps.accumulation
+    yield (
+        f"{steps.packs:,} packs: {steps.steps:,} steps of {width:,} packs ({steps.ranks:,} ranks x micro batch size "
+        f"{steps.micro_batch_size} x accumulation {steps.accumulation}), and {steps.rest:,} further packs"
+    )
 
 
 def _cost_of(folder: Path, *, trains_vision: bool) -> CostModel:

@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +118,8 @@ def read_sizes(
         read += len(packs)
         parts.append(sizes[rng.permutation(np.resize(np.arange(len(packs)), count))])
         if folder.has_media:
-            notes.append(note or f"images of {measured:,} packs were read; others count with the mean")
-    return EpochSizes(sizes=RowSizes.joined(parts), read=read, notes=tuple(dict.fromkeys(notes)))
+            notes.append(note or measured)
+    return EpochSizes(sizes=RowSizes.joined(parts), read=read, notes=tuple(dict.fromkeys(filter(None, notes))))
 
 
 def expected_steps(
@@ -203,19 +203,21 @@ def _encoder_of(split: LoadedSplit, tokenizer: Path | None) -> tuple[Processor |
     return encoder, ""
 
 
-def _sizes_of(folder: FolderPacks, packs: Int64, multiple: int, rng: np.random.Generator) -> tuple[RowSizes, int]:
-    """Return the sizes of some packs, and the number of packs whose images were read."""
+def _sizes_of(folder: FolderPacks, packs: Int64, multiple: int, rng: np.random.Generator) -> tuple[RowSizes, str]:
+    """Return the sizes of some packs, and a note if the images of only some of them were read."""
     lengths = [folder.sample_lengths(pack) for pack in packs.tolist()]
     media = np.array([folder.num_media(pack) if folder.has_media else 0 for pack in packs.tolist()])
     sizes = RowSizes.of_samples(lengths, [[]] * len(packs), multiple=int(np.lcm(multiple, folder.pad_multiple)))
-    chosen = rng.permutation(np.flatnonzero(media))[:_MAX_WITH_MEDIA]
+    with_media = np.flatnonzero(media)
+    chosen = rng.permutation(with_media)[:_MAX_WITH_MEDIA]
     if not len(chosen):
-        return sizes, 0
+        return sizes, ""
     patches = [np.array(folder.patches(pack), dtype=np.float64) for pack in packs[chosen].tolist()]
     exact = np.array([[of_pack.sum(), (of_pack**2).sum()] for of_pack in patches])
     columns: Float64 = media[:, None] * exact.sum(axis=0) / media[chosen].sum()
     columns[chosen] = exact
     rounded = columns.round().astype(np.int64)
-    return RowSizes(
-        tokens=sizes.tokens, squares=sizes.squares, patches=rounded[:, 0], patch_squares=rounded[:, 1]
-    ), len(chosen)
+    sizes = replace(sizes, patches=rounded[:, 0], patch_squares=rounded[:, 1])
+    if len(chosen) == len(with_media):
+        return sizes, ""
+    return sizes, f"images of {len(chosen):,} of {len(with_media):,} packs were read; others count with the mean"

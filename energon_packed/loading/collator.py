@@ -203,7 +203,9 @@ class PaddingFreeCollator(Collator):
         dummy = None if any(num_images) or any(num_videos) else self.dummy_images.fit(possible, room)
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
-        bounds = cu_seqlens_from_lengths(segments)
+        # A stored row without padding has its boundaries already.
+        is_stored = segments is lengths and row.cu_seqlens.dtype == np.int32 and bool(lengths.all())
+        bounds = np.array(row.cu_seqlens, np.int32) if is_stored else cu_seqlens_from_lengths(segments)
         total, tokens = int(bounds[-1]), len(row.input_ids)
 
         is_padded_between = padded is not lengths and bool((padded != lengths).any())
@@ -465,7 +467,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _row(array: Any) -> torch.Tensor:
-    return torch.from_numpy(array).unsqueeze(0)
+    return torch.from_numpy(array[None])  # a third of the time of `unsqueeze`
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

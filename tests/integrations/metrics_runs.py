@@ -110,7 +110,13 @@ def images(folder: Path, packs: Path, tokenizer: Path) -> list[dict[str, float]]
     return logs_of(
         SFTTrainer(
             model,
-            SFTConfig(str(folder), **QUIET_RUN | ONE_EPOCH | {"gradient_accumulation_steps": 2, "bf16": False}, **SFT),
+            SFTConfig(
+                str(folder),
+                **QUIET_RUN
+                | ONE_EPOCH
+                | {"gradient_accumulation_steps": 2, "bf16": False, "label_smoothing_factor": 0.1},
+                **SFT,
+            ),
             train_dataset=PackedDataset(packs, encoder).to_hf(),
             data_collator=PaddingFreeCollator(),
             processing_class=AutoTokenizer.from_pretrained(tokenizer),

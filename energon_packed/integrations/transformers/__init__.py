@@ -6,6 +6,7 @@
 | stream.py | TrainerStream, TrainerStreamCallback: a loader as streaming data, resumed exactly |
 | batch_taps.py | BatchTap: values of the batches that the model has used |
 | metrics.py | MetricsCallback: throughput, padding, imbalance and sources in the logs |
+| order.py | OrderLogCallback: the order log of a Trainer over a PackedDataset |
 | mixture.py | MixtureCallback: weights of a mixture that learn from the losses of its sources |
 | trainer.py | PackedTrainer, PackedTrainerMixin, IsolationCheckCallback, SetEpochCallback |
 """
@@ -13,6 +14,7 @@
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
 from energon_packed.integrations.transformers.metrics import MetricsCallback
 from energon_packed.integrations.transformers.mixture import MixtureCallback
+from energon_packed.integrations.transformers.order import OrderLogCallback
 from energon_packed.integrations.transformers.stream import TrainerStream, TrainerStreamCallback
 from energon_packed.integrations.transformers.trainer import (
     IsolationCheckCallback,
@@ -25,6 +27,7 @@ __all__ = [
     "IsolationCheckCallback",
     "MetricsCallback",
     "MixtureCallback",
+    "OrderLogCallback",
     "PackedTrainer",
     "PackedTrainerMixin",
     "SetEpochCallback",

@@ -27,14 +27,17 @@ from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
+from energon_packed.loading.features import packs_of
 from energon_packed.loading.raw_records import PlannedDataset
 
 
 class PackedTrainerMixin(Trainer):
     """Makes a PackedTrainer of a class that is derived from Trainer; put it first among the base classes.
 
-        class MyTrainer(PackedTrainerMixin, SFTTrainer):
+        class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):
             pass
+
+    `to_hf()` of a dataset is read like the dataset, for trainers that accept nothing else.
 
     Args: as in the other base class, and `balance` and `order_log` as in PackedTrainer; `data_collator` may also be
         set by the constructor of the other base class.
@@ -44,6 +47,7 @@ class PackedTrainerMixin(Trainer):
     """
 
     data_collator: Any
+    train_dataset: Any
 
     def __init__(
         self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
@@ -63,7 +67,7 @@ class PackedTrainerMixin(Trainer):
         )
         self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
-        data = self.train_dataset
+        data = self.train_dataset = packs_of(self.train_dataset)  # SFTTrainer accepts nothing but `to_hf()`
         if data is not None:
             check_training_arguments(self.args, data, lengths_known=hasattr(data, "lengths"))
         self._loader: Any = None
@@ -183,26 +187,31 @@ class PackedTrainerMixin(Trainer):
                 M-RoPE positions, and the model does not.
         """
         try:
-            loss, outputs = self._loss_of_row(model, inputs, num_items_in_batch)
+            loss, outputs = self._loss_of_row(model, inputs, return_outputs, num_items_in_batch)
         except (TypeError, ValueError, RuntimeError) as error:
             if (positions := inputs.get("position_ids")) is not None:
                 check_positions(model, positions, error)
             raise
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_of_row(self, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[torch.Tensor, Any]:
+    def _loss_of_row(
+        self, model: Any, inputs: Any, return_outputs: bool, num_items_in_batch: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Loss, and the outputs of the model if requested: SFTTrainer computes them in a forward pass of their own."""
+
+        def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
+            result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
+            return result if return_outputs else (result, None)
+
         sums = self._sums  # None while training
         is_weighted = self._is_packed and "loss_mask" in inputs
         if sums is None and not self._loss_is_mean and not is_weighted:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            return loss, outputs
+            return computed(inputs, num_items_in_batch)
         weight = target_weights(inputs).sum()
         if is_weighted:
             loss, outputs = self._weighted_loss(model, inputs)
         else:
-            loss, outputs = super().compute_loss(
-                model, inputs if sums is not None else _with_target(inputs), True, None
-            )
+            loss, outputs = computed(inputs if sums is not None else _with_target(inputs), None)
         if sums is not None:
             if weight:
                 sums += torch.stack([loss.detach().mean().double() * weight, weight.double()]).to(sums.device)

@@ -105,6 +105,8 @@ class _Tally:
         elif "packs" in entries:
             datasets = tuple(sorted(set(map(str, sources))))
             self.packs.extend([hash((pack, datasets)) for pack in entries["packs"]])
+        elif "size" not in facts:  # the lines of OrderLogCallback
+            self.pairs.extend([hash(pair) for pair in zip(ids, sources, strict=True) if pair[0] is not None])
         else:
             self.places.extend(items)
             # A rank without items in its last step has none to wait for.
