@@ -326,7 +326,7 @@ class Result:
         path = Path(__file__).parent / self.name / "result.json"
         results = json.loads(path.read_text()) if path.exists() else {}
         measured = {key: f"{value:.0e}" if isinstance(value, float) else value for key, value in self.measured.items()}
-        versions = {package: version(package) for package in (*self.packages, "torch")}
+        versions = {package: version(package).partition("+")[0] for package in (*self.packages, "torch")}
         results[self.kind] = {"title": self.title, "versions": versions, **measured}
         path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
 
