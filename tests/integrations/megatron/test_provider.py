@@ -118,6 +118,7 @@ for balance in (None, "attention"):
     train = provider()[0]
     lengths = [next(train)["cu_seqlens_q"].diff() for _ in range(5 * int(batches))]
     print(json.dumps([int(of_row.sum()) + int((of_row**2).sum()) / 49152 for of_row in lengths]))
+print(json.dumps(train.save_state()["segments"]))
 """
 
 
@@ -131,6 +132,7 @@ def test_the_micro_batches_of_a_step_cost_the_same(tmp_path: Path) -> None:
     packed = pack(PackOptions(inputs=inputs, output_dir=tmp_path, seq_len=2000, algorithm="sequential", **options))
     outputs = processes.run_ranks(BALANCED, 2, tmp_path / "store", packed.shards, 4)
     lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    assert [of_rank.pop() for of_rank in lines] == [[[0, 0, 2, 1, None, 4]]] * 2  # accumulates 4 micro batches
     shuffled, aligned = np.array(lines).transpose(1, 2, 0).reshape(2, 5, 4, 2).sum(axis=2)
     assert (shuffled.max(axis=1) / shuffled.mean(axis=1)).mean() > 1.05
     assert (aligned.max(axis=1) / aligned.mean(axis=1)).mean() < 1.005
