@@ -170,7 +170,7 @@ def add_slopes(report: Report, unit: str, limit: int, runs: dict[int, dict[str, 
         label = f"{count:,} {unit}: {name}"
         report.add(f"{label}: CPU time", used.cpu, "s", wall=used.wall)
         # Shorter work has no slope: start-up varies more.
-        if used.cpu > 2 * start.cpu:
+        if before.cpu > 1.5 * start.cpu:
             slope = (used.cpu - start.cpu) / (count - least) / (before.cpu - start.cpu) * (tenth - least)
             report.add(f"{label}: slope of the CPU time", slope, "", "<= 1.15")
         report.add(f"{label}: peak memory", used.memory / 2**20, "MiB")

@@ -217,7 +217,7 @@ def usage(command: Sequence[object]) -> Usage:
 
         def watch() -> None:
             nonlocal peak
-            while not done.wait(0.2):
+            while not done.wait(0.5):  # reading the sizes of large processes takes milliseconds
                 peak = max(peak, sum(_proportional(pid) for pid in _family(process.pid)))
 
         watcher = threading.Thread(target=watch)

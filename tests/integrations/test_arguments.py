@@ -12,6 +12,7 @@ from energon_packed import (
     BatchError,
     ChatEncoder,
     ConfigError,
+    CostModel,
     DataflowConfig,
     DataflowLoader,
     GatheredLoader,
@@ -132,6 +133,14 @@ def test_packed_trainer_groups_by_the_lengths_of_the_data(text_packs: list[Path]
     loader = DataflowLoader(MapDistributor(data, balance="attention"), batch_size=8, seed=args.seed)
     expected = [batch.input_ids.tolist() for batch in loader]
     assert [inputs["input_ids"].tolist() for inputs in trainer.get_train_dataloader()] == expected
+    cost = CostModel(square=1)
+    args = made(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=1)
+    trainer = PackedTrainer(tiny_qwen2(), args, train_dataset=data, data_collator=PaddingFreeCollator(), balance=cost)
+    order = MapDistributor(data, balance=cost, accumulation=2)
+    expected = [batch.input_ids.tolist() for batch in DataflowLoader(order, batch_size=1, seed=args.seed)]
+    assert [inputs["input_ids"].tolist() for inputs in trainer.get_train_dataloader()] == expected
+    with pytest.raises(ConfigError, match="`balance` needs a PackedDataset or PlannedDataset .*, got list"):
+        PackedTrainer(tiny_qwen2(), args, train_dataset=[{}], data_collator=PaddingFreeCollator(), balance=cost)
     with pytest.raises(ConfigError, match="`use_cache` must be False, got True"):
         PackedTrainer(tiny_qwen2(), made(tmp_path, use_cache=True), train_dataset=data)
 

@@ -15,8 +15,10 @@ from energon_packed import ChatEncoder, ConfigError, PackOptions, PaddingFreeCol
 from tests import processes
 from tests.conftest import Packer
 from tests.internals import (
+    LoggedData,
     MegatronRanks,
     StoredTokens,
+    check_order,
     check_parallelism,
     ranks,
     train_valid_test_dataloaders_provider,
@@ -32,7 +34,8 @@ rank, world, tensor, pipeline, store, shards, tokenizer, layout, order = sys.arg
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
 parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
 provider = train_valid_test_dataloaders_provider(
-    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order)
+    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order,
+    order_log=f"{shards}-{layout}-{order}")
 assert provider.is_distributed
 train, valid, test = provider([0, 0, 0])
 print("valid", valid is not None, "test", test is not None)
@@ -90,6 +93,8 @@ def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
     shards = pack_demo().shards
     same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
     assert same[0] == same[1]
+    report = check_order(shards.with_name(f"{shards.name}-bridge-global"), LoggedData(shards))
+    assert (report.problems, report.steps, report.repeated) == ([], 2, 1)
     first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
     assert "first" in first
     assert "first" not in second
@@ -115,6 +120,7 @@ for balance in (None, "attention"):
     train = provider()[0]
     lengths = [next(train)["cu_seqlens_q"].diff() for _ in range(5 * int(batches))]
     print(json.dumps([int(of_row.sum()) + int((of_row**2).sum()) / 49152 for of_row in lengths]))
+print(json.dumps(train.save_state()["segments"]))
 """
 
 
@@ -128,6 +134,7 @@ def test_the_micro_batches_of_a_step_cost_the_same(tmp_path: Path) -> None:
     packed = pack(PackOptions(inputs=inputs, output_dir=tmp_path, seq_len=2000, algorithm="sequential", **options))
     outputs = processes.run_ranks(BALANCED, 2, tmp_path / "store", packed.shards, 4)
     lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    assert [of_rank.pop() for of_rank in lines] == [[[0, 0, 2, 1, None, 4]]] * 2  # accumulates 4 micro batches
     shuffled, aligned = np.array(lines).transpose(1, 2, 0).reshape(2, 5, 4, 2).sum(axis=2)
     assert (shuffled.max(axis=1) / shuffled.mean(axis=1)).mean() > 1.05
     assert (aligned.max(axis=1) / aligned.mean(axis=1)).mean() < 1.005
