@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,6 +205,14 @@ def test_releases_that_do_not_pass_the_boundaries_to_all_ranks_are_refused(monke
     check_parallelism(place(), "bridge", None)
     monkeypatch.setattr(ranks, "megatron_version", lambda: "0.18.2")
     check_parallelism(place(), "megatron-gpt", None)
+
+
+def test_early_releases_of_bridge_are_refused_with_middle_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parallelism(place(stage="middle"), "bridge", None)
+    monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace(__version__="0.5.1"))
+    check_parallelism(place(), "bridge", None)
+    with pytest.raises(ConfigError, match="stages needs Megatron-Bridge 0.6 or later, got 0.5.1, whose gpt_step"):
+        check_parallelism(place(stage="middle"), "bridge", None)
 
 
 def test_which_stages_load() -> None:
