@@ -129,7 +129,7 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
             "whose gpt_step does not pass the sample boundaries to the middle stages. Update Megatron-Bridge."
         )
     if size > 1 and (collator is None or isinstance(collator, PaddingFreeCollator)):
-        # Megatron gives each context-parallel rank 2 chunks of every sample, so that causal work is equal.
+        # Megatron assigns each context-parallel rank 2 chunks of every sample, so that causal work is equal.
         multiple, width = (1, None) if collator is None else (collator.pad_multiple, collator.pad_to)
         if multiple % (2 * size) or (width or 0) % (2 * size):
             raise ConfigError(
