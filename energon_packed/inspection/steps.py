@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +13,11 @@ import numpy as np
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError, EnergonPackedError
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.loading.costs.model import CostModel, Int64, RowSizes
+from energon_packed.loading.costs.model import CostModel, RowSizes
 from energon_packed.loading.dataset import FolderPacks
 from energon_packed.loading.manifests import LoadedSplit, epoch_pack_counts, loaded_splits
 from energon_packed.loading.order import Order
-from energon_packed.packing.balance import Float64, StepImbalance
+from energon_packed.packing.balance import StepImbalance
 
 MAX_PACKS = 50_000
 """Packs whose lengths are read, 45 us each."""
@@ -114,7 +114,7 @@ def read_sizes(
                 encoders[settings] = (encoder, "") if encoder is not None else _encoder_of(member, tokenizer)
             processor, note = encoders[settings]
             folder = FolderPacks(member, processor)
-        sizes, measured = _sizes_of(folder, np.sort(packs), multiple, rng)
+        sizes, measured = folder.sizes_of(np.sort(packs), multiple=multiple, max_with_media=_MAX_WITH_MEDIA)
         read += len(packs)
         parts.append(sizes[rng.permutation(np.resize(np.arange(len(packs)), count))])
         if folder.has_media:
@@ -201,23 +201,3 @@ def _encoder_of(split: LoadedSplit, tokenizer: Path | None) -> tuple[Processor |
     if encoder is None or encoder.vision is None:
         return encoder, f"images do not count: {reason or 'the encoder has no image processor'}"
     return encoder, ""
-
-
-def _sizes_of(folder: FolderPacks, packs: Int64, multiple: int, rng: np.random.Generator) -> tuple[RowSizes, str]:
-    """Return the sizes of some packs, and a note if the images of only some of them were read."""
-    lengths = [folder.sample_lengths(pack) for pack in packs.tolist()]
-    media = np.array([folder.num_media(pack) if folder.has_media else 0 for pack in packs.tolist()])
-    sizes = RowSizes.of_samples(lengths, [[]] * len(packs), multiple=int(np.lcm(multiple, folder.pad_multiple)))
-    with_media = np.flatnonzero(media)
-    chosen = rng.permutation(with_media)[:_MAX_WITH_MEDIA]
-    if not len(chosen):
-        return sizes, ""
-    patches = [np.array(folder.patches(pack), dtype=np.float64) for pack in packs[chosen].tolist()]
-    exact = np.array([[of_pack.sum(), (of_pack**2).sum()] for of_pack in patches])
-    columns: Float64 = media[:, None] * exact.sum(axis=0) / media[chosen].sum()
-    columns[chosen] = exact
-    rounded = columns.round().astype(np.int64)
-    sizes = replace(sizes, patches=rounded[:, 0], patch_squares=rounded[:, 1])
-    if len(chosen) == len(with_media):
-        return sizes, ""
-    return sizes, f"images of {len(chosen):,} of {len(with_media):,} packs were read; others count with the mean"

@@ -8,6 +8,7 @@ An epoch of a folder is all its packs. An epoch of a blend is drawn: its indices
 which are numbered dataset by dataset.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -50,6 +51,9 @@ from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
 from energon_packed.storage import ReadAhead, is_remote
 
+_log = logging.getLogger(__name__)
+_MAX_WITH_MEDIA = 20_000
+"""Packs of a dataset whose images are read for their costs: more would take minutes when training starts."""
 _AHEAD = 16
 """Packs that a process requests ahead from an object store: at 20 ms for each request, 16 threads read 800 packs/s."""
 
@@ -443,18 +447,45 @@ class FolderPacks:
     @cached_property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (P,)."""
-        return np.array([sum(lengths) for lengths in self._sample_lengths], dtype=np.int64)
+        return np.array([sum(self.sample_lengths(pack)) for pack in range(len(self.reader))], dtype=np.int64)
 
     @cached_property
     def sizes(self) -> RowSizes:
-        """Sizes that determine the cost of each pack, with the padding that its samples were packed for."""
-        patches = [self.patches(pack) for pack in range(len(self.reader))]
-        return RowSizes.of_samples(self._sample_lengths, patches, multiple=self.pad_multiple)
+        """Sizes that determine the cost of each pack."""
+        sizes, note = self.sizes_of(np.arange(len(self.reader)), max_with_media=_MAX_WITH_MEDIA)
+        if note:
+            _log.info("%s: %s", self.source.dataset, note)
+        return sizes
 
-    @property
-    def pad_multiple(self) -> int:
-        """Multiple of the length of each sample that the packs were planned with."""
-        return 1 if self._manifest is None else self._manifest.pad_multiple
+    def sizes_of(self, packs: Int64, *, max_with_media: int, multiple: int = 1) -> tuple[RowSizes, str]:
+        """Compute sizes of packs from their lengths, with the padding that they were planned with, and their images.
+
+        Args:
+            packs: int64 (P,), indices.
+            max_with_media: packs whose images are read. If more packs have images, a seeded selection of this many is
+                read, and each image of the others counts with the mean.
+            multiple: each sample is padded to a multiple of it, too.
+
+        Returns:
+            (sizes, a note if only some images were read).
+        """
+        lengths = [self.sample_lengths(pack) for pack in packs.tolist()]
+        padded = int(np.lcm(multiple, 1 if self._manifest is None else self._manifest.pad_multiple))
+        if len(packs) <= max_with_media or not self.has_media:
+            return RowSizes.of_samples(lengths, [self.patches(pack) for pack in packs.tolist()], multiple=padded), ""
+        media = np.array([self.num_media(pack) for pack in packs.tolist()])
+        with_media = np.flatnonzero(media)
+        chosen = np.random.default_rng(0).permutation(with_media)[:max_with_media]
+        exact = {int(row): self.patches(int(packs[row])) for row in chosen}
+        images = [exact.get(row, []) for row in range(len(packs))]
+        sizes = RowSizes.of_samples(lengths, images, multiple=padded)
+        if len(chosen) == len(with_media):
+            return sizes, ""
+        others = np.setdiff1d(with_media, chosen)
+        for column in (sizes.patches, sizes.patch_squares):
+            column[others] = (media[others] * (column.sum() / media[chosen].sum())).round()
+        note = f"images of {len(chosen):,} of {len(with_media):,} packs were read; others count with the mean"
+        return sizes, note
 
     @property
     def has_media(self) -> bool:
@@ -464,10 +495,6 @@ class FolderPacks:
     @cached_property
     def _codec(self) -> Codec:
         return codec_for(self._manifest.sample_class) if self._manifest else codec_of(self.reader[0])
-
-    @cached_property
-    def _sample_lengths(self) -> list[list[int]]:
-        return [self.sample_lengths(pack) for pack in range(len(self.reader))]
 
     def sample_lengths(self, pack: int) -> list[int]:
         """Tokens of each sample of a pack: the recorded lengths, else measured.
