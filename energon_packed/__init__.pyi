@@ -34,6 +34,7 @@ from .integrations.accelerate import prepare_loader as prepare_loader
 from .integrations.axolotl import PackedPlugin as PackedPlugin
 from .integrations.isolation import check_isolation as check_isolation
 from .integrations.ms_swift import PackedSft as PackedSft
+from .integrations.nemo_automodel import AutomodelStream as AutomodelStream
 from .integrations.torchtitan import PackedDataLoader as PackedDataLoader
 from .integrations.trainer_state import GatheredLoader as GatheredLoader
 from .integrations.transformers.arguments import check_training_arguments as check_training_arguments

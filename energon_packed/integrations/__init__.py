@@ -9,6 +9,7 @@
 | axolotl.py | PackedPlugin: a plugin for the configuration of axolotl |
 | ms_swift.py | PackedSft: `swift sft` on packed data |
 | optional.py | base classes of trainers that may not be installed |
+| nemo_automodel.py | AutomodelStream: a dataset for recipes of NeMo Automodel |
 | torchtitan.py | PackedDataLoader: packs for torchtitan's Trainer |
 | transformers/ | Trainer: arguments, streams, evaluation, callbacks |
 | megatron/ | Megatron-LM and Megatron-Bridge |

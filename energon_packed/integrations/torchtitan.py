@@ -79,6 +79,7 @@ class PackedDataLoader(_Base):
         local_batch_size: int,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
+        super().__init__()  # raises if torchtitan is not installed
         if config.dataset_path is None:
             raise ConfigError("`dataset_path` must be a packed dataset, got None. Set it in PackedDataLoader.Config.")
         encoder = None if config.encoder is None else ChatEncoder.from_pretrained(config.encoder)

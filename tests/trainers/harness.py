@@ -105,8 +105,12 @@ class Data:
             )
             loss.backward()
             gradient = {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
-            found[name] = (loss.item(), sum(label != IGNORED for label in labels[1:]), gradient)
+            found[name] = (loss.item(), self.targets(name), gradient)
         return found
+
+    def targets(self, name: str) -> int:
+        """Number of targets of a sample."""
+        return sum(label != IGNORED for label in self.samples[name][1][1:])
 
     def row(self, ids: Sequence[str]) -> tuple[float, int]:
         """Sum of the loss, and number of targets, of a row with these samples."""
@@ -128,7 +132,7 @@ class Run:
     gradients: list[tuple[int, dict[str, torch.Tensor]]]
 
 
-def run(name: str, spec: Spec, *, timeout: float = 240) -> Run:
+def run(name: str, spec: Spec, *, timeout: float = 480) -> Run:
     """Run `tests/trainers/NAME/run.py` as 2 ranks.
 
     Raises:
@@ -322,7 +326,7 @@ class Result:
         path = Path(__file__).parent / self.name / "result.json"
         results = json.loads(path.read_text()) if path.exists() else {}
         measured = {key: f"{value:.0e}" if isinstance(value, float) else value for key, value in self.measured.items()}
-        versions = {package: version(package) for package in (*self.packages, "torch")}
+        versions = {package: version(package).partition("+")[0] for package in (*self.packages, "torch")}
         results[self.kind] = {"title": self.title, "versions": versions, **measured}
         path.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
 

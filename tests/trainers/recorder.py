@@ -72,8 +72,8 @@ class Spec:
 
     @staticmethod
     def read(path: str) -> "Spec":
-        """Read the settings of this process; it ends after 5 minutes, so that no rank waits for a dead rank."""
-        faulthandler.dump_traceback_later(300, exit=True)
+        """Read the settings of this process; it ends after 10 minutes, so that no rank waits for a dead rank."""
+        faulthandler.dump_traceback_later(600, exit=True)
         torch.set_num_threads(1)
         torch.manual_seed(7)
         return Spec(**json.loads(Path(path).read_text()))
@@ -92,6 +92,10 @@ class Spec:
     def world_size(self) -> int:
         """Number of ranks."""
         return int(os.environ["WORLD_SIZE"])
+
+    def steps(self, rows: int) -> int:
+        """Return the optimizer steps of all epochs, each of `rows` micro batches on each rank."""
+        return self.epochs * -(-rows // self.accumulation)
 
     def load_model(self) -> Any:
         """Return the tiny model, the same on every rank, in training mode and with `dropout`."""
@@ -156,6 +160,8 @@ class Recorder:
         """Record the gradients of a step, by the names of the parameters; the same on all ranks."""
         whole = {_short(name): _whole(value) for name, value in gradients.items() if value is not None}
         if self._spec.gradients and self._spec.rank == 0:
+            if self._gradients and self._gradients[-1][0] == self._lines:  # another optimizer of the same step
+                self._gradients.pop()
             self._gradients.append((self._lines, whole))
 
     def finish(self, weights: Mapping[str, torch.Tensor]) -> None:

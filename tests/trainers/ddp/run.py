@@ -25,22 +25,18 @@ def main(spec: Spec) -> None:
     )
     folder = Path(spec.checkpoints)
     folder.mkdir(parents=True, exist_ok=True)
-    epoch = step = 0
-    random_state = None
+    step = 0
     if spec.resume:
         own = torch.load(folder / f"{latest(folder)}-{spec.rank}.pt")
         model.load_state_dict(own["model"])
         optimizer.load_state_dict(own["optimizer"])
-        random_state, epoch, step = own["random"], own["epoch"], own["step"]
+        step = own["step"]
         if spec.kind != "start again":
             loader.load_state_dict(own["loader"])
-    while epoch < spec.epochs:
+    while step < spec.steps(len(loader)):
         batches = iter(loader)
-        rows = list(islice(batches, spec.accumulation))
-        if random_state is not None:  # after the loader has drawn a seed for the iterator of the resumed run
-            torch.set_rng_state(random_state)
-            random_state = None
-        while rows:
+        while rows := list(islice(batches, spec.accumulation)):
+            torch.manual_seed(step * spec.world_size + spec.rank)
             targets = step_targets(rows)
             for row in rows:
                 inputs = broken(spec.kind, row.transformers_inputs(), len(recorder))
@@ -53,10 +49,8 @@ def main(spec: Spec) -> None:
             optimizer.zero_grad()
             step += 1
             parts: dict[str, Any] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            parts |= {"random": torch.get_rng_state(), "loader": loader.state_dict(), "epoch": epoch, "step": step}
+            parts |= {"loader": loader.state_dict(), "step": step}
             torch.save(parts, folder / f"{step}-{spec.rank}.pt")
-            rows = list(islice(batches, spec.accumulation))
-        epoch += 1
     recorder.finish(model.state_dict())
 
 

@@ -38,12 +38,10 @@ def main(spec: Spec) -> None:
     )
     if spec.kind != "training_data":
         loader = GatheredLoader(get_packed_loader(spec.packs, epochs=1, num_workers=0))
-    epoch = 0
     if spec.resume:
         _, client_state = engine.load_checkpoint(spec.checkpoints)
         loader.load_state_dict(client_state["loader"])
-        epoch = client_state["epoch"]
-    while epoch < spec.epochs:
+    while engine.global_steps < spec.steps(len(loader)):
         iterator = iter(loader)
         while batches := list(islice(iterator, spec.accumulation)):
             targets = step_targets(batches)
@@ -61,8 +59,7 @@ def main(spec: Spec) -> None:
                     )
                 engine.step()
             if spec.kind != "training_data":
-                engine.save_checkpoint(spec.checkpoints, client_state={"loader": loader.state_dict(), "epoch": epoch})
-        epoch += 1
+                engine.save_checkpoint(spec.checkpoints, client_state={"loader": loader.state_dict()})
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         recorder.finish(dict(engine.module.named_parameters()))
 

@@ -78,10 +78,10 @@ def fabric(spec: Spec) -> None:
     recorder.watch(model)
     model, optimizer = launcher.setup(model, torch.optim.AdamW(model.parameters(), lr=spec.learning_rate))
     loader, folder = make_loader(spec), Path(spec.checkpoints)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "epoch": 0, "step": 0}
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0}
     if spec.resume:
         launcher.load(max(folder.glob("*"), key=lambda file: int(file.name)), state)
-    while state["epoch"] < spec.epochs:
+    while state["step"] < spec.steps(len(loader)):
         iterator = iter(loader)
         while batches := list(islice(iterator, spec.accumulation)):
             targets = step_targets(batches)
@@ -93,7 +93,6 @@ def fabric(spec: Spec) -> None:
             optimizer.zero_grad()
             state["step"] += 1
             launcher.save(folder / str(state["step"]), state)
-        state["epoch"] += 1
     recorder.finish(model.state_dict())
 
 

@@ -25,7 +25,7 @@ def test_block(trainer_data: Data, tmp_path: Path) -> None:
         loader = config.dataloader.build(
             dp_world_size=2, dp_rank=0, tokenizer=None, seq_len=512, local_batch_size=3, snapshot_every_n_steps=10
         )
-    inputs, labels = next(iter(loader))
+        inputs, labels = next(iter(loader))
     assert inputs["input"].shape == inputs["positions"].shape == labels.shape == (3, 512)
     tokens = inputs["input"].roll(-1, dims=1)
     assert labels[labels != -100].equal(tokens[labels != -100]), "labels are the next tokens"
