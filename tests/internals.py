@@ -22,6 +22,8 @@ PLACES = {
     "result_table": "cli.display:result_table",
     # compiled: kernels without Numba
     "compiled": "compiled:compiled",
+    # energon_release: releases of Energon that are not installed
+    "energon_release": "energon_release",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",

@@ -245,7 +245,7 @@ def main() -> None:
     if "shards" in options.parts:
         bench(report, "shards", 10_000, 5_000, partial(run_shards, work))
     if "members" in options.parts:
-        bench(report, "members", 500, 200_000, partial(run_members, work))
+        bench(report, "members", 1_000, 200_000, partial(run_members, work))
     if "order" in options.parts:
         bench_order(report)
     report.finish()

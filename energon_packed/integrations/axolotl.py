@@ -26,7 +26,7 @@ class PackedPlugin(_BasePlugin):
     axolotl does not tokenize, shuffle or pack the data again.
 
     Raises:
-        ConfigError: axolotl is not installed; `packed_dataset` is absent; or a setting does not fit packed data.
+        ConfigError: axolotl is not installed, `packed_dataset` is absent, or a setting does not fit packed data.
     """
 
     def get_input_args(self) -> str:

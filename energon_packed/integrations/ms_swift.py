@@ -22,7 +22,7 @@ class PackedSft(_SwiftSft):
     Args:
         args: options of `swift sft`. `--dataset` and `--val_dataset` are set.
         train_dataset: PackedDataset, PlannedDataset or TrainerStream.
-        eval_dataset: PackedDataset of another split; None: no evaluation.
+        eval_dataset: PackedDataset of another split, or None for no evaluation.
         data_collator: None is a PaddingFreeCollator.
 
     Raises:

@@ -125,7 +125,7 @@ class GatheredLoader:
 
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
-        steps: batches of one iteration; a loader that ends earlier continues with its next epoch. By default the
+        steps: batches of an iteration; a loader that ends earlier continues with its next epoch. By default the
             batches of an epoch of the loader.
         to_inputs: converts a batch to the item that iterating yields; by default `transformers_inputs()`, which needs
             equal loss weights.

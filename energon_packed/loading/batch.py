@@ -171,13 +171,13 @@ class PackedBatch(Batch):
     def transformers_inputs(self, *, weighted_loss: bool = False) -> dict[str, Any]:
         """Arguments for a Hugging Face causal language model or Qwen-VL model.
 
-        Labels are unshifted; Transformers shifts them. There is no attention mask and the cache is disabled, because
+        Labels are unshifted; Transformers shifts them. The attention mask is absent and the cache is disabled, because
         only then does Transformers derive a block-diagonal mask from restarting positions. `cu_seq_lens_*` and
         `max_length_*` are for flash attention and gated delta rules. `seq_idx`, int32 (1, T), the segment index of
         each token, is for convolutions and state spaces; it is present if the row has several segments.
         Some models ignore these boundaries: see `check_isolation`.
 
-        If the row has images and videos, the images are passed as videos of one step, and `input_ids` has video tokens
+        If the row has images and videos, the images are passed as 1-step videos, and `input_ids` has video tokens
         in place of image tokens. Features, logits and gradients are the same, and the model runs its vision tower once
         for each row, as FSDP and ZeRO-3 require of all ranks.
 

@@ -100,7 +100,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
         self._offsets = np.cumsum([0, *map(len, groups)])
         self.lengths = np.array([int(refs.length[group].sum()) for group in groups], dtype=np.int64)
-        # Attention costs the square of each sample's length, not of the row's: samples do not attend to each other.
+        # The cost of attention sums squared lengths of samples, not of the row: samples do not attend to each other.
         squares = [int((refs.length[group].astype(np.int64) ** 2).sum()) for group in groups]
         self._squares = np.array(squares, dtype=np.int64)
 

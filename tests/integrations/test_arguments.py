@@ -158,6 +158,21 @@ def test_rows_of_a_hugging_face_dataset_are_packs(text_packs: list[Path]) -> Non
     assert rows.shuffle(seed=3)[0]["pack"][0].id in {sample.id for pack in data for sample in pack}
 
 
+def test_packed_trainer_reads_a_whole_hugging_face_dataset_in_its_order(
+    text_packs: list[Path], tmp_path: Path
+) -> None:
+    data = PackedDataset(text_packs[0])
+    table = data.to_hf()
+    kept = [table, table.select(range(3)), table.select([1, 0, *range(2, len(data))])]
+    trainers = [
+        PackedTrainer(tiny_qwen2(), made(tmp_path), train_dataset=rows, data_collator=PaddingFreeCollator())
+        for rows in kept
+    ]
+    assert trainers[0].train_dataset is data
+    assert trainers[1].train_dataset is kept[1]
+    assert trainers[2].train_dataset is kept[2]
+
+
 def test_a_finished_row_stays_alone_and_a_resumed_gathered_loader_goes_on(text_packs: list[Path]) -> None:
     make = lambda: GatheredLoader(DataflowLoader(MapDistributor(PackedDataset(text_packs[0]))))  # noqa: E731
     batches = list(get_packed_loader(text_packs[0], epochs=1, num_workers=0))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from energon_packed import AutomodelStream, BatchError, ConfigError, PackedDataLoader
+from energon_packed import AutomodelStream, BatchError, ConfigError, PackedDataLoader, PackedPlugin, PackedSft
 from tests.trainers.harness import Data
 from tests.trainers.recorder import IGNORED
 
@@ -61,3 +61,25 @@ def test_torchtitan_must_be_installed() -> None:
             PackedDataLoader.Config(dataset_path="out"),
             dp_world_size=1, dp_rank=0, tokenizer=None, seq_len=8, local_batch_size=1,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("adapter", "arguments", "package"),
+    [(PackedPlugin, (), "axolotl>=0.19"), (PackedSft, ([], None), "ms-swift>=4.6")],
+)
+def test_the_package_of_a_trainer_must_be_installed(adapter: Any, arguments: tuple[Any, ...], package: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{adapter.__name__} needs {package}, got: .* Run pip install '{package}'.$"
+    ):
+        adapter(*arguments)
+
+
+def test_axolotl_must_not_pack_again() -> None:
+    register: Any = PackedPlugin.register
+    with pytest.raises(ConfigError, match="`packed_dataset` must be a packed dataset, got none"):
+        register(None, {})
+    with pytest.raises(ConfigError, match="`sample_packing` must not be set with PackedPlugin, got True. Remove it."):
+        register(None, {"packed_dataset": "out", "sample_packing": True})
+    settings: dict[str, Any] = {"packed_dataset": "out", "sample_packing": False}
+    register(None, settings)
+    assert settings["datasets"] == [{"path": "out", "type": "packed"}]

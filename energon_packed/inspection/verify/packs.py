@@ -41,7 +41,7 @@ from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 @dataclass(slots=True)
 class TarContents:
-    """Contents of one tar.
+    """Contents of a tar.
 
     Attributes:
         name: file name of the tar.

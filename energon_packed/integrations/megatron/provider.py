@@ -124,9 +124,9 @@ def train_valid_test_dataloaders_provider(
 
         def iterator(split: str) -> MegatronIterator:
             make: Any = ordered_loader if order == "global" else get_packed_loader
-            # Processes of one data-parallel rank read the same rows, and one of them writes the log.
-            log = options.get("order_log") if split == "train" and ranks.is_first else None
-            of_split = {**given, "order_log": log}
+            # Processes of a data-parallel rank read the same rows, and the first process writes the log.
+            writes = split == "train" and ranks.is_first
+            of_split = {name: value for name, value in given.items() if name != "order_log" or writes}
             loader = make(path, encoder, split=split, rank=ranks.rank, world_size=ranks.world_size, **of_split)
             counts = metrics if split == "train" else None
             return MegatronIterator(loader, layout, with_pixels=not ranks.is_middle_stage, metrics=counts)

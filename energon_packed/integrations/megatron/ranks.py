@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.megatron.layouts import Layout
+from energon_packed.integrations.megatron.layouts import Layout, early_bridge, release
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 
 
@@ -115,7 +115,7 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
                 f"`loss_weighting` must be 'token' with layout 'megatron-lm', got {collator.loss_weighting!r}: "
                 "examples/multimodal uses a loss mask of ones. Use 'token', or another layout."
             )
-    if layout == "megatron-gpt" and args is not None and _release(megatron_version()) < (0, 18):
+    if layout == "megatron-gpt" and args is not None and release(megatron_version()) < (0, 18):
         tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
         if tensor > 1 or stages > 2 or size > 1:
             raise ConfigError(
@@ -123,8 +123,13 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
                 f"and {stages} pipeline stages needs Megatron-LM core_v0.18 or later, got {megatron_version()}, whose "
                 "pretrain_gpt.py does not pass the sample boundaries to all ranks. Update Megatron-LM."
             )
+    if layout == "bridge" and ranks.is_middle_stage and (version := early_bridge()):
+        raise ConfigError(
+            f"layout 'bridge' with more than 2 pipeline stages needs Megatron-Bridge 0.6 or later, got {version}, "
+            "whose gpt_step does not pass the sample boundaries to the middle stages. Update Megatron-Bridge."
+        )
     if size > 1 and (collator is None or isinstance(collator, PaddingFreeCollator)):
-        # Megatron gives each context-parallel rank 2 chunks of every sample, so that causal work is equal.
+        # Megatron assigns each context-parallel rank 2 chunks of every sample, so that causal work is equal.
         multiple, width = (1, None) if collator is None else (collator.pad_multiple, collator.pad_to)
         if multiple % (2 * size) or (width or 0) % (2 * size):
             raise ConfigError(
@@ -132,7 +137,3 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
                 f"ranks, got {multiple} and {width}. Pass collator=PaddingFreeCollator(pad_multiple={2 * size}), and "
                 f"pack with --pad-multiple {2 * size}."
             )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in version.split(".")[:2])

@@ -1,4 +1,4 @@
-"""BatchTap: a value of each batch, computed where the batch is collated -> a callback, when the model has used it.
+"""BatchTap: a value of each batch, computed when the batch is collated -> a callback, when the model has used it.
 
     collator, perhaps in a worker process    the dict of inputs gets an entry: `make(batch)`
     forward pass of the model                removes the entry from its inputs, and calls `use(value, output)` once

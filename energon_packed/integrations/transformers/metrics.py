@@ -40,7 +40,7 @@ class MetricsCallback(LogCallback):
 
         MetricsCallback(seq_len=4096).add_to(trainer)       # or callbacks=[MetricsCallback(seq_len=4096)]
 
-    It counts the micro batches that the model has used, on all ranks, where they are collated. Times do not include
+    It counts the micro batches that the model has used, on all ranks, when they are collated. Times do not include
     evaluations and checkpoints.
 
     Args:

@@ -114,7 +114,7 @@ class MixtureCallback(LoaderState, LogCallback):
             for name, (loss, weight) in sums.items():
                 self._sum(name, loss, weight)
 
-    @torch.compiler.disable  # a compiled model would compile it again for other numbers of samples
+    @torch.compiler.disable  # a compiled model would compile it again for another number of samples
     def _add(self, targets: _Targets, output: Any) -> None:
         """Add the losses of a row."""
         with torch.no_grad():

@@ -197,7 +197,7 @@ class PackedTrainerMixin(Trainer):
     def _loss_of_row(
         self, model: Any, inputs: Any, return_outputs: bool, num_items_in_batch: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Loss, and the outputs of the model if requested: SFTTrainer computes them in a forward pass of their own."""
+        """Loss, and the outputs of the model if requested: SFTTrainer computes them in a separate forward pass."""
 
         def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
             result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)

@@ -13,7 +13,7 @@ from energon_packed.errors import ConfigError
 # Models whose MLP has 2 matrices instead of 3 (a gate), and vision towers whose MLP has 3 instead of 2.
 _WITHOUT_GATE = ("gpt2", "gpt_neo", "gpt_neox", "opt", "phi", "starcoder2", "nemotron", "falcon", "bloom")
 _GATED_TOWERS = ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "pixtral", "glm4v_vision")
-# Towers that resize or cut every image to `image_size`, so that attention costs the same for every patch.
+# Towers that resize or cut every image to `image_size`, so that attention has the same cost for every patch.
 _FIXED_SIZE = ("clip_vision_model", "siglip_vision_model", "internvl_vision")
 
 

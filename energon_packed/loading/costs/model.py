@@ -92,7 +92,7 @@ class CostModel:
         patch: cost of a patch of an image or a video. The default is a vision tower of 0.7 billion parameters next to
             a model of 7 billion.
         patch_square: cost of attention in the vision tower per squared patch; 0 for attention in windows of fixed
-            size, which costs the same for every patch.
+            size, whose cost is the same for every patch.
 
     Raises:
         ConfigError: a constant below 0, or all 0.

@@ -99,7 +99,7 @@ class RunOptions(TorchOptions, total=False):
 
 
 class LoaderOptions(RunOptions, total=False):
-    """Options of `DataflowLoader` beside the roles: those of Settings, and of torch."""
+    """Options of `DataflowLoader` beside the roles: options of Settings, and of torch."""
 
     rank: int | None
     world_size: int | None
@@ -193,7 +193,7 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         info = torch.utils.data.get_worker_info()
         epoch = int(self._epoch[0])
         start: Any = self._start if self._start.epoch == epoch else self.plan.begin(epoch)
-        # Torch takes the first message from worker 0, so the worker that makes the first step must be worker 0.
+        # Torch reads the first message from worker 0, so the worker that makes the first step must be worker 0.
         turn = 0 if info is None else info.id
         steps = self.plan.steps(start, turn)
         if info is None:
@@ -239,7 +239,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     Each iterator continues after the last batch that any iterator returned: `next(iter(loader))` uses a batch. After
     the last batch of an epoch, iterating again starts the next epoch, whether the loop met the end or counted steps.
-    Each thread needs a loader of its own.
+    Each thread needs a separate loader.
 
     Args:
         distributor: assigns items to ranks and workers.

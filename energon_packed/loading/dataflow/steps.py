@@ -1,4 +1,4 @@
-"""Position in an epoch to the steps of one rank, and back to a loader state.
+"""Position in an epoch to the steps of a rank, and back to a loader state.
 
 | class | data | position |
 |---|---|---|
@@ -357,7 +357,7 @@ class StreamSteps:
         """Return the position of a state, and restore the weights of a mixture.
 
         Args:
-            states: of all ranks, or of this one if ranks and workers are as before.
+            states: of all ranks, or of this rank if ranks and workers are as before.
             identity: of the loader.
             allow_changed_weights: weights of a mixture may differ.
 

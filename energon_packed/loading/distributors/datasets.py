@@ -163,8 +163,8 @@ class FileShardDistributor(Distributor):
     Resuming reads the current file from its start, and skips the used items. A worker without a file has no items.
 
     Args:
-        parts: paths, shards or ranges, each read by one worker.
-        read: returns the items of one part, in the same order at every call.
+        parts: paths, shards or ranges, each read by a single worker.
+        read: returns the items of a part, in the same order at every call.
         shuffle: parts in a new order every epoch, by seed.
         shuffle_within: also shuffle the items of each part, which is then kept in memory.
     """

@@ -32,7 +32,7 @@ from energon_packed.loading.state import (
 )
 from energon_packed.pipeline.run_state import digest
 
-_TEXT_COLLECT_EVERY = 100  # batches; a garbage collection takes as long as reading and collating a row
+_TEXT_COLLECT_EVERY = 100  # batches; a garbage collection is as slow as reading and collating a row
 _NAME = "PackedLoader"
 """Name in loader states, also in states of subclasses."""
 
@@ -77,7 +77,7 @@ class PackedLoader:
 
     Each iterator continues after the last batch that any iterator returned: `next(iter(loader))` uses a batch. After
     the last batch of an epoch, iterating again starts the next epoch in another order, whether the loop met the end or
-    counted steps. Each thread needs a loader of its own. The iterator also has `state_dict` and `save_state_rank`.
+    counted steps. Each thread needs a separate loader. The iterator also has `state_dict` and `save_state_rank`.
 
     Attributes:
         failures: samples that failed to load, by reason.

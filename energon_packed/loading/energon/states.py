@@ -140,7 +140,7 @@ class StateFile(NamedTuple):
     """Content of a state file.
 
     Attributes:
-        state: state of a loader of one rank.
+        state: state of a loader of a rank.
         megatron: whether the state is in Megatron's dict.
     """
 

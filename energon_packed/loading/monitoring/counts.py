@@ -32,7 +32,7 @@ class BatchCounts(NamedTuple):
 
     Attributes:
         tokens: tokens of samples, without padding.
-        padding: other tokens of the batch; all tokens of a row without targets, which stands in for a missing row.
+        padding: other tokens of the batch; all tokens of a row without targets, which replaces a missing row.
         targets: tokens that the model is trained to predict.
         samples: samples.
         squares: sum of the squared lengths of the segments, padding included.
@@ -60,7 +60,7 @@ class CountedBatch:
         numbers: int64 (5,): padding, targets, squares, patches and patch squares.
         lengths: int64 (S,), tokens of each segment; 0 for padding.
         sources: dataset of each sample, or [].
-        is_empty: the row stands in for a missing row.
+        is_empty: the row replaces a missing row.
     """
 
     tokens: int

@@ -19,7 +19,7 @@ _Batch = TypeVar("_Batch")
 
 @dataclass(slots=True)
 class _RankCounts:
-    """Counts of one rank since the last summary.
+    """Counts of a rank since the last summary.
 
     Attributes:
         batches, samples, tokens, targets, padding: sums over the batches.
@@ -55,7 +55,7 @@ class ThroughputMetrics:
     Args:
         seq_len: tokens that fit in a row; None leaves out the utilization.
         packs_per_batch: packs that are joined in one batch.
-        micro_batches: batches of one rank in an optimizer step (gradient accumulation).
+        micro_batches: batches of a rank in an optimizer step (gradient accumulation).
         cost: cost of a row, for the imbalance of the ranks; by default the constants of CostModel.
         group: process group of the ranks that read different data; by default all processes.
 

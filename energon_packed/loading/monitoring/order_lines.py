@@ -222,7 +222,7 @@ class OrderFiles:
             raise FormatError(
                 f"{folder} has no order log of rank 0. Pass the folder that was `order_log` of the loaders."
             )
-        # Rank 0 takes part in every process, so its last header is of the last process of the run.
+        # Rank 0 is in every process group, so its last header is of the last process of the run.
         self.last = self.files[0].processes[-1]
         for file in self.files:
             self._choose(file)
@@ -234,7 +234,7 @@ class OrderFiles:
         return sorted({epoch for file in self.files for process in file.processes for epoch in process.spans})
 
     def ended(self, epoch: int) -> set[int]:
-        """Return the shards of an epoch that a restart found at their end, before their lines said so."""
+        """Return the shards of an epoch that a restart found at their end, before their lines contained it."""
         ended = [each.header.get("ended", [None]) for file in self.files for each in file.processes if each.counts]
         return {shard for number, *shards in ended if number == epoch for shard in shards}
 

@@ -130,7 +130,7 @@ class OrderLog:
             self._write(self._held.popleft()[1])
 
     def _starts(self) -> list[Any]:
-        """Starts of all processes up to this one: [world size, points after which it continued]."""
+        """Starts of all processes up to this process: [world size, points after which it continued]."""
         return [*self._past, [self._place[1], [list(point) for point in self._after]]]
 
     def _start_of_process(self) -> str:

@@ -119,7 +119,7 @@ class Packer(ABC):
     def reject_reason(self, tokens: int, images: int, patches: int) -> Reject | None:
         """Return why a sample fits no row, or None if it fits."""
         if self.longest is not None and tokens > self.longest:
-            # What `split` may split was split before.
+            # Samples that `split` may split were split before.
             detail = not_split if self.overlong == "split" else overlong_detail
             return Reject(Reason.OVERLONG, detail(tokens, self.max_tokens or self.longest, self.multiple))
         if self.max_images is None and self.max_patches is None:

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core import utils
+from megatron.core import parallel_state, utils
 from megatron.core.tensor_parallel import random
+from torch.distributed.nn.functional import all_reduce
 from torch.overrides import TorchFunctionMode
 
 
@@ -52,3 +53,33 @@ def partitioned_indices(bounds: torch.Tensor, tokens: int, size: int, rank: int)
         assert [len(chunk) for chunk in chunks] == [(end - start) // (2 * size)] * 2 * size
         parts += [chunks[rank], chunks[2 * size - 1 - rank]]
     return torch.cat(parts)
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention inside each sample, on CPU, for which megatron-core has no kernel."""
+
+    def __init__(self, **settings: object) -> None:
+        super().__init__()
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **named: Any) -> Any:
+        """Query, key and value (tokens of this rank, [1,] heads, width); returns (tokens, [1,] heads * width)."""
+        shape, params = query.shape, named.get("packed_seq_params")
+        query, key, value = (x.flatten(0, 1) if x.ndim == 4 else x for x in (query, key, value))
+        bounds = torch.tensor([0, len(query)])
+        group = parallel_state.get_context_parallel_group()
+        size, rank = group.size(), group.rank()
+        if params is not None:
+            bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
+        of_token = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+        mine = torch.arange(len(of_token))
+        if size > 1:  # the keys and values of all ranks, in the order of the row; addition has a gradient with gloo
+            mine = partitioned_indices(bounds, size * len(query), size, rank)
+            key, value = (
+                all_reduce(x.new_zeros(size * len(x), *x.shape[1:]).index_copy(0, mine, x), group=group)
+                for x in (key, value)
+            )
+        is_visible = (of_token[mine, None] == of_token) & (mine[:, None] >= torch.arange(len(of_token)))
+        groups = query.shape[1] // key.shape[1]
+        q, k, v = (x.transpose(0, 1) for x in (query, *(x.repeat_interleave(groups, dim=1) for x in (key, value))))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=is_visible).transpose(0, 1)
+        return out.reshape(*shape[:-2], -1)

@@ -1,6 +1,8 @@
 """Batches in the words of Megatron's steps, with real megatron-core objects."""
 
+import sys
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,28 @@ def test_bridge_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     assert inputs["max_seqlen_q"].cpu() == batch.max_seqlen  # the step moves it, so it must be a tensor
     assert set(inputs["visual_inputs"].normalized_for_model()) == {"pixel_values", "image_grid_thw"}
     assert not {"pixel_values", "cu_seqlens_q_padded"} & set(inputs)
+
+
+def test_bridge_layout_for_releases_before_0_6(
+    pack_demo: Packer, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = random_samples(np.random.default_rng(1))
+    batch = PaddingFreeCollator(pad_multiple=8).collate(samples)
+    inputs = megatron_batch(batch, "bridge")
+    assert batch.cu_seqlens_padded is not None
+    # get_packed_seq_params cuts the boundaries at `argmin`
+    assert torch.equal(inputs["cu_seqlens"][: inputs["cu_seqlens_argmin"].item()], batch.cu_seqlens_padded)
+    unpadded = inputs["cu_seqlens_unpadded"][: inputs["cu_seqlens_unpadded_argmin"].item()]
+    assert torch.equal(unpadded, batch.cu_seqlens)
+    assert int(inputs["max_seqlen"]) == batch.max_seqlen
+    plain = megatron_batch(PaddingFreeCollator().collate(samples), "bridge")
+    assert torch.equal(plain["cu_seqlens"], plain["cu_seqlens_q"])
+    assert not {"cu_seqlens_unpadded", "cu_seqlens_unpadded_argmin"} & set(plain)
+    images = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
+    monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace(__version__="0.5.1"))
+    megatron_batch(batch, "bridge")
+    with pytest.raises(ConfigError, match="images needs Megatron-Bridge 0.6 or later, got 0.5.1, whose vlm_step"):
+        megatron_batch(images, "bridge")
 
 
 def test_every_stage_gets_every_key_and_middle_stages_no_pixels(pack_demo: Packer, encoder: ChatEncoder) -> None:

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,10 @@ from energon_packed import ChatEncoder, ConfigError, PackOptions, PaddingFreeCol
 from tests import processes
 from tests.conftest import Packer
 from tests.internals import (
+    LoggedData,
     MegatronRanks,
     StoredTokens,
+    check_order,
     check_parallelism,
     ranks,
     train_valid_test_dataloaders_provider,
@@ -30,7 +34,8 @@ rank, world, tensor, pipeline, store, shards, tokenizer, layout, order = sys.arg
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
 parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
 provider = train_valid_test_dataloaders_provider(
-    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order)
+    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order,
+    order_log=f"{shards}-{layout}-{order}")
 assert provider.is_distributed
 train, valid, test = provider([0, 0, 0])
 print("valid", valid is not None, "test", test is not None)
@@ -88,6 +93,8 @@ def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
     shards = pack_demo().shards
     same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
     assert same[0] == same[1]
+    report = check_order(shards.with_name(f"{shards.name}-bridge-global"), LoggedData(shards))
+    assert (report.problems, report.steps, report.repeated) == ([], 2, 1)
     first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
     assert "first" in first
     assert "first" not in second
@@ -198,6 +205,14 @@ def test_releases_that_do_not_pass_the_boundaries_to_all_ranks_are_refused(monke
     check_parallelism(place(), "bridge", None)
     monkeypatch.setattr(ranks, "megatron_version", lambda: "0.18.2")
     check_parallelism(place(), "megatron-gpt", None)
+
+
+def test_early_releases_of_bridge_are_refused_with_middle_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parallelism(place(stage="middle"), "bridge", None)
+    monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace(__version__="0.5.1"))
+    check_parallelism(place(), "bridge", None)
+    with pytest.raises(ConfigError, match="stages needs Megatron-Bridge 0.6 or later, got 0.5.1, whose gpt_step"):
+        check_parallelism(place(stage="middle"), "bridge", None)
 
 
 def test_which_stages_load() -> None:

@@ -28,10 +28,9 @@ from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.utils import get_thd_batch_on_this_cp_rank
-from torch.distributed.nn.functional import all_reduce
 
 from energon_packed import PaddingFreeCollator
-from tests.integrations.megatron.on_cpu import partitioned_indices, run_on_cpu
+from tests.integrations.megatron.on_cpu import PackedAttention, run_on_cpu
 from tests.internals import ordered_loader, train_valid_test_dataloaders_provider
 
 STEPS, COMPLETE, INTERRUPTED = 6, 3, 4
@@ -39,35 +38,6 @@ MICRO_BATCHES, SEQ_LEN, VOCABULARY, LAYERS, LEARNING_RATE = 2, 64, 64, 2, 0.5
 FIRST_RANK_LOADS = {"tokens": torch.int64, "labels": torch.int64, "loss_mask": torch.float32} | {
     name: torch.int32 for name in ("cu_seqlens", "max_seqlen")
 }  # pretrain_gpt.py broadcasts these
-
-
-class PackedAttention(torch.nn.Module):
-    """Causal attention inside each sample, on CPU, for which megatron-core has no kernel."""
-
-    def __init__(self, **settings: object) -> None:
-        super().__init__()
-
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **named: Any) -> Any:
-        """Query, key and value (tokens of this rank, [1,] heads, width); returns (tokens, [1,] heads * width)."""
-        shape, params = query.shape, named.get("packed_seq_params")
-        query, key, value = (x.flatten(0, 1) if x.ndim == 4 else x for x in (query, key, value))
-        bounds = torch.tensor([0, len(query)])
-        group = parallel_state.get_context_parallel_group()
-        size, rank = group.size(), group.rank()
-        if params is not None:
-            bounds = params.cu_seqlens_q if params.cu_seqlens_q_padded is None else params.cu_seqlens_q_padded
-        of_token = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
-        mine = torch.arange(len(of_token))
-        if size > 1:  # the keys and values of all ranks, in the order of the row; addition has a gradient with gloo
-            mine = partitioned_indices(bounds, size * len(query), size, rank)
-            key, value = (
-                all_reduce(x.new_zeros(size * len(x), *x.shape[1:]).index_copy(0, mine, x), group=group)
-                for x in (key, value)
-            )
-        is_visible = (of_token[mine, None] == of_token) & (mine[:, None] >= torch.arange(len(of_token)))
-        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=is_visible).transpose(0, 1)
-        return out.reshape(*shape[:-2], -1)
 
 
 class Norm(torch.nn.LayerNorm):

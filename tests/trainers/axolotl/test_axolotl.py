@@ -7,4 +7,5 @@ from tests.trainers.harness import Data, prove
 
 def test_axolotl_is_exact(trainer_data: Data, tmp_path: Path) -> None:
     packages = ("axolotl", "transformers", "accelerate")
-    prove("axolotl", trainer_data, tmp_path, title="axolotl", packages=packages).assert_exact()
+    title = "[axolotl](#axolotl), `PackedPlugin`"
+    prove("axolotl", trainer_data, tmp_path, title=title, packages=packages).assert_exact()

@@ -7,4 +7,5 @@ from tests.trainers.harness import Data, prove
 
 def test_llamafactory_is_exact(trainer_data: Data, tmp_path: Path) -> None:
     packages = ("llamafactory", "transformers", "accelerate")
-    prove("llamafactory", trainer_data, tmp_path, title="LLaMA-Factory", packages=packages).assert_exact()
+    title = "[LLaMA-Factory](#llama-factory), `PackedTrainerMixin`"
+    prove("llamafactory", trainer_data, tmp_path, title=title, packages=packages).assert_exact()

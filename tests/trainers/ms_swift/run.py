@@ -15,7 +15,7 @@ def main(spec: Spec) -> None:
     settings |= {"num_train_epochs": spec.epochs, "learning_rate": spec.learning_rate, "lr_scheduler_type": "constant"}
     settings |= {"per_device_train_batch_size": 1, "gradient_accumulation_steps": spec.accumulation}
     settings |= {"max_grad_norm": 0, "report_to": "none", "torch_dtype": "float32", "gradient_checkpointing": "false"}
-    settings |= {"attn_impl": "sdpa", "dataloader_num_workers": 0, "warmup_ratio": 0}
+    settings |= {"attn_impl": "sdpa", "dataloader_num_workers": 0, "check_model": "false"}
     if spec.resume:
         settings["resume_from_checkpoint"] = latest(spec)
     begin = SwiftSft.__init__

@@ -6,7 +6,7 @@ import pytest
 
 from tests.trainers.harness import Data, prove
 
-KINDS = {"packed": "TRL `SFTTrainer` with `PackedTrainerMixin`", "hf": "TRL `SFTTrainer`, `to_hf()`"}
+KINDS = {"packed": "[TRL](#trl) `SFTTrainer`, `PackedTrainerMixin`", "hf": "[TRL](#trl) `SFTTrainer`, `to_hf()`"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
