@@ -19,7 +19,7 @@ _COLUMNS = "trainer, versions, every sample, loss, gradient, SIGKILL and resume,
 def row(result: dict[str, Any]) -> str:
     """Render the result of one trainer as a row of the table."""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items() if name != "torch")
-    every = "once" if result["uneven"] == "each pack once" else "once, but for one pack"
+    every = "once, but for one pack" if result["uneven"] == "one pack twice" else "once"
     cells = [result["title"], versions or "torch " + result["versions"]["torch"], every, result["loss"]]
     cells += [result["gradient"], result["resume"], result["uneven"], result["dropout"]]
     return f"| {' | '.join(cells)} |"

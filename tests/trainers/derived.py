@@ -11,17 +11,11 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-import torch
 from transformers import Trainer
 
 from energon_packed import PackedTrainerMixin
 from tests.docs.pages import code_block
 from tests.trainers.recorder import RecordRows, Spec
-
-# Transformers 5.16 loads the optimizer to `cpu:0` if several processes train on the CPU, and torch knows only `cpu`.
-torch.serialization.register_package(
-    0, lambda storage: None, lambda storage, device: storage if device == "cpu:0" else None
-)
 
 
 def block(name: str) -> CodeType:

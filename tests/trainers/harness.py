@@ -245,34 +245,36 @@ class Result:
     spec: Spec
     measured: dict[str, Any] = field(default_factory=dict)
 
-    def assert_exact(self, *, repeats: bool = False, dropout: str = "equal") -> None:
+    def assert_exact(self, *, repeats: bool = False, endless: bool = False, dropout: str = "equal") -> None:
         """Check all properties, and write the result.
 
         Args:
             repeats: the trainer repeats one pack at the end of an epoch, instead of a row without targets.
+            endless: the next epoch starts within the last step of an epoch.
             dropout: `equal`: a resumed run with dropout equals the uninterrupted run; otherwise, why it has none.
 
         Raises:
             AssertionError: a property is missing; the message names it.
         """
         assert (dropout == "equal") == (self.spec.dropout > 0)
-        self.assert_every_sample(repeats=repeats)
+        self.assert_every_sample(repeats=repeats, endless=endless)
         self.assert_losses()
         self.assert_gradients()
         self.assert_resumed()
-        self.measured |= {"uneven": "one pack twice" if repeats else "each pack once", "dropout": dropout}
+        uneven = "one pack twice" if repeats else "the next epoch follows" if endless else "each pack once"
+        self.measured |= {"uneven": uneven, "dropout": dropout}
         if os.environ.get(WRITE_RESULTS):
             self.write()
 
-    def assert_every_sample(self, *, repeats: bool = False) -> None:
+    def assert_every_sample(self, *, repeats: bool = False, endless: bool = False) -> None:
         """Every sample is trained on once in each epoch, and all ranks have the same number of rows."""
         for run_ in (self.exact, self.complete) if self.complete.rows else (self.exact,):
             lengths = {len(rows) for rows in run_.rows}
             assert lengths == {self.spec.epochs * -(-PACKS // RANKS)}, f"{lengths} rows of each rank"
-            (length,) = lengths
+            in_order = [row for step in zip(*run_.rows, strict=True) for row in step]
+            size = PACKS if endless else len(in_order) // self.spec.epochs
             for epoch in range(self.spec.epochs):
-                part = slice(epoch * length // self.spec.epochs, (epoch + 1) * length // self.spec.epochs)
-                seen = Counter(name for rows in run_.rows for row in rows[part] for name in row["ids"])
+                seen = Counter(name for row in in_order[epoch * size : (epoch + 1) * size] for name in row["ids"])
                 extra = seen - Counter(list(self.data.samples))
                 missing = set(self.data.samples) - set(seen)
                 assert not missing, f"epoch {epoch}: no row has {sorted(missing)}"
