@@ -42,7 +42,7 @@ def main(spec: Spec) -> None:
         _, client_state = engine.load_checkpoint(spec.checkpoints)
         loader.load_state_dict(client_state["loader"])
     while engine.global_steps < spec.steps(len(loader)):
-        iterator = iter(loader)
+        iterator = (batch for batch in loader)  # a loader of DeepSpeed starts again at each `iter`, as islice calls it
         while batches := list(islice(iterator, spec.accumulation)):
             targets = step_targets(batches)
             for number, batch in enumerate(batches, 1):
