@@ -1,7 +1,7 @@
 # make demo   set up if needed, pack a small real data set, show the result
 # make test   set up if needed, all checks and all tests
 # make lint   checks only          make docs   the pages, into site/          make bench   benchmarks
-# make test-trainers   the tests of Lightning, Fabric and DeepSpeed, in an environment of their own
+# make test-trainers   every trainer in an environment of its own; test-trainers-NAME: one folder of tests/trainers
 # make test-lowest   all tests with the oldest versions that pyproject.toml allows, in an environment of their own
 # make hard     the tests that have a long form, in that form: hours
 # make coverage   all tests with line coverage of every process; fails below the limit in pyproject.toml
@@ -10,6 +10,8 @@ VENV ?= .venv
 TRAINERS_VENV ?= .venv-trainers
 LOWEST_VENV ?= .venv-lowest
 BIN := $(VENV)/bin
+TRAINERS := $(patsubst tests/trainers/%/run.py,%,$(wildcard tests/trainers/*/run.py))
+OTHER_TRAINERS := $(patsubst tests/trainers/%/requirements.txt,%,$(wildcard tests/trainers/*/requirements.txt))
 DEMO_OUT ?= demo-out
 TESTS ?= tests
 
@@ -19,7 +21,7 @@ HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAM
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-trainers test-lowest hard coverage lint docs unit bench setup clean
+.PHONY: demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest hard coverage lint docs unit bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -41,6 +43,7 @@ lint: setup
 
 docs: setup
 	$(BIN)/python tools/make_option_tables.py --check
+	$(BIN)/python tools/make_tables.py --check
 	$(BIN)/python tools/make_diagrams.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -49,15 +52,24 @@ unit: setup
 
 test: lint docs unit
 
-$(TRAINERS_VENV)/.installed: pyproject.toml constraints.txt tests/trainers/requirements.txt
-	test -x $(TRAINERS_VENV)/bin/python || $(PYTHON) -m venv $(TRAINERS_VENV)
-	$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(TRAINERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/trainers/requirements.txt
+# Trainers without requirements.txt run in the development environment.
+$(TRAINERS_VENV)/%/.installed: pyproject.toml constraints.txt tests/trainers/%/requirements.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/trainers/$*/requirements.txt
+	test ! -e tests/trainers/$*/requirements-no-deps.txt || \
+	  $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/trainers/$*/requirements-no-deps.txt
 	touch $@
 
-test-trainers: $(TRAINERS_VENV)/.installed
-	$(TRAINERS_VENV)/bin/python -m pytest tests/trainers
+$(TRAINERS:%=test-trainers-%): export ENERGON_PACKED_WRITE_RESULTS = 1
+$(OTHER_TRAINERS:%=test-trainers-%): test-trainers-%: $(TRAINERS_VENV)/%/.installed
+	$(TRAINERS_VENV)/$*/bin/python -m pytest tests/trainers/$*
+
+$(filter-out $(OTHER_TRAINERS:%=test-trainers-%),$(TRAINERS:%=test-trainers-%)): test-trainers-%: setup
+	$(BIN)/python -m pytest tests/trainers/$*
+
+test-trainers: $(TRAINERS:%=test-trainers-%)
 
 # trl requires newer versions than these; the tests read the chat templates in it.
 $(LOWEST_VENV)/.installed: pyproject.toml constraints-lowest.txt

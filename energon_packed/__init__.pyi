@@ -31,10 +31,17 @@ from .formats import StoredVideo as StoredVideo
 from .formats import register_codec as register_codec
 from .formats import set_media_root as set_media_root
 from .integrations.accelerate import prepare_loader as prepare_loader
+from .integrations.axolotl import PackedPlugin as PackedPlugin
 from .integrations.isolation import check_isolation as check_isolation
+from .integrations.ms_swift import PackedSft as PackedSft
+from .integrations.nemo_automodel import AutomodelStream as AutomodelStream
+from .integrations.torchtitan import PackedDataLoader as PackedDataLoader
 from .integrations.trainer_state import GatheredLoader as GatheredLoader
 from .integrations.transformers.arguments import check_training_arguments as check_training_arguments
 from .integrations.transformers.arguments import packed_training_arguments as packed_training_arguments
+from .integrations.transformers.metrics import MetricsCallback as MetricsCallback
+from .integrations.transformers.mixture import MixtureCallback as MixtureCallback
+from .integrations.transformers.order import OrderLogCallback as OrderLogCallback
 from .integrations.transformers.stream import TrainerStream as TrainerStream
 from .integrations.transformers.stream import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.trainer import IsolationCheckCallback as IsolationCheckCallback
@@ -46,6 +53,8 @@ from .loading.batch import step_targets as step_targets
 from .loading.collator import Collator as Collator
 from .loading.collator import PaddingFreeCollator as PaddingFreeCollator
 from .loading.config import DataflowConfig as DataflowConfig
+from .loading.costs.model import CostModel as CostModel
+from .loading.costs.model import RowSizes as RowSizes
 from .loading.dataflow.loader import DataflowLoader as DataflowLoader
 from .loading.dataset import BalancedSampler as BalancedSampler
 from .loading.dataset import PackedDataset as PackedDataset
@@ -75,9 +84,7 @@ from .loading.raw_records import PlannedDataset as PlannedDataset
 from .loading.raw_records import get_raw_loader as get_raw_loader
 from .loading.raw_records import plan_in_memory as plan_in_memory
 from .loading.state import gather_state as gather_state
-from .packing import CostModel as CostModel
 from .packing import PackPlan as PackPlan
-from .packing import RowSizes as RowSizes
 from .packing import pack_lengths as pack_lengths
 from .pipeline import PackOptions as PackOptions
 from .pipeline import PackResult as PackResult

@@ -473,7 +473,7 @@ _shared = Streams()
 def open_shared(path: Path, *, current: bool = False) -> BinaryIO:
     """Return an open stream that all readers of this process share, for `read_range` only.
 
-    Opening an object takes a request. The caller does not close the stream, and knows the version that it reads, or
+    Opening an object sends a request. The caller does not close the stream, and knows the version that it reads, or
     passes `current` as for `Streams.get`.
 
     Raises:

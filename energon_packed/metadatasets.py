@@ -413,6 +413,8 @@ def _read(path: Path, trusted: bool, outer: tuple[Path, ...], known: dict[Path, 
     if not isinstance(value, dict):
         raise _invalid_file(path, f"it is {_describe_type(value)}, not a mapping")
     module, name = value.get("__module__"), value.get("__class__")
+    if "Recipe" in str(name):
+        raise _invalid_file(path, "it is a Recipe of Energon 8; write it as a MetadatasetV2 with subflavors")
     if not trusted:  # before anything else is parsed: an object of another package may have any keys
         _check_objects(path, value)
     is_v2 = module is not None and name == _SCHEMAS[1]  # Energon reads V1 unless both keys are present

@@ -37,7 +37,7 @@ _shortened.maxlevel, _shortened.maxstring, _shortened.maxother, _shortened.maxlo
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """Declaration of one option.
+    """Declaration of an option.
 
     Attributes:
         name: name of the argument.

@@ -238,7 +238,7 @@ class RemotePath(PosixPath):
         """Store the object if there is none of this name; return whether this call stored it.
 
         S3 decides it (`If-None-Match: *`). For stores without such requests, the object is read before and after
-        writing: of several writers at the same time, the last one stores it.
+        writing: of several writers at the same time, the last writer stores it.
         """
         client, key = self._client()
         provider = getattr(client, "_storage_provider", None)  # only providers have conditional requests
@@ -265,7 +265,7 @@ class RemotePath(PosixPath):
             return info.content_length, (info.metadata or {}).get(_DIGEST)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the object; unlike files, a missing object is no error."""
+        """Delete the object; unlike files, a missing object is not an error."""
         client, key = self._client()
         with _converted_errors(self, verb="written"), contextlib.suppress(FileNotFoundError):
             client.delete(key)
@@ -514,16 +514,16 @@ def energon_url(path: Path) -> str:
 
 
 def map_paths(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
-    """Return the result of each path, in order. Objects are requested by threads: a request takes milliseconds."""
+    """Return the result of each path, in order. Objects are requested by threads: a request needs milliseconds."""
     if len(paths) < 2 or not any(map(is_remote, paths)):
         return [function(path) for path in paths]
     return list(_pool("requests").map(function, paths))
 
 
 def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
-    """Read bytes [at, at + size) of objects, given as (path, at, size); fewer at the end of an object.
+    """Read bytes [at, at + size) of objects (path, at, size); fewer at the end of an object.
 
-    Ranges of an object are read by one request if the bytes between them are at most 256 KiB and 5% of their bytes (or
+    Ranges of an object are read together if the bytes between them are at most 256 KiB and 5% of their bytes (or
     4 KiB, the headers between two members of a tar). Requests are sent by threads.
 
     Raises:

@@ -45,7 +45,7 @@ ABSENT = (
     *(errno.EINVAL, errno.EILSEQ),  # the file system cannot store such a name
 )
 """Errors of `open` that mean that there is no file of that name."""
-_statm: dict[int, int] = {}  # process id -> its /proc/self/statm, kept open: opening it takes as long as rendering
+_statm: dict[int, int] = {}  # process id -> its /proc/self/statm, kept open: opening it is as slow as rendering
 
 
 def available_cores() -> int:

@@ -245,7 +245,7 @@ class TarReader:
         return content
 
     def _pax(self, content: bytes, at: int) -> dict[str, bytes]:
-        """Parse the values of a PAX header: records of `LENGTH KEYWORD=VALUE\\n`, LENGTH being that of the record."""
+        """Parse the values of a PAX header: records of `LENGTH KEYWORD=VALUE\\n`, LENGTH of the whole record."""
         values: dict[str, bytes] = {}
         start, end = 0, len(content)
         while start < end:
@@ -335,7 +335,7 @@ def read_content(path: Path, member: Member) -> bytes:
 
 
 def key_faults(members: Iterable[Member]) -> list[tuple[Member, str]]:
-    """Return the members of one key that cannot be read, or have the same part name, each with the reason."""
+    """Return the members of a key that cannot be read, or have the same part name, each with the reason."""
     seen: set[str] = set()
     faults: list[tuple[Member, str]] = []
     for member in members:
@@ -358,7 +358,7 @@ def _opened(path: Path, *, is_range: bool) -> AbstractContextManager[BinaryIO]:
 
 
 def reading(path: Path, stream: BinaryIO, stop: int) -> Read:
-    """Return the function that reads a tar up to byte `stop`; its errors are those of `TarReader`."""
+    """Return the function that reads a tar up to byte `stop`; it raises the errors of `TarReader`."""
     # Local files without a buffer, which would also read the first bytes of each content.
     source: Read = partial(read_range, stream)
     source = in_blocks(source, stop) if is_remote(path) else source
@@ -376,7 +376,7 @@ def reading(path: Path, stream: BinaryIO, stop: int) -> Read:
 
 
 def in_blocks(source: Read, stop: int) -> Read:
-    """Return a function that reads a remote tar in blocks: a request for each header would take longer.
+    """Return a function that reads a remote tar in blocks: a request for each header would be slower.
 
     A tar of small members is read completely, in growing blocks. Long contents are skipped, and blocks shrink.
 

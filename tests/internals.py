@@ -22,13 +22,20 @@ PLACES = {
     "result_table": "cli.display:result_table",
     # compiled: kernels without Numba
     "compiled": "compiled:compiled",
+    # energon_release: releases of Energon that are not installed
+    "energon_release": "energon_release",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
     "encode_pack": "loading.process:encode_pack",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
-    "check_order": "loading.monitoring.order_log:check_order",
+    "count_batch": "loading.monitoring.counts:count_batch",
+    "check_order": "loading.monitoring.order_check:check_order",
+    "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.energon.states:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
+    "read_whole_packs": "loading.energon.pack_reader:read_whole_packs",
+    "OpenedSplits": "loading.manifests:OpenedSplits",
+    "loaded_splits": "loading.manifests:loaded_splits",
     "from_plain": "loading.energon.states:from_plain",
     "to_plain": "loading.energon.states:to_plain",
     "check_trusted": "loading.trust:check_trusted",
@@ -122,6 +129,9 @@ PLACES = {
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",
+    "expected_steps": "inspection.steps:expected_steps",
+    "read_sizes": "inspection.steps:read_sizes",
+    "steps_inspection": "inspection.steps",
     "gather": "inspection.report_data:gather",
     "render_report": "inspection.report:render_report",
     "verify": "inspection.verify:verify",
@@ -160,6 +170,7 @@ PLACES = {
     # packing: kernels and their limits; plans are checked through `pack_lengths`
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",
+    "step_imbalances": "packing.balance:step_imbalances",
     "bitset": "packing.kernels",
     "planner": "packing.planner",
     "kernels": "packing.kernels",

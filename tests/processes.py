@@ -33,14 +33,23 @@ class Python:
         """Wait for the exit status and streams; after `timeout` seconds, kill the process and raise TimeoutError."""
         self._process.join(timeout)
         if self._process.exitcode is None:
-            self._process.kill()
-            self._process.join()
-            raise TimeoutError(f"{timeout} s: {self._read('stderr')[-2000:]}")
-        done = (self._process.exitcode, self._read("stdout"), self._read("stderr"))
+            self.kill()
+            raise TimeoutError(f"{timeout} s: {self.read('stderr')[-2000:]}")
+        done = (self._process.exitcode, self.read("stdout"), self.read("stderr"))
         self._streams.cleanup()
         return subprocess.CompletedProcess("python", *done)
 
-    def _read(self, name: str) -> str:
+    def status(self) -> int | None:
+        """Return the exit status, -9 after SIGKILL; None while the process runs."""
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        """End the process, if it runs."""
+        self._process.kill()
+        self._process.join()
+
+    def read(self, name: str) -> str:
+        """Return the text of `stdout` or `stderr` until now."""
         file = Path(self._streams.name, name)
         return file.read_text(encoding="utf-8") if file.exists() else ""
 

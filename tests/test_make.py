@@ -71,7 +71,7 @@ def test_make_hard_sets_what_the_tests_read() -> None:
     assert set(files.split()) == {str(file) for file in reading}
 
 
-@pytest.mark.parametrize("target", ["hard", "coverage", "test-lowest"])
+@pytest.mark.parametrize("target", ["hard", "coverage", "test-lowest", "test-trainers"])
 def test_make_knows_its_targets(target: str) -> None:
     shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr

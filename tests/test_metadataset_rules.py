@@ -140,6 +140,11 @@ ODD: dict[str, tuple[Any, str]] = {
     "unknown key": (train({**A, "wieght": 2}, B), "it has the unknown key 'wieght'"),
     "weight of a single dataset": ({**HEAD, "splits": {"train": {**A, "weight": 2}}}, "the unknown key 'weight'"),
     "an empty blend": (train(), "'blend' of split 'train' has no datasets"),
+    "a Recipe": (
+        {**train(A, B), "__class__": "Recipe"},
+        "mix.yaml is not .* it is a Recipe of Energon 8; write it as a MetadatasetV2 with subflavors",
+    ),
+    "tags": (train({**A, "tags": {"x": 1}}, B), "it has the unknown key 'tags'"),
     "no splits": ({**HEAD, "splits": {}}, "it has no splits"),
     "an object": (
         train({**A, "subflavors": {"x": {"__module__": "os", "__function__": "getcwd"}}}, B),

@@ -9,17 +9,27 @@ million records. `--slopes` instead measures the cost per stage for 10 thousand,
 """
 
 import os
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-from benchlib import Report, arguments, bench_tokenizer, image_records, run_peer, seconds, text_records, write_jsonl
+from benchlib import (
+    Report,
+    arguments,
+    bench_tokenizer,
+    cli,
+    command,
+    image_records,
+    run_peer,
+    seconds,
+    text_records,
+    usage,
+    write_jsonl,
+)
 
 from energon_packed import PackingManifest
 
@@ -107,17 +117,15 @@ def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool
     """Run `energon-packed pack`, and return (wall seconds, output folder)."""
     if fresh:
         shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", out, "--seq-len", _SEQ_LEN]
-    command += ["--tokenizer", tokenizer, *options]
-    run = list(map(str, command))
+    run = command("pack", source, "-o", out, "--seq-len", _SEQ_LEN, "--tokenizer", tokenizer, *options)
     return seconds(lambda: subprocess.run(run, check=True, stdout=subprocess.DEVNULL)), out
 
 
 def tokenizer_alone(tokenizer: Path, source: Path) -> float:
     """Measure the seconds of `encode_batch_fast` with one thread per core."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(_CORES)}
-    command = [sys.executable, "-c", _TOKENIZER, str(tokenizer / "tokenizer.json"), str(source)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    run = [sys.executable, "-c", _TOKENIZER, str(tokenizer / "tokenizer.json"), str(source)]
+    done = subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return float(done.stdout.split()[0])
 
 
@@ -210,20 +218,15 @@ def bench_groups(report: Report, work: Path) -> None:
 
 def bench_help(report: Report) -> None:
     """Measure the CPU time of `energon-packed --help`."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-m", "energon_packed", "--help"], check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    report.add("--help: CPU time", spent, "s", "<= 0.3")
+    report.add("--help: CPU time", usage([sys.executable, "-m", "energon_packed", "--help"]).cpu, "s", "<= 0.3")
 
 
 def bench_memory(report: Report, work: Path) -> None:
     """Measure the peak memory for a million short records, summed over all processes."""
     source = write_jsonl(work / "short-1m.jsonl", text_records(1_000_000, mean_chars=60))
-    command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", work / "out-1m", "--seq-len", _SEQ_LEN]
-    command += ["--tokenizer", bench_tokenizer(work, vision=False), "--overwrite", "--no-resume"]
-    peak, spent = peak_memory(list(map(str, command)))
-    report.add("a million records: peak memory", peak / 2**30, "GiB", "<= 1.5", seconds=spent)
+    options = ("--tokenizer", bench_tokenizer(work, vision=False), "--overwrite", "--no-resume")
+    used = usage(command("pack", source, "-o", work / "out-1m", "--seq-len", _SEQ_LEN, *options))
+    report.add("a million records: peak memory", used.memory / 2**30, "GiB", "<= 1.5", seconds=used.wall)
 
 
 def bench_slopes(report: Report, work: Path) -> None:
@@ -232,10 +235,8 @@ def bench_slopes(report: Report, work: Path) -> None:
     for records in (10_000, 100_000, 1_000_000):
         source = write_jsonl(work / f"text-{records}.jsonl", text_records(records))
         shutil.rmtree(work / "out-slope", ignore_errors=True)
-        command = [sys.executable, "-m", "energon_packed", "pack", source, "-o", work / "out-slope"]
-        command += ["--seq-len", _SEQ_LEN, "--tokenizer", tokenizer]
         start_time = time.perf_counter()
-        done = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
+        done = cli("pack", source, "-o", work / "out-slope", "--seq-len", _SEQ_LEN, "--tokenizer", tokenizer)
         whole = time.perf_counter() - start_time
         stages: dict[str, float] = {}
         for line in done.stdout.splitlines():
@@ -247,8 +248,9 @@ def bench_slopes(report: Report, work: Path) -> None:
             report.add(f"{records:,} records: {stage}", spent, "s", "<= 0.9" if stage == "start" else "")
     bench_stages(report, work, tokenizer)
     for records in (10_000_000, 100_000_000):
-        command = [sys.executable, "-c", _DRIVER, str(records)]
-        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", _DRIVER, str(records)], check=True, stdout=subprocess.PIPE, text=True
+        )
         spent, memory, shards = map(float, done.stdout.split())
         report.add(f"{records:,} synthetic records: plan and shards in the driver", spent, "s", shards=shards)
         report.add(f"{records:,} synthetic records: driver memory per record", memory, "bytes")
@@ -263,59 +265,13 @@ def bench_stages(report: Report, work: Path, tokenizer: Path, records: int = 1_0
     out = work / "out-stages"
     options = ("-o", out, "--tokenizer", tokenizer)
     shutil.rmtree(out, ignore_errors=True)
-    start = cpu_seconds("lengths", few, *options)
+    start = usage(command("lengths", few, *options)).cpu
     shutil.rmtree(out)
-    measuring = cpu_seconds("lengths", source, *options) - start
-    writing = cpu_seconds("pack", source, *options, "--seq-len", _SEQ_LEN) - start  # lengths are reused
+    measuring = usage(command("lengths", source, *options)).cpu - start
+    writing = usage(command("pack", source, *options, "--seq-len", _SEQ_LEN)).cpu - start  # lengths are reused
     for stage, spent, target in (("measure", measuring, 60), ("plan, write and index", writing, 12)):
         share = spent / records * 1e6
         report.add(f"{records:,} records: core seconds of {stage} per million", share, "s", f"<= {target}")
-
-
-def cpu_seconds(command: str, *arguments: object) -> float:
-    """CPU seconds of an `energon-packed` command and its workers."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    run = [sys.executable, "-m", "energon_packed", command, *map(str, arguments)]
-    subprocess.run(run, check=True, stdout=subprocess.DEVNULL)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-
-def peak_memory(command: list[str]) -> tuple[float, float]:
-    """Return (largest sum of proportional set sizes over a process and its children in bytes, seconds)."""
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    peak = 0
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.2):
-            peak = max(peak, sum(_proportional(pid) for pid in _family(process.pid)))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    spent = seconds(process.wait)
-    done.set()
-    watcher.join()
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-    return peak, spent
-
-
-def _family(pid: int) -> list[int]:
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [pid, *(member for child in children for member in _family(int(child)))]
-
-
-def _proportional(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
 
 
 def main() -> None:

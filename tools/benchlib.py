@@ -9,15 +9,17 @@ import ast
 import json
 import os
 import platform
+import resource
 import statistics
 import subprocess
 import sys
 import sysconfig
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from pydoc_data import topics
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -179,7 +181,71 @@ def bench_tokenizer(work: Path, *, vision: bool) -> Path:
     return folder
 
 
+def command(*args: object) -> list[str]:
+    """Return the command line of `energon-packed` with these arguments."""
+    return [sys.executable, "-m", "energon_packed", *map(str, args)]
+
+
 def cli(*args: object) -> subprocess.CompletedProcess[str]:
     """Run `energon-packed` with these arguments in a subprocess."""
-    command = [sys.executable, "-m", "energon_packed", *map(str, args)]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return subprocess.run(command(*args), check=True, stdout=subprocess.PIPE, text=True)
+
+
+class Usage(NamedTuple):
+    """Resources of a command and its processes.
+
+    Attributes:
+        cpu: CPU seconds, user and system.
+        wall: wall seconds.
+        memory: largest sum of the proportional set sizes, in bytes.
+        output: standard output.
+    """
+
+    cpu: float
+    wall: float
+    memory: int
+    output: str
+
+
+def usage(command: Sequence[object]) -> Usage:
+    """Run a command, and measure its resources."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start_time = time.perf_counter()
+    peak = 0
+    done = threading.Event()
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
+
+        def watch() -> None:
+            nonlocal peak
+            while not done.wait(0.5):  # reading the sizes of large processes takes milliseconds
+                peak = max(peak, sum(_proportional(pid) for pid in _family(process.pid)))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        output, _ = process.communicate()
+        done.set()
+        watcher.join()
+    wall = time.perf_counter() - start_time
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, process.args, output)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Usage(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, peak, output)
+
+
+def _family(pid: int) -> list[int]:
+    """Return a process and its descendants; any thread of a process can have started a child."""
+    try:
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [child for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return []
+    return [pid, *(member for child in children for member in _family(int(child)))]
+
+
+def _proportional(pid: int) -> int:
+    """Return the proportional set size of a process in bytes, 0 if it ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)

@@ -57,7 +57,7 @@ def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
 
     console.print("\nLoading one epoch through Energon, two packs a batch ...")
     start = time.perf_counter()
-    # No workers: starting them would take longer than loading the demo.
+    # No workers: starting them would be slower than loading the demo.
     loader = get_packed_loader(
         output_dir, ChatEncoder.from_pretrained(tokenizer), micro_batch_size=2, num_workers=0, epochs=1
     )

@@ -88,6 +88,7 @@ COMMANDS = {
     "pack": "Pack conversations with images and videos into an Energon dataset.",
     "inspect": "Show the contents of a tar, a dataset, a Metadataset or a pack.",
     "verify": "Check that a dataset is intact and matches its manifest.",
+    "steps": "Show the steps of an epoch, and how long ranks wait for the slowest.",
     "report": "Write an HTML report on a dataset or a Metadataset.",
     "nv-meta": "Create or repair .nv-meta for a folder of tars.",
     "materialize": "Copy the images and videos that a dataset refers to into its tars.",

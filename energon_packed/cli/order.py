@@ -1,20 +1,27 @@
-"""Command `energon-packed order`: check an order log, or list the samples of a step.
+"""Command `energon-packed order`: check an order log, find the uses of a sample, or list the samples of a step.
 
-`check` reads the files that all ranks wrote with `order_log=DIR`. `replay` computes the samples that each rank reads
-at a step, from a dataset or a config.
+`check`, `find` and `replay` read the files that all ranks wrote with `order_log=DIR`. `replay` also computes the
+samples of a step from a dataset or a config, before training.
 """
 
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
+from energon_packed.cli.display import turn_text
 from energon_packed.cli.options import GroupedCommand, as_options, media_root_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
+from energon_packed.errors import ConfigError
 from energon_packed.loading.config import DataflowConfig, is_dataflow_config
-from energon_packed.loading.monitoring.order_log import check_order
+from energon_packed.loading.monitoring.order_check import check_order
+from energon_packed.loading.monitoring.order_data import LoggedData
+from energon_packed.loading.monitoring.order_lines import is_order_log
+from energon_packed.loading.monitoring.order_lookup import LoggedBatch, logged_step, uses_of
 from energon_packed.loading.monitoring.replay import Run, replay, replay_config
 
 
@@ -23,27 +30,36 @@ def command() -> None:
     """Check which samples a run used, or show which samples a step will use.
 
     \b
-    energon-packed order check DIR
+    energon-packed order check DIR --data out
+    energon-packed order find SAMPLE-ID DIR
+    energon-packed order replay DIR --step 1000
     energon-packed order replay out --world-size 8 --step 1000
     energon-packed order replay train.yaml --world-size 8 --step 1000
     """
 
 
+def _data_option(text: str) -> Callable[..., Any]:
+    return click.option("--data", type=click.Path(path_type=Path), metavar="PATH", help=text)
+
+
 @command.command(name="check", cls=GroupedCommand)
 @click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@_data_option("Compare with the samples of a dataset folder, a Metadataset, or the config of a loader.")
 @output_options
-def check(folder: Path, output: Output) -> None:
+def check(folder: Path, data: Path | None, output: Output) -> None:
     """Check the files of `order_log=DIR`; exit with status 1 if there is a problem.
 
     No sample may be lost or repeated, and steps that were repeated after a resume must have the same samples.
     """
-    summary = check_order(folder)
+    summary = check_order(folder, None if data is None else LoggedData(data))
     output.console.print(
         f"{summary.steps:,} steps, {summary.samples:,} samples, {summary.dropped:,} dropped items, "
         f"{summary.repeated:,} steps repeated by resuming; epochs {', '.join(map(str, summary.epochs))}, complete: "
         f"{', '.join(map(str, summary.complete)) or 'none'}",
         soft_wrap=True,
     )
+    if len(summary.processes) > 1:
+        output.console.print("; ".join(summary.processes), soft_wrap=True)
     for name, count in sorted(summary.sources.items()):
         output.console.print(f"  {count / max(1, summary.samples):7.2%}  {name}", soft_wrap=True)
     for problem in summary.problems:
@@ -52,6 +68,26 @@ def check(folder: Path, output: Output) -> None:
     if summary.problems:
         sys.exit(1)
     output.console.print("no sample lost or repeated, equal after every resume")
+
+
+@command.command(name="find", cls=GroupedCommand)
+@click.argument("ident", metavar="ID")
+@click.argument("folder", type=click.Path(path_type=Path), metavar="DIR")
+@output_options
+def find(ident: str, folder: Path, output: Output) -> None:
+    """Show when a sample was trained: epoch, step and rank of each use, in the log of `order_log=DIR`."""
+    uses = list(uses_of(folder, ident))
+    for batch, index in uses:
+        note = ", replaced after a resume" if batch.replaced else ""
+        packs = f" of {', '.join(batch.packs)}" if batch.packs else ""
+        output.console.print(
+            f"epoch {batch.epoch}, step {batch.step}, rank {batch.rank} of {batch.world_size}: sample {index} of "
+            f"{len(batch.ids)}{packs}{note}",
+            soft_wrap=True,
+        )
+    output.result({"id": ident, "uses": [asdict(batch) | {"sample": index} for batch, index in uses]})
+    if not uses:
+        raise ConfigError(f"{folder} has no sample {ident!r}. Pass an id as it is in `batch.ids`.")
 
 
 @command.command(name="replay", cls=GroupedCommand)
@@ -66,17 +102,28 @@ def check(folder: Path, output: Output) -> None:
     "--num-workers", type=click.IntRange(min=0), default=0, show_default=True, help="Loader workers of a rank."
 )
 @click.option("--seed", type=click.IntRange(min=0), help="Seed of the loader. [default: 0, or the config's]")
+@click.option("--content", is_flag=True, help="Show the turns of the samples; needs --data.")
+@_data_option("Dataset folder or Metadataset of --content.")
 @media_root_option
 @output_options
 def replay_step(
     path: Path, step: int, epoch: int, world_size: int, batch_size: int, num_workers: int, seed: int | None,
-    output: Output,
+    content: bool, data: Path | None, output: Output,
 ) -> None:  # fmt: skip
     """Show the samples of a step on every rank.
 
-    PATH is a dataset folder or a Metadataset, for DataflowLoader(MapDistributor(PackedDataset(PATH)), batch_size=N),
-    or the YAML of a DataflowConfig, for get_raw_loader(config). Records of a config are tokenized up to that step.
+    PATH is a folder that was `order_log` of a run: the samples that were trained; --step and --epoch are its only
+    settings. Or it is a dataset folder or a Metadataset, for
+    DataflowLoader(MapDistributor(PackedDataset(PATH)), batch_size=N), or the YAML of a DataflowConfig, for
+    get_raw_loader(config). Records of a config are tokenized up to that step.
     """
+    if content != (data is not None):
+        raise ConfigError("`content` and `data` must be set together. Pass both, or remove both.")
+    if is_order_log(path):
+        _show_logged(path, step, epoch, data, output)
+        return
+    if content:
+        raise ConfigError(f"`content` needs the folder of an order log, got {path}. Pass the `order_log` of the run.")
     run = Run(world_size=world_size, num_workers=num_workers, batch_size=batch_size, epoch=epoch, seed=seed or 0)
     # A Metadataset and a config are both YAML: the keys of the file decide.
     if is_dataflow_config(path):
@@ -91,3 +138,27 @@ def replay_step(
         line = f"{packs}{', '.join(rank.ids)}" if rank.worker is not None else f"ends after {rank.steps} steps"
         output.console.print(f"rank {rank.rank}  {line}", soft_wrap=True)
     output.result({"step": step, "epoch": epoch, "ranks": results})
+
+
+def _show_logged(folder: Path, step: int, epoch: int, data: Path | None, output: Output) -> None:
+    batches = logged_step(folder, step, epoch)
+    texts = dict(_texts(data, batches)) if data is not None else {}
+    for batch in batches:
+        packs = f"{', '.join(batch.packs)}: " if batch.packs else ""
+        output.console.print(f"rank {batch.rank}  {packs}{', '.join(map(str, batch.ids))}", soft_wrap=True)
+        for ident in batch.ids:
+            for line in texts.get(ident, ()):
+                output.console.print(line, soft_wrap=True)
+    ranks = [asdict(batch) for batch in batches]
+    turns = {"content": texts} if data is not None else {}
+    output.result({"step": step, "epoch": epoch, "ranks": ranks} | turns)
+
+
+def _texts(data: Path, batches: list[LoggedBatch]) -> Iterator[tuple[str | None, list[str]]]:
+    """Yield (id, turns) of the samples of batches."""
+    wanted = {ident for batch in batches for ident in batch.ids if ident is not None}
+    for ident, conversation in LoggedData(data).samples(wanted):
+        turns = [(message.role, message.content) for message in conversation.messages]
+        if conversation.text is not None:
+            turns = [("text", conversation.text)]
+        yield ident, [f"  {ident}", *(turn_text(role, text) for role, text in turns)]

@@ -13,6 +13,7 @@ from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
 from energon_packed.inspection.report_data import gather
+from energon_packed.inspection.steps import steps_of_ranks
 from energon_packed.metadatasets import read_metadataset
 
 
@@ -41,11 +42,13 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
         # A page with totals of only some datasets would look complete.
         if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
-        page = render_report(path.name, None, read_blend(metadataset))
+        page = render_report(path.name, None, read_blend(metadataset), steps_of_ranks(path))
     else:
         folder = PackedFolder.open(path)
         encoder, reason = folder.encoder_or_reason(tokenizer)
-        page = render_report(str(path), gather(folder, encoder, not_encoded=as_options(reason), seed=seed))
+        data = gather(folder, encoder, not_encoded=as_options(reason), seed=seed)
+        steps = steps_of_ranks(path, encoder=encoder) if data.is_packed else ((), ())
+        page = render_report(str(path), data, steps=steps)
     content = page.encode()
     atomic_write(output, content)
     echo(f"{output}: {format_bytes(len(content))}")

@@ -46,7 +46,7 @@ class DemoVideo:
         shape: its figure.
         colors: colors of the figure, in order.
         seconds: time of each change of the color.
-        direction: where the figure moves, a key of `DIRECTIONS`; None if it does not move.
+        direction: direction of the figure's movement, a key of `DIRECTIONS`; None if it does not move.
     """
 
     name: str
@@ -108,7 +108,7 @@ def _write(
     fps = rng.choice((8, 10, 12))
     times = list(range(fps * seconds))
     is_variable = index % _VARIABLE == 1
-    if is_variable:  # the first frame stays, so that the times of the conversation are those of the video
+    if is_variable:  # the first frame stays, so that the conversation has the times of the video
         times = [time for time in times if time == 0 or rng.random() >= _LEFT_OUT]
 
     def frames() -> Iterator[NDArray[np.uint8]]:

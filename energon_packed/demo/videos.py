@@ -100,7 +100,7 @@ def write_video(
 def set_matrix(path: Path, a: float, b: float, c: float, d: float, width: int = 0, height: int = 0) -> None:
     """Store the matrix (a b; c d) of a display in the track headers of an mp4: ISO/IEC 14496-12, 6.2.2 and 8.3.2.
 
-    `width` and `height` are the sides of a stored frame, for the offset that keeps the picture at positive positions.
+    `width` and `height` are the sides of a stored frame, for the offset that keeps the frame at positive positions.
     """
     data = bytearray(path.read_bytes())
     at = -1

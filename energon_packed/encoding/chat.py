@@ -276,7 +276,7 @@ class ChatEncoder(Processor):
             chosen, sizes = [conversations[index] for index in indices], [media[index] for index in indices]
             batch, rejects = self._tokenize(chosen, sizes)
             lengths = np.diff(batch.cu_seqlens).tolist()
-            # Image tokens are never targets, so the counts are those of the expanded sample.
+            # Image tokens are never targets, so the expanded sample has the same counts.
             targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
             checksums = weight_checksums(batch.labels, batch.loss_weights, batch.cu_seqlens).tolist()
             for slot, (index, size) in enumerate(zip(indices, sizes, strict=True)):
@@ -403,7 +403,7 @@ class ChatEncoder(Processor):
         with special tokens in their text, which are rare, and the loader compares the length of each sample.
         """
         source, vision = self.parts.chat_template, self.vision
-        # Left out if they are those of the family, so that fingerprints from before videos stay valid.
+        # Left out if they equal the settings of the family, so that fingerprints from before videos stay valid.
         videos = {"videos": vision.video_config()} if vision and vision.video_config() else {}
         parts: dict[str, Any] = {
             "tokenizer": self.text_tokenizer.serialized,

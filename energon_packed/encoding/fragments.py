@@ -35,7 +35,7 @@ FRAGMENT = np.dtype(
         ("total", np.int64),
     ]
 )
-"""Fragment `number` of a record: its tokens [start, stop) of `total`, of which the first `context` are no targets, its
+"""Fragment `number` of a record: its tokens [start, stop) of `total`, the first `context` are not targets, its
 images [first_image, last_image) and its number of targets. In a list of samples, `number` -1 is a complete record."""
 _MARGIN = 2  # tokens beside an image that may mark it, as <|vision_start|> does
 
@@ -120,7 +120,7 @@ def split_sample(sample: EncodedSample, max_length: int, overlap: int, num_image
 
 
 def fragment_labels(labels: Int64, fragment: np.void) -> Int64:
-    """Return the labels of a fragment's tokens, given those of the sample: int64 (L,)."""
+    """Return the labels of a fragment's tokens from the labels of the sample: int64 (L,)."""
     masked = labels[fragment["start"] : fragment["stop"]].copy()
     masked[: fragment["context"]] = IGNORE_INDEX
     return masked

@@ -1,15 +1,15 @@
 """PieceTokenizer: a document of any size -> its token ids, tokenized in windows, in bounded memory.
 
 tokenizers needs about 120 bytes of memory per character of a string. A long text is therefore tokenized in windows.
-A window ends in the middle of a text, so only its first tokens are used, up to a cut, where the next window starts:
+A window ends in the middle of a text, so only its first tokens are used, up to a cut, at which the next window starts:
 
     text     The cat sat on the mat. The dog lay ...
     window 0 [The cat sat on| the mat.| Th]             cut before " the"; a check up to " Th"
-    window 1               [ the mat.| The dog| lay ..]  its first tokens must be those of window 0 after the cut
+    window 1               [ the mat.| The dog| lay ..]  its first tokens must equal window 0 after the cut
 
 A pre-tokenizer splits a text from left to right. From a split on, it depends on the text after the split only, unless
 its pattern looks behind, and before a split only on the few words after it. A cut is therefore a split of the
-pre-tokenizer that many words of the window follow. Tokenizers for which this does not hold are refused by their
+pre-tokenizer that many words of the window follow. Tokenizers for which this is false are refused by their
 settings (`_obstacle`), and all others are compared on a generated text at the first use.
 """
 
@@ -52,7 +52,7 @@ _LOOPS = ("+", "*", "{")
 
 
 class PieceTokenizer:
-    """Tokenizes long texts to the ids of the tokenizer.
+    """Tokenizes long strings to the ids of the tokenizer.
 
     Args:
         backend: `tokenizers.Tokenizer`.

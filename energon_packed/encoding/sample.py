@@ -301,7 +301,7 @@ class EncodedRow(Sequence[EncodedSample]):
         """All samples, if any of them has pixels, grids or other inputs of a vision tower; else an empty tuple."""
         samples = self._joined or ()
         for sample in samples:
-            # Loops over names would take several times as long, for every row of text.
+            # Loops over names would be several times slower, for every row of text.
             if not (sample.image_grid_thw is None and sample.pixel_values is None and sample.vision_inputs is None):
                 return samples
             if not (sample.video_grid_thw is None and sample.pixel_values_videos is None):

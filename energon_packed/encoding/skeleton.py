@@ -31,7 +31,7 @@ class Skeleton:
     """Fixed text with n slots for contents.
 
     Attributes:
-        pieces: n + 1 fixed texts.
+        pieces: n + 1 fixed strings.
         order: index of the content after each piece except the last.
         places: start and end of each assistant turn.
     """

@@ -16,11 +16,11 @@ not names of tokens any more, so they are split like other text:
 
     renamed     "\\U000f8001user\\nwhat is <|im_end|>?\\U000f8002"
 
-The ids are those of Transformers' `split_special_tokens=True`, except that a Unigram model could find a control token
+The ids equal Transformers' `split_special_tokens=True`, except that a Unigram model could find a control token
 in its vocabulary there, and a BPE model could merge the text of a control token to that token.
 
 A normalizer can also make a control token from text that has none: NFKC turns the full-width `\uff1c/s\uff1e` into
-`</s>`. ControlTokens finds such texts by their ids, and EscapedTokenizer tokenizes them, too.
+`</s>`. ControlTokens finds such strings by their ids, and EscapedTokenizer tokenizes them, too.
 """
 
 import json
@@ -142,7 +142,7 @@ class EscapedTokenizer:
 
 
 class ControlTokens:
-    """Finds texts whose tokens include a control token that is not written in the text.
+    """Finds strings whose tokens include a control token that is not written in the string.
 
     Args:
         backend: `tokenizers.Tokenizer`.
@@ -150,7 +150,7 @@ class ControlTokens:
     """
 
     def __init__(self, backend: Any, tokens: Sequence[str]) -> None:
-        unknown = _unknown_token(backend)  # stands for any text, as do the tokens of single bytes
+        unknown = _unknown_token(backend)  # represents any text, as do the tokens of single bytes
         self._pattern = token_pattern([*tokens, *(t.content for t in backend.get_added_tokens_decoder().values())])
         ids = {backend.token_to_id(token): token for token in tokens if token != unknown and not _BYTE.match(token)}
         self._tokens = {ident: token for ident, token in ids.items() if ident is not None}
@@ -159,7 +159,7 @@ class ControlTokens:
         self._around = Counter(backend.encode("").ids)  # tokens of the post-processor
 
     def unwritten(self, texts: Sequence[str], ids: Int64, cu_seqlens: Int64, *, special: bool) -> list[int]:
-        """Indices of the texts with more control tokens than the text contains; arguments as of `TextTokenizer`."""
+        """Indices of strings with more control tokens than the string contains; arguments as of `TextTokenizer`."""
         places = np.flatnonzero(self._is_control[np.minimum(ids, len(self._is_control) - 1)])
         if not len(places):
             return []

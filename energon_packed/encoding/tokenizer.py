@@ -1,6 +1,6 @@
 """TextTokenizer: strings and character spans -> token ids, and a flag for each token, whether a span covers it.
 
-It also decides which engine tokenizes (`engines.py`). Spans are mapped to tokens without offsets where possible:
+It also decides which engine tokenizes (`engines.py`). Spans are mapped to tokens without offsets if possible:
 byte-level BPE tokens have a known number of bytes, so the position of each token in its string is a cumulative sum.
 
     text      "Hi there"             spans  [(3, 8)]  ->  bytes 3 to 8

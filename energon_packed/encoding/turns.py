@@ -127,8 +127,8 @@ class TurnFinder:
     def span(self, turn: int) -> Span | None:
         """Characters that the model generates as this assistant turn; None if they cannot be located.
 
-        In a long conversation, a turn between the same texts of the template as an earlier turn has the same margins
-        around its content: rendering the turns before each turn would take time quadratic in the number of turns.
+        In a long conversation, a turn between the same strings of the template as an earlier turn has the same margins
+        around its content: rendering the turns before each turn would need time quadratic in the number of turns.
         """
         around = self._around(turn)
         if around is None:
@@ -143,9 +143,9 @@ class TurnFinder:
         return first - before, after + behind
 
     def _around(self, turn: int) -> Any:
-        """Roles and texts of the template around the content of a turn; None if the turn must be located by itself.
+        """Roles and strings of the template around the content of a turn; None if the turn must be located by itself.
 
-        That is a turn whose content may be taken for a part of the prompt, or for its end.
+        That is a turn whose content may be mistaken for a part of the prompt, or for its end.
         """
         if len(self._messages) < _LONG or not 0 < turn < len(self._messages) - 1:
             return None

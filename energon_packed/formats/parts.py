@@ -189,7 +189,7 @@ def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> StoredVideo:
 
 
 def image_count(names: Iterable[str]) -> int:
-    """Return how many of the member names are images of a pack; frames of videos are no images of their own."""
+    """Return how many of the member names are images of a pack; frames of videos do not count."""
     return sum(name.rpartition(".")[2].lower() not in _NO_IMAGES and not is_video_part(name) for name in names)
 
 
@@ -222,8 +222,8 @@ def names_by_sample(raw: RawPack, listed: Any, turns: Sequence[Sequence[str]]) -
 
     Args:
         raw: the pack, for its key.
-        listed: `images` of the json: a list for each sample, or one list for the pack.
-        turns: turns of each sample; their placeholders assign the images of one list to samples.
+        listed: `images` of the json: a list for each sample, or a list for the pack.
+        turns: turns of each sample; their placeholders assign the images of the list to samples.
 
     Raises:
         FormatError: neither the counts nor the placeholders assign the images to samples.

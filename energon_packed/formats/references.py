@@ -32,7 +32,7 @@ from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote
 MEDIA_PART = "media.json"
 FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
 """Keys of raw parts: the dataset folder, and the moved folders as (old, new) pairs. Energon's raw parts have neither:
-the folder is in their `__sources__`, and the moved folders are those of `set_media_root`."""
+the folder is in their `__sources__`, and `set_media_root` sets the moved folders."""
 PATHS = "__paths__"
 """Key of complete parts: the paths of referenced media by part, for messages."""
 MediaRoot = tuple[tuple[str, str], ...]

@@ -7,7 +7,7 @@
 
     part, or parts      name of the file, or names of the images of the frames
     frames              indices of the selected frames in order of presentation, from 0; not decreasing
-    timestamps          time of each of them in seconds, from that of frame 0
+    timestamps          time of each of them in seconds after frame 0
     fps, num_frames     average frames per second, and frames, of the file
     size                [height, width] of an upright frame
     resized             [height, width] that frames are resized to; null if they are resized as images are
@@ -51,7 +51,7 @@ def frames_from_dict(value: Mapping[str, Any]) -> FrameSelection:
     """Return the frames of `frames_as_dict`, from untrusted JSON.
 
     Raises:
-        ValueError, KeyError, TypeError: the frames are not those of a video; the message has the value.
+        ValueError, KeyError, TypeError: the frames are not frames of a video; the message has the value.
     """
     num_frames, fps = _integer(value["num_frames"]), float(value["fps"])
     indices = tuple([_integer(index) for index in value["frames"]])

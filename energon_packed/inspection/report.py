@@ -17,6 +17,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.files import visible
 from energon_packed.inspection.blend import BlendSplit
 from energon_packed.inspection.report_data import ReportData, facts, splits, warnings
+from energon_packed.inspection.steps import ExpectedSteps
 from energon_packed.inspection.tokens import KINDS, MappedPack
 from energon_packed.version import __version__
 
@@ -52,13 +53,19 @@ for (const gallery of document.querySelectorAll("[data-pages]")) {
 """
 
 
-def render_report(title: str, data: ReportData | None, blend: Sequence[BlendSplit] = ()) -> str:
+def render_report(
+    title: str,
+    data: ReportData | None,
+    blend: Sequence[BlendSplit] = (),
+    steps: tuple[Sequence[ExpectedSteps], Sequence[str]] = ((), ()),
+) -> str:
     """Render the HTML page.
 
     Args:
         title: page heading.
         data: data of a dataset, or None for a Metadataset.
         blend: splits of a Metadataset.
+        steps: result of `steps_of_ranks`.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -80,13 +87,21 @@ def render_report(title: str, data: ReportData | None, blend: Sequence[BlendSpli
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
     environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
+    environment.filters["ratio"] = lambda value: f"{value:.3f}"
     environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
     # Escaping is the first line of defence; the policy blocks all other scripts and all requests if it has a gap.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     variables = {} if data is None else _dataset_variables(data)
     return environment.get_template("report.html.j2").render(
-        title=title, data=data, blend=blend, policy=policy, script=_SCRIPT, version=__version__, **variables
+        title=title,
+        data=data,
+        blend=blend,
+        steps=steps,
+        policy=policy,
+        script=_SCRIPT,
+        version=__version__,
+        **variables,
     )
 
 

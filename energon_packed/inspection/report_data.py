@@ -41,7 +41,7 @@ _MAX_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
 _MAX_SHOWN = 40  # packs in the gallery
 _MAX_WORST = 10  # packs in the list of least utilized packs
 _MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
-_MAX_STRIPS = 2  # videos of a pack in the gallery whose frames are shown: decoding takes longer than all else
+_MAX_STRIPS = 2  # videos of a pack in the gallery whose frames are shown: decoding is slower than all else
 _MAX_FRAMES = 8  # frames shown of a video
 _MAX_NAMES = 5  # names listed in one warning
 _EXAMPLES = 3  # examples shown per reject reason
@@ -107,7 +107,7 @@ class Strip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
-    """Content of the page of one dataset.
+    """Content of the page of a dataset.
 
     Attributes:
         path: folder with the shards.
@@ -338,7 +338,7 @@ def _rejects(file: Path, manifest: PackingManifest) -> Iterator[tuple[str, int, 
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """Requested share and actual counts of one split; `requested` is None if it is not recorded."""
+    """Requested share and actual counts of a split; `requested` is None if it is not recorded."""
 
     name: str
     requested: float | None

@@ -60,7 +60,7 @@ class VideoView:
         is_file: there is a video file; False for images of the selected frames (`pack --extract-frames`).
         bytes: size of these files.
         frames: indices of the selected frames.
-        timestamps: time of each of them in seconds, from that of frame 0.
+        timestamps: time of each of them in seconds after frame 0.
         num_frames: frames of the video file.
         fps: average frames per second of the video file.
         width, height: size of a frame in pixels, upright.

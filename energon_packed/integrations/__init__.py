@@ -6,6 +6,11 @@
 | trainer_state.py | ConsumedBatches, GatheredLoader: states for trainers that read ahead or save a single state |
 | random_state.py | SeparateRandomStates: a reader draws no random numbers from the states of the training |
 | accelerate.py | prepare_loader: a loader of this rank for accelerate, without sharding it again |
+| axolotl.py | PackedPlugin: a plugin for the configuration of axolotl |
+| ms_swift.py | PackedSft: `swift sft` on packed data |
+| optional.py | base classes of trainers that may not be installed |
+| nemo_automodel.py | AutomodelStream: a dataset for recipes of NeMo Automodel |
+| torchtitan.py | PackedDataLoader: packs for torchtitan's Trainer |
 | transformers/ | Trainer: arguments, streams, evaluation, callbacks |
 | megatron/ | Megatron-LM and Megatron-Bridge |
 """

@@ -11,6 +11,7 @@ and `skip_first_batches`.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,7 +51,13 @@ class PreparedLoader(DataLoaderShard):
         self.dataset.restore(state_dict)
 
 
-def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], Any] | None = None) -> Any:
+def prepare_loader(
+    accelerator: Any,
+    loader: Any,
+    *,
+    to_inputs: Callable[[Any], Any] | None = None,
+    order_log: str | Path | None = None,
+) -> Any:
     """Prepare a loader that is sharded over ranks already; do not pass the loader to `accelerator.prepare`.
 
         accelerator = Accelerator()
@@ -71,13 +78,15 @@ def prepare_loader(accelerator: Any, loader: Any, *, to_inputs: Callable[[Any], 
         ConfigError: the loader has another rank or world size than this process.
     """
     check_loader_rank(loader, accelerator.process_index, accelerator.num_processes)
-    return prepared_loader(accelerator, loader, to_inputs or trainer_inputs)
+    return prepared_loader(accelerator, loader, to_inputs or trainer_inputs, order_log=order_log)
 
 
-def prepared_loader(accelerator: Any, loader: Any, to_inputs: Callable[[Any], Any]) -> PreparedLoader:
+def prepared_loader(
+    accelerator: Any, loader: Any, to_inputs: Callable[[Any], Any], *, order_log: str | Path | None = None
+) -> PreparedLoader:
     """Prepare a loader whose rank was checked; see `prepare_loader`."""
     prepared = PreparedLoader(
-        _ConsumedDataset(loader, to_inputs),
+        ConsumedDataset(loader, to_inputs, order_log),
         device=accelerator.device if accelerator.device_placement else None,
         batch_size=None,
         collate_fn=unchanged,
@@ -105,19 +114,20 @@ def check_loader_rank(loader: Any, rank: int, world_size: int) -> None:
         )
 
 
-class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
+class ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
     """Dataset of the batches of one epoch for accelerate, which yields a batch only after it has read the next batch.
 
     Attributes:
+        to_inputs: converts a batch to the inputs of the model.
         batches: the batches of the loader, with the state after each yielded batch.
         placeholders: empty batches at the start of the next iteration, for a Trainer that skips this many: the loader
             continues after the batches that they replace.
     """
 
-    def __init__(self, loader: Any, to_inputs: Callable[[Any], Any]) -> None:
+    def __init__(self, loader: Any, to_inputs: Callable[[Any], Any], order_log: str | Path | None) -> None:
         self._loader = loader
-        self._to_inputs = to_inputs
-        self.batches = ConsumedBatches(loader)
+        self.to_inputs = to_inputs
+        self.batches = ConsumedBatches(loader, order_log=order_log)
         self.placeholders = 0
         self._waiting: dict[str, Any] | None = None  # read, and perhaps not yielded
         self._iterators = 0
@@ -145,7 +155,7 @@ class _ConsumedDataset(torch.utils.data.IterableDataset[dict[str, Any]]):
             yield self._waiting
         for batch in self.batches.epoch():
             self.batches.use(self.batches.read - 1)  # the previous batch was yielded
-            self._waiting = self._to_inputs(batch)
+            self._waiting = self.to_inputs(batch)
             yield self._waiting
         self.batches.use(self.batches.read)
         self._waiting = None

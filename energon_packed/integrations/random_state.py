@@ -13,7 +13,7 @@ import torch
 
 
 class SeparateRandomStates:
-    """Context in which torch (CPU), NumPy and Python draw from states of their own.
+    """Context in which torch (CPU), NumPy and Python draw from separate states.
 
         states = SeparateRandomStates()
         with states:

@@ -12,11 +12,13 @@ GatheredLoader has a state of all ranks, for trainers that save the state of one
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.batch import trainer_inputs
+from energon_packed.loading.monitoring.order_log import log_order, order_logs
 from energon_packed.loading.state import check_numbers, damage_named, gather_state, is_left, position_of, state_at
 
 _STEP = "iteration_step"  # key in the states of GatheredLoader
@@ -32,6 +34,7 @@ class ConsumedBatches:
         loader: PackedLoader, DataflowLoader, PackedIterableDataset, JointLoader, or another iterable with `state_dict`
             and `load_state_dict`, that resumes after the last batch and starts a new epoch after the last batch of
             an epoch.
+        order_log: folder of the order log, in which only used batches are recorded; None leaves the log of the loader.
 
     Attributes:
         read: batches that were read in this run.
@@ -40,8 +43,11 @@ class ConsumedBatches:
         ConfigError: the loader has no state.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, order_log: str | Path | None = None) -> None:
         _check_has(loader, "__iter__", "state_dict", "load_state_dict")
+        log_order(loader, order_log)
+        for log, _ in order_logs(loader):
+            log.hold()
         self.loader = loader
         self.read = 0
         self._resumed = False
@@ -77,6 +83,9 @@ class ConsumedBatches:
         """Drop the positions before batch `used`, from 1: all batches up to it are used."""
         while len(self._positions) > 1 and self._positions[0][0] < used:
             self._positions.popleft()
+        if self._positions and self._positions[0][0] <= used:
+            for log, position in order_logs(self.loader, self._positions[0][1]):
+                log.release((position.epoch, position.step))
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loader after the last used batch, in plain types."""
@@ -116,21 +125,28 @@ class GatheredLoader:
 
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
-        steps: batches of one iteration; a loader that ends earlier continues with its next epoch. By default the
+        steps: batches of an iteration; a loader that ends earlier continues with its next epoch. By default the
             batches of an epoch of the loader.
         to_inputs: converts a batch to the item that iterating yields; by default `transformers_inputs()`, which needs
             equal loss weights.
+        order_log: folder in which every batch is recorded; by default the folder of the loader.
 
     Raises:
         ConfigError: the loader repeats indefinitely, or packs on the fly, and `steps` is None.
     """
 
     def __init__(
-        self, loader: Any, *, steps: int | None = None, to_inputs: Callable[[Any], Any] = trainer_inputs
+        self,
+        loader: Any,
+        *,
+        steps: int | None = None,
+        to_inputs: Callable[[Any], Any] = trainer_inputs,
+        order_log: str | Path | None = None,
     ) -> None:
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         _check_has(loader, "state_dict")
+        log_order(loader, order_log)
         self.loader = loader
         self._to_inputs = to_inputs
         self._steps = exact_steps(loader) if steps is None else steps

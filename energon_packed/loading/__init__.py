@@ -12,6 +12,10 @@ monitoring/ (metrics, past order, future order).
 from importlib import import_module
 from typing import Any
 
+from energon_packed.energon_release import check_energon
+
+check_energon()  # before modules of this folder import Energon
+
 
 def __getattr__(name: str) -> Any:
     # The public names have one list, `energon_packed`, which loads the module of a name when it is first used.

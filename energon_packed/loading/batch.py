@@ -12,7 +12,7 @@
 `PaddingFreeCollator` makes them; `to` and `pin_memory` move them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import field, fields
 from itertools import accumulate, pairwise
@@ -171,13 +171,13 @@ class PackedBatch(Batch):
     def transformers_inputs(self, *, weighted_loss: bool = False) -> dict[str, Any]:
         """Arguments for a Hugging Face causal language model or Qwen-VL model.
 
-        Labels are unshifted; Transformers shifts them. There is no attention mask and the cache is disabled, because
+        Labels are unshifted; Transformers shifts them. The attention mask is absent and the cache is disabled, because
         only then does Transformers derive a block-diagonal mask from restarting positions. `cu_seq_lens_*` and
         `max_length_*` are for flash attention and gated delta rules. `seq_idx`, int32 (1, T), the segment index of
         each token, is for convolutions and state spaces; it is present if the row has several segments.
         Some models ignore these boundaries: see `check_isolation`.
 
-        If the row has images and videos, the images are passed as videos of one step, and `input_ids` has video tokens
+        If the row has images and videos, the images are passed as 1-step videos, and `input_ids` has video tokens
         in place of image tokens. Features, logits and gradients are the same, and the model runs its vision tower once
         for each row, as FSDP and ZeRO-3 require of all ranks.
 
@@ -245,18 +245,8 @@ class PackedBatch(Batch):
 
         Samples without a source count as "unknown"; a dataset without a target in this row is missing.
         """
-        losses, weights = self._losses(logits)
-        names = ["unknown" if source is None else source.dataset for source in self.sources]
-        datasets = sorted(set(names))
-        dataset_of_sample = torch.tensor([datasets.index(name) for name in names], device=losses.device)
-        # The slice leaves out the tail segment, which is not a sample.
-        bounds = self._bounds()[: len(names) + 1].to(losses.device).long()
-        # Loss t is of the target at t + 1. Across a boundary its weight is 0: a first token is never a target.
-        dataset_of_loss = torch.repeat_interleave(dataset_of_sample, bounds.diff())[1:]
-        losses, weights = losses[: len(dataset_of_loss)], weights[: len(dataset_of_loss)]
-        totals = losses.new_zeros(len(datasets)).index_add(0, dataset_of_loss, losses * weights)
-        counts = weights.new_zeros(len(datasets)).index_add(0, dataset_of_loss, weights)
-        return {name: totals[i] / counts[i] for i, name in enumerate(datasets) if counts[i] > 0}
+        datasets, sums = sums_by_source(*self._losses(logits), self._bounds(), source_names(self.sources))
+        return {name: sums[0, i] / sums[1, i] for i, name in enumerate(datasets) if sums[1, i] > 0}
 
     def split(self) -> list[EncodedSample]:
         """Return the S samples without padding, the inverse of collating.
@@ -464,6 +454,36 @@ def target_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(
         logits[0, :-1].float(), labels[0, 1:].to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
     )
+
+
+def source_names(sources: Sequence[SampleSource | None]) -> list[str]:
+    """Return the dataset of each sample, "unknown" without a source."""
+    return ["unknown" if source is None else source.dataset for source in sources]
+
+
+def sums_by_source(
+    losses: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor, names: Sequence[str]
+) -> tuple[list[str], torch.Tensor]:
+    """Sum the losses of a row by dataset.
+
+    Args:
+        losses: float32 (T-1,), losses of the targets at 1..T-1.
+        weights: float32 (T-1,), their weights.
+        bounds: int32 (S+1,) or longer, boundaries of the samples in the row.
+        names: dataset of each of the S samples.
+
+    Returns:
+        The K datasets, and float32 (2, K): sum of loss * weight, and sum of weights.
+    """
+    datasets = sorted(set(names))
+    dataset_of_sample = torch.tensor([datasets.index(name) for name in names], device=losses.device)
+    # The slice leaves out the tail segment, which is not a sample.
+    bounds = bounds[: len(names) + 1].to(losses.device).long()
+    # Loss t is of the target at t + 1. Across a boundary its weight is 0: a first token is never a target.
+    dataset_of_loss = torch.repeat_interleave(dataset_of_sample, bounds.diff())[1:]
+    losses, weights = losses[: len(dataset_of_loss)], weights[: len(dataset_of_loss)]
+    values = torch.stack([losses * weights, weights])
+    return datasets, values.new_zeros(2, len(datasets)).index_add(1, dataset_of_loss, values)
 
 
 def target_weights(batch: PackedBatch | Mapping[str, Any]) -> torch.Tensor:

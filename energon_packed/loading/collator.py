@@ -13,7 +13,7 @@ segment: padding with its own boundaries, without a target.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import reduce
 from typing import Any, Literal, get_args
@@ -47,6 +47,7 @@ class Collator(ABC):
     """
 
     _with_weights = False
+    _extras: Mapping[str, Callable[[PackedBatch], Any]] = {}
 
     @abstractmethod
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
@@ -98,13 +99,21 @@ class Collator(ABC):
         return vars(self)
 
     def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
-        return trainer_inputs(batch, with_weights=self._with_weights)
+        inputs = trainer_inputs(batch, with_weights=self._with_weights)
+        return inputs | {name: make(batch) for name, make in self._extras.items()}
 
 
 def with_weights(collator: Collator) -> Collator:
     """Return a copy for a trainer that applies loss weights: its dicts have `loss_mask` if weights are not 1."""
     collator = copy(collator)
     collator._with_weights = True
+    return collator
+
+
+def with_extra(collator: Collator, name: str, make: Callable[[PackedBatch], Any]) -> Collator:
+    """Return a copy whose dicts have an entry `name` with the value of `make(batch)`."""
+    collator = copy(collator)
+    collator._extras = {**collator._extras, name: make}
     return collator
 
 
@@ -194,7 +203,9 @@ class PaddingFreeCollator(Collator):
         dummy = None if any(num_images) or any(num_videos) else self.dummy_images.fit(possible, room)
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
-        bounds = cu_seqlens_from_lengths(segments)
+        # A stored row without padding has its boundaries already.
+        is_stored = segments is lengths and row.cu_seqlens.dtype == np.int32 and bool(lengths.all())
+        bounds = np.array(row.cu_seqlens, np.int32) if is_stored else cu_seqlens_from_lengths(segments)
         total, tokens = int(bounds[-1]), len(row.input_ids)
 
         is_padded_between = padded is not lengths and bool((padded != lengths).any())
@@ -456,7 +467,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _row(array: Any) -> torch.Tensor:
-    return torch.from_numpy(array).unsqueeze(0)
+    return torch.from_numpy(array[None])  # a third of the time of `unsqueeze`
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ An epoch of a folder is all its packs. An epoch of a blend is drawn: its indices
 which are numbered dataset by dataset.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -22,9 +23,9 @@ from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
-from energon_packed.formats.references import emptied
+from energon_packed.formats.references import MEDIA_PART, emptied, located_names
 from energon_packed.formats.videos import is_video_part
-from energon_packed.loading.distributors.datasets import Balance, check_balance
+from energon_packed.loading.costs.model import Balance, RowSizes, cost_model
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
 from energon_packed.loading.failures import remedy_of, sendable
 from energon_packed.loading.features import hf_dataset
@@ -44,12 +45,15 @@ from energon_packed.loading.order import Order, check_sizes
 from energon_packed.loading.process import encode_pack
 from energon_packed.loading.ranks import refuse_dispatch, resolve_rank
 from energon_packed.loading.trust import check_blend_trusted
-from energon_packed.packing.balance import CostModel, Imbalance, Int64, RowSizes
+from energon_packed.packing.balance import Imbalance, Int64
 from energon_packed.pipeline.run_state import digest
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
 from energon_packed.storage import ReadAhead, is_remote
 
+_log = logging.getLogger(__name__)
+_MAX_WITH_MEDIA = 20_000
+"""Packs of a dataset whose images are read for their costs: more would take minutes when training starts."""
 _AHEAD = 16
 """Packs that a process requests ahead from an object store: at 20 ms for each request, 16 threads read 800 packs/s."""
 
@@ -61,7 +65,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         loader = DataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=PaddingFreeCollator())
         print(sampler.imbalance)                                    # imbalance 1.412 -> 1.007
 
-    `CostModel` estimates the cost from the tokens of a pack, the squared lengths of its samples, and its patches. The
+    `CostModel` estimates the cost from the tokens of a pack, the squared lengths of its samples, and its images. The
     order depends only on seed and epoch, so a loader resumes by skipping used indices, as StatefulDataLoader does.
 
     Args:
@@ -69,8 +73,8 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         num_replicas, rank: world size and rank; by default from torch.distributed. `rank="all"` yields the order of
             all ranks, batch by batch, for accelerate and the Trainer, which assign batches to ranks.
         batch_size: packs of a step on a rank.
-        balance: `attention`.
-        cost: cost model of a pack.
+        balance: a CostModel, `attention` for its default constants, or `tokens`.
+        accumulation: steps whose gradients the trainer accumulates, which are aligned together.
         shuffle, seed: draw a new seeded order every epoch; call `set_epoch`.
         epoch_end: the packs after the last full step. `repeat` reads the first packs again, with targets, because a
             sampler returns only indices: all ranks have the same number of packs, and every pack is read at least
@@ -89,12 +93,12 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         *,
         batch_size: int = 1,
         balance: Balance = "attention",
-        cost: CostModel | None = None,
+        accumulation: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         epoch_end: EpochEnd = "repeat",
     ) -> None:
-        check_balance(balance)
+        cost = cost_model(balance)
         if rank == "all":
             self.rank: int | None = None
             self.ranks = resolve_rank(None, None)[1] if num_replicas is None else num_replicas
@@ -108,7 +112,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         check_rest(epoch_end, len(dataset) % (self.ranks * batch_size), len(dataset), warns=not self.rank)
         self.rows, self.seed, self.epoch = batch_size, seed, 0
         self._drops = epoch_end == "drop"
-        self.order = Order(_EpochView(dataset), shuffle=shuffle, cost=cost or CostModel())
+        self.order = Order(_EpochView(dataset), shuffle=shuffle, cost=cost, accumulation=accumulation)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to order, as `DistributedSampler.set_epoch`."""
@@ -117,7 +121,9 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
     @property
     def imbalance(self) -> Imbalance:
         """Slowest rank / mean rank of the current epoch, before and after balancing."""
-        return self.order.imbalance(self.epoch, self.seed, self.order.segment(self.ranks, self.rows))
+        segment = self.order.segment(self.ranks, self.rows)
+        shuffled, aligned = self.order.imbalances(self.epoch, self.seed, segment)
+        return Imbalance(before=shuffled.mean, after=aligned.mean)
 
     def __iter__(self) -> Iterator[int]:
         ranks, width = self.ranks, self.ranks * self.rows
@@ -212,7 +218,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         self.encoder = processor_for(self.blend, encoder, check=check_encoder)
         self.check_lengths = check_lengths
         self.seed = seed
-        self._folders = [_Folder(member, self.encoder, media_root) for member in self.blend]
+        self._folders = [FolderPacks(member, self.encoder, media_root) for member in self.blend]
         self._starts = np.cumsum([0, *self.packs])  # first item of each dataset among the items of all datasets
         self._ahead: ReadAhead[int, PackSample] = ReadAhead(self._read)
         is_moved = any(map(is_remote, (media_root or {}).values()))
@@ -368,9 +374,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
 
     def item_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each item; the first use reads all packs, but not their video files."""
-        sizes = [folder.sizes for folder in self._folders]
-        names = ("tokens", "squares", "patches")
-        return RowSizes(**{name: np.concatenate([getattr(part, name) for part in sizes]) for name in names})
+        return RowSizes.joined([folder.sizes for folder in self._folders])
 
     def _item_at(self, index: int) -> int:
         """Item at an index of the epoch.
@@ -410,16 +414,29 @@ class _NotVideos:
         return not is_video_part(str(name))
 
 
-class _Folder:
-    """The packs of a dataset folder, by index."""
+class FolderPacks:
+    """The packs of a dataset folder, by index.
 
-    def __init__(self, split: LoadedSplit, encoder: Processor, media_root: Mapping[str, str] | None) -> None:
+    Args:
+        split: of the folder.
+        encoder: computes patches of images, and lengths that are not recorded; None if neither is needed.
+        media_root: as for PackedDataset.
+
+    Attributes:
+        reader: access to the tars.
+        source: of the samples.
+    """
+
+    def __init__(
+        self, split: LoadedSplit, encoder: Processor | None, media_root: Mapping[str, str] | None = None
+    ) -> None:
         self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split), media_root)
         self.source = SampleSource(str(split.path), dict(split.subflavors))
         self._manifest = split.manifest
         self._encoder = encoder
 
     def sample(self, pack: int) -> PackSample:
+        """The samples of a pack, not encoded."""
         return load_pack(self._codec, self.reader[pack])
 
     def describe(self, pack: int) -> str:
@@ -430,41 +447,92 @@ class _Folder:
     @cached_property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (P,)."""
-        return np.array([lengths.sum() for lengths in self._sample_lengths], dtype=np.int64)
+        return np.array([sum(self.sample_lengths(pack)) for pack in range(len(self.reader))], dtype=np.int64)
 
     @cached_property
     def sizes(self) -> RowSizes:
         """Sizes that determine the cost of each pack."""
-        squares = np.array([(lengths**2).sum() for lengths in self._sample_lengths], dtype=np.int64)
-        patches = np.array([self._patches(pack) for pack in range(len(squares))], dtype=np.int64)
-        return RowSizes(tokens=self.lengths, squares=squares, patches=patches)
+        sizes, note = self.sizes_of(np.arange(len(self.reader)), max_with_media=_MAX_WITH_MEDIA)
+        if note:
+            _log.info("%s: %s", self.source.dataset, note)
+        return sizes
+
+    def sizes_of(self, packs: Int64, *, max_with_media: int, multiple: int = 1) -> tuple[RowSizes, str]:
+        """Compute sizes of packs from their lengths, with the padding that they were planned with, and their images.
+
+        Args:
+            packs: int64 (P,), indices.
+            max_with_media: packs whose images are read. If more packs have images, a seeded selection of this many is
+                read, and each image of the others counts with the mean.
+            multiple: each sample is padded to a multiple of it, too.
+
+        Returns:
+            (sizes, a note if only some images were read).
+        """
+        lengths = [self.sample_lengths(pack) for pack in packs.tolist()]
+        padded = int(np.lcm(multiple, 1 if self._manifest is None else self._manifest.pad_multiple))
+        if len(packs) <= max_with_media or not self.has_media:
+            return RowSizes.of_samples(lengths, [self.patches(pack) for pack in packs.tolist()], multiple=padded), ""
+        media = np.array([self.num_media(pack) for pack in packs.tolist()])
+        with_media = np.flatnonzero(media)
+        chosen = np.random.default_rng(0).permutation(with_media)[:max_with_media]
+        exact = {int(row): self.patches(int(packs[row])) for row in chosen}
+        images = [exact.get(row, []) for row in range(len(packs))]
+        sizes = RowSizes.of_samples(lengths, images, multiple=padded)
+        if len(chosen) == len(with_media):
+            return sizes, ""
+        others = np.setdiff1d(with_media, chosen)
+        for column in (sizes.patches, sizes.patch_squares):
+            column[others] = (media[others] * (column.sum() / media[chosen].sum())).round()
+        note = f"images of {len(chosen):,} of {len(with_media):,} packs were read; others count with the mean"
+        return sizes, note
+
+    @property
+    def has_media(self) -> bool:
+        """Whether packs may have images or videos."""
+        return self._manifest is None or bool(self._manifest.images or self._manifest.videos)
 
     @cached_property
     def _codec(self) -> Codec:
         return codec_for(self._manifest.sample_class) if self._manifest else codec_of(self.reader[0])
 
-    @cached_property
-    def _sample_lengths(self) -> list[Int64]:
-        """Tokens of the samples of each pack: the recorded lengths, else measured."""
-        packs = []
-        for pack in range(len(self.reader)):
-            # Only the member with the lengths is read, and no image.
-            lengths = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
-            if None in lengths:  # other tools record none
-                lengths = [self._encoder.length(conversation) for conversation in self.sample(pack).conversations()]
-            packs.append(np.array(lengths, dtype=np.int64))
-        return packs
+    def sample_lengths(self, pack: int) -> list[int]:
+        """Tokens of each sample of a pack: the recorded lengths, else measured.
 
-    def _patches(self, pack: int) -> int:
-        """Patches of the images and videos of a pack."""
+        Raises:
+            ConfigError: no lengths are recorded, and there is no encoder.
+        """
+        # Only the member with the lengths is read, and no image.
+        lengths = self._codec.lengths(self.reader.part(pack, self._codec.lengths_part))
+        if None not in lengths:
+            return [length for length in lengths if length is not None]
+        if self._encoder is None:
+            raise ConfigError(f"{self.source.dataset} records no lengths, so it needs an encoder. Pass `tokenizer`.")
+        return [self._encoder.length(conversation) for conversation in self.sample(pack).conversations()]
+
+    def num_media(self, pack: int) -> int:
+        """Number of images, videos and stored frames of a pack; the names of its members are read, and no image."""
+        raw: dict[str, Any] = {}
+        names = set()
+        for member, content in self.reader.members(pack, only=(MEDIA_PART,)):
+            names.add(member.part)
+            if member.part == MEDIA_PART:
+                raw[member.part] = content
+        names |= located_names(raw)
+        return sum(is_video_part(name) or (name.startswith("img") and not name.endswith(".npy")) for name in names)
+
+    def patches(self, pack: int) -> list[int]:
+        """Patches of each image of a pack, and of each temporal patch of its videos."""
         vision = getattr(self._encoder, "vision", None)
-        if vision is None or (self._manifest is not None and not (self._manifest.images or self._manifest.videos)):
-            return 0
+        if vision is None or self._encoder is None or not self.has_media:
+            return []
         # The selected frames are in the json: a video file, larger than all the rest, is not read.
         raw = emptied(self.reader.parts(pack, only=_NotVideos()), is_video_part)
         conversations = [c for c in load_pack(self._codec, raw).conversations() if c.images or c.videos]
-        runs = [run for conversation in conversations for run in measure_media(vision, conversation).runs]
-        video_token = self._encoder.rules.video_token_id
-        tokens = sum(run.features(video_token) if run.is_video else run.length for run in runs)
+        media = [measure_media(vision, conversation) for conversation in conversations]
         # An image token represents merge_size x merge_size patches.
-        return int(tokens * vision.merge_size**2)
+        patches = [run.length * vision.merge_size**2 for size in media for run in size.runs if not run.is_video]
+        if vision.video_token is not None:  # otherwise the frames of a video are images
+            for steps, height, width in [vision.video_grid(frames) for size in media for frames in size.frames]:
+                patches += [height * width] * steps
+        return patches

@@ -45,7 +45,7 @@ def without_targets(batch: Any) -> Any:
 class EvenRanks:
     """Make the ranks of a stream end an epoch together: before each batch, they exchange whether they have a batch.
 
-    Every rank must iterate its loader, because the exchange is a collective operation, in a gloo group of its own.
+    Every rank must iterate its loader, because the exchange is a collective operation, in a separate gloo group.
 
     Args:
         epoch_end: the option.

@@ -117,14 +117,24 @@ def hf_dataset(packs: Any) -> Any:
     return table.with_transform(_ReadPacks(packs))
 
 
+def packs_of(data: Any) -> Any:
+    """Return the packs of a `to_hf()` that still has all of them in order, and any other data as it is."""
+    settings = getattr(data, "format", None)
+    transform = settings["format_kwargs"].get("transform") if isinstance(settings, dict) else None
+    if not isinstance(transform, _ReadPacks):
+        return data
+    indices = data.with_format("numpy")[:][INDEX]
+    return transform.packs if np.array_equal(indices, np.arange(len(transform.packs))) else data
+
+
 class _ReadPacks:
     """Transform of the table that replaces pack indices by table rows; a class, so that workers can unpickle it."""
 
     def __init__(self, packs: Any) -> None:
-        self._packs = packs
+        self.packs = packs
 
     def __call__(self, columns: dict[str, list[int]]) -> dict[str, list[Any]]:
-        rows = [self._packs[index] for index in columns[INDEX]]
+        rows = [self.packs[index] for index in columns[INDEX]]
         return {
             "input_ids": [_joined(row, "input_ids") for row in rows],
             "labels": [_joined(row, "labels") for row in rows],

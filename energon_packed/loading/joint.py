@@ -1,11 +1,13 @@
 """JointLoader: several loaders and their weights in, (name, batch) pairs in a seeded order and one state out."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from energon_packed.errors import ConfigError, EnergonPackedError
+from energon_packed.loading.monitoring.order_log import log_order
 from energon_packed.loading.state import (
     GATHERED,
     check_identity,
@@ -57,6 +59,7 @@ class JointLoader:
             loader that ends earlier starts its next epoch.
         allow_changed_weights: accept a state with other weights: each loader continues at its position, and later
             batches are drawn by the new weights.
+        order_log: folder of the order logs, with a folder of the name of each loader.
 
     Raises:
         ConfigError: the names differ, or a weight is invalid.
@@ -70,6 +73,7 @@ class JointLoader:
         seed: int = 0,
         stop: StopAt = "all",
         allow_changed_weights: bool = False,
+        order_log: str | Path | None = None,
     ) -> None:
         if not loaders or set(loaders) != set(weights):
             raise ConfigError(
@@ -88,6 +92,12 @@ class JointLoader:
         self._step = 0
         self._ended: list[str] = []
         self._epoch = self._restores = 0  # epochs of this process, and states that were loaded
+        log_order(self, order_log)
+
+    def log_order(self, folder: str | Path) -> None:
+        """Write a line for each batch into the folder of its loader in this folder."""
+        for name, loader in self.loaders.items():
+            log_order(loader, Path(folder) / name)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Iterate over (name, batch) of the remaining steps of the epoch; after its last step, of the next epoch.

@@ -220,6 +220,26 @@ class OpenedSplits(OpenedFiles):
         super().__init__(tars, digests)
         self._tars: dict[tuple[Any, str], Path] = {}
         self._urls = {energon_url(folder): folder for folder in self.folders if is_remote(folder)}
+        self._readers: dict[tuple[Any, ...], ShardReader] = {}
+
+    def reader(self, url: str, names: Sequence[str]) -> ShardReader | None:
+        """Return the reader of tars, the same for every epoch; None if they are not among the opened tars.
+
+        Args:
+            url: the folder, as Energon names it.
+            names: file names of the tars.
+
+        Raises:
+            FormatError: as `ShardReader`.
+        """
+        folder = self._urls.get(url) or Path(url)
+        key = (folder, *names)
+        if key not in self._readers:
+            tars = [folder.resolve() / name for name in names]
+            if not all(tar in self for tar in tars):
+                return None
+            self._readers[key] = ShardReader(tars, opened=self)
+        return self._readers[key]
 
     def check_sources(self, sources: Iterable[Any] | None) -> None:
         """Refuse a sample whose tar is not the file that was opened.

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from energon_packed.errors import ConfigError
-from energon_packed.packing.balance import CostModel, Float64, Imbalance, Int64, balanced_steps, imbalance
+from energon_packed.loading.costs.model import CostModel
+from energon_packed.packing.balance import Float64, Int64, StepImbalance, balanced_steps
 
 WINDOW = 128
 """Steps that are sorted by cost together: a larger window aligns better and shuffles less."""
@@ -41,6 +42,7 @@ class Segment:
         ranks: data-parallel ranks.
         rows: items of a step on a rank.
         weights: weights of the datasets of a blend by weight; None for other data.
+        accumulation: steps whose costs are aligned together, as the trainer accumulates their gradients.
     """
 
     step: int = 0
@@ -48,33 +50,47 @@ class Segment:
     ranks: int
     rows: int
     weights: tuple[float, ...] | None = None
+    accumulation: int = 1
 
     @property
     def width(self) -> int:
         """Items of a step on all ranks."""
         return self.ranks * self.rows
 
+    @property
+    def aligned_width(self) -> int:
+        """Items whose costs are aligned together: of all accumulated steps on all ranks."""
+        return self.width * self.accumulation
+
     def first_item(self, step: int) -> int:
         """Place in the order of the first item of a step."""
         return self.item + (step - self.step) * self.width
 
     def continued(self, step: int, layout: "Segment") -> "Segment":
-        """The segment that starts at `step` with the ranks, rows and weights of `layout`."""
+        """The segment that starts at `step` with the ranks, rows, weights and accumulation of `layout`."""
         return replace(layout, step=step, item=self.first_item(step))
 
     def has_layout_of(self, other: "Segment") -> bool:
-        """Whether ranks, rows and weights are equal."""
-        return (self.ranks, self.rows, self.weights) == (other.ranks, other.rows, other.weights)
+        """Whether ranks, rows, weights and accumulation are equal."""
+        return replace(self, step=0, item=0) == replace(other, step=0, item=0)
 
     def to_plain(self) -> list[Any]:
         """Return a list of numbers and lists, for loader states."""
-        return [list(value) if isinstance(value, tuple) else value for value in astuple(self)]
+        plain = [list(value) if isinstance(value, tuple) else value for value in astuple(self)]
+        return plain if self.accumulation > 1 else plain[:-1]  # readable by releases without `accumulation`
 
     @classmethod
     def from_plain(cls, value: Sequence[Any]) -> "Segment":
         """Rebuild a segment from the result of `to_plain`."""
-        step, item, ranks, rows, weights = value
-        return cls(step=step, item=item, ranks=ranks, rows=rows, weights=None if weights is None else tuple(weights))
+        step, item, ranks, rows, weights, *rest = value
+        return cls(
+            step=step,
+            item=item,
+            ranks=ranks,
+            rows=rows,
+            weights=None if weights is None else tuple(weights),
+            accumulation=rest[0] if rest else 1,
+        )
 
 
 class Order:
@@ -89,16 +105,26 @@ class Order:
         shuffle: permute the items by seed and epoch; False keeps the order of the dataset.
         cost: cost model of an item; the items of a step get similar costs on all ranks. None does not align. Requires
             `dataset.row_sizes()`.
+        accumulation: steps whose costs are aligned together; without `cost`, it has no effect.
         repeat: concatenate all epochs to one endless sequence: a step at the end of an epoch combines its last items
             with the first items of the next epoch, so that all ranks have an item at every step.
 
     Raises:
-        ConfigError: `cost` with a dataset that has no `row_sizes()`, or `repeat` with an empty dataset.
+        ConfigError: `cost` with a dataset that has no `row_sizes()`, `accumulation` below 1, or `repeat` with an empty
+            dataset.
     """
 
     def __init__(
-        self, dataset: Any, *, shuffle: bool = True, cost: CostModel | None = None, repeat: bool = False
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = True,
+        cost: CostModel | None = None,
+        accumulation: int = 1,
+        repeat: bool = False,
     ) -> None:
+        if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
+            raise ConfigError(f"`accumulation` must be an integer of at least 1, got {accumulation!r}.")
         if cost is not None:
             check_sizes(dataset)
         if repeat and not len(dataset):
@@ -106,6 +132,7 @@ class Order:
         # Each loader sets the epoch of its own copy, which shares the open files.
         self.dataset = copy(dataset) if callable(getattr(dataset, "set_epoch", None)) else dataset
         self.shuffle, self.cost, self.repeat = shuffle, cost, repeat
+        self.accumulation = accumulation if cost is not None else 1
         self._cached: tuple[Any, Int64] | None = None
         if cost is not None:
             self._costs()  # reads the sizes before workers are forked, which inherit them
@@ -122,7 +149,7 @@ class Order:
 
     def segment(self, ranks: int, rows: int) -> Segment:
         """The segment of an epoch whose layout does not change."""
-        return Segment(ranks=ranks, rows=rows, weights=self.weights)
+        return Segment(ranks=ranks, rows=rows, weights=self.weights, accumulation=self.accumulation)
 
     def steps(self, segment: Segment, *, drop: bool = False) -> int:
         """Index of the step after the last step of an epoch that ends with this segment, the same on all ranks.
@@ -191,19 +218,20 @@ class Order:
             self._cached = key, self._ordered(epoch, seed, layout)
         return self._cached[1]
 
-    def imbalance(self, epoch: int, seed: int, segment: Segment) -> Imbalance:
-        """Time of the slowest rank of a step over the mean rank, shuffled and then aligned."""
-        count = len(self) // segment.width
+    def imbalances(self, epoch: int, seed: int, segment: Segment) -> tuple[StepImbalance, StepImbalance]:
+        """Time of the slowest rank of each step over the mean rank: (shuffled, aligned).
+
+        A step includes its accumulated steps, after which the ranks wait for each other.
+        """
+        count, rows = len(self) // segment.aligned_width, segment.rows * segment.accumulation
         orders = (self._shuffled(epoch, seed, segment.weights)[0], self.epoch_order(epoch, seed, [segment]))
-        # Items of a step alternate between ranks; (step, rank, row) is what `imbalance` reads.
-        before, after = (
-            imbalance(
-                self._costs(),
-                order[: count * segment.width].reshape(count, segment.rows, segment.ranks).transpose(0, 2, 1),
-            )
+        # Items of a step alternate between ranks: (step, row, rank) to (step, rank, row).
+        steps = [
+            order[: count * segment.aligned_width].reshape(count, rows, segment.ranks).transpose(0, 2, 1)
             for order in orders
-        )
-        return Imbalance(before=before, after=after)
+        ]
+        costs = self._costs()
+        return StepImbalance.of(costs, steps[0]), StepImbalance.of(costs, steps[1])
 
     def _costs(self) -> Float64:
         """Cost of each item, float64; of a dataset without `item_sizes`, in the epoch that is set."""
@@ -221,7 +249,7 @@ class Order:
         start, size = epoch * len(self), len(self)
         first = max((part for part in segments if part.item <= start), key=lambda part: part.item)
         # The first whole step of this epoch starts at the next multiple of the width after the segment's start.
-        yield replace(first, step=0, item=(first.item - start) % first.width)
+        yield replace(first, step=0, item=(first.item - start) % first.aligned_width)
         for part in segments:
             if start < part.item < start + size:
                 yield replace(part, step=0, item=part.item - start)
@@ -232,9 +260,12 @@ class Order:
         for i, part in enumerate(layout):
             if i and part.weights != layout[i - 1].weights:
                 order[part.item :] = self._redrawn(order[: part.item], len(order) - part.item, part, epoch, seed)
-            if self.cost is not None and part.item < len(order):
+            if self.cost is not None:
                 # Later segments have their own generator, which does not depend on the segments before.
                 rng = np.random.default_rng([seed, epoch, _ALIGNED, part.item]) if i else rng
+                if not i:  # items that complete the accumulated steps of the previous epoch
+                    head = slice(part.item % part.width, part.item)
+                    order[head] = self._aligned(order[head], replace(part, accumulation=1), rng)
                 order[part.item :] = self._aligned(order[part.item :], part, rng)
         return order
 
@@ -256,11 +287,14 @@ class Order:
 
     def _aligned(self, order: Int64, segment: Segment, rng: np.random.Generator) -> Int64:
         """Reorder items so that a step has equal costs on all ranks; the last, short step is unchanged."""
-        steps, rest = balanced_steps(
-            self._costs(), order, ranks=segment.ranks, rows=segment.rows, window=WINDOW, rng=rng
-        )
-        # (step, rank, row) to the order of items, in which rank r has every `ranks`-th item of a step
-        return np.concatenate([steps.transpose(0, 2, 1).reshape(-1), rest])
+        costs, parts, rest = self._costs(), [], order
+        for accumulation in sorted({segment.accumulation, 1}, reverse=True):  # whole steps, then single steps
+            steps, rest = balanced_steps(
+                costs, rest, ranks=segment.ranks, rows=segment.rows * accumulation, window=WINDOW, rng=rng
+            )
+            # (step, rank, row) to the order of items, in which rank r has every `ranks`-th item of a step
+            parts.append(steps.transpose(0, 2, 1).reshape(-1))
+        return np.concatenate([*parts, rest])
 
     def _redrawn(self, used: Int64, count: int, segment: Segment, epoch: int, seed: int) -> Int64:
         """Draw `count` items by new weights, after the items that the epoch has used."""

@@ -98,7 +98,7 @@ def all_reduce_mean(value: torch.Tensor, group: Any = None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """The slice of one epoch that a single loader worker of one rank reads. Shards are disjoint and cover the epoch.
+    """The slice of an epoch that a single loader worker of a rank reads. Shards are disjoint and cover the epoch.
 
     Attributes:
         index: of the shard, from 0: worker w of rank r reads shard `r * num_workers + w`.

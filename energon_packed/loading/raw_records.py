@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -23,14 +24,16 @@ from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
+from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.dataflow.loader import DataflowLoader, LoaderOptions, Position
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.features import hf_dataset
+from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
-from energon_packed.packing.balance import Int64, RowSizes
+from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
@@ -97,7 +100,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         self._groups = np.concatenate(groups) if groups else np.zeros(0, dtype=np.int64)
         self._offsets = np.cumsum([0, *map(len, groups)])
         self.lengths = np.array([int(refs.length[group].sum()) for group in groups], dtype=np.int64)
-        # Attention costs the square of each sample's length, not of the row's: samples do not attend to each other.
+        # The cost of attention sums squared lengths of samples, not of the row: samples do not attend to each other.
         squares = [int((refs.length[group].astype(np.int64) ** 2).sum()) for group in groups]
         self._squares = np.array(squares, dtype=np.int64)
 
@@ -111,7 +114,8 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def row_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each row; patches count as the tokens that they become."""
-        return RowSizes(tokens=self.lengths, squares=self._squares, patches=np.zeros(len(self), dtype=np.int64))
+        no_images = np.zeros(len(self), dtype=np.int64)
+        return RowSizes(tokens=self.lengths, squares=self._squares, patches=no_images, patch_squares=no_images)
 
     def fingerprint(self) -> str:
         """Digest of data, encoder and plan, for loader states; equal for a copy of the data in another folder."""
@@ -131,11 +135,15 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def ids(self, index: int) -> list[str | None]:
         """Ids of the samples of one row, without encoding them."""
         fragments, records = self._refs.fragments, self._records(index)
-        names = [self._read(record).id for record in records]
+        names = [conversation.id for conversation in self.conversations(index)]
         if fragments is None:
             return names
         numbers = [int(fragments[record]["number"]) for record in records]
         return [name if k < 0 else fragment_id(str(name), k) for k, name in zip(numbers, names, strict=True)]
+
+    def conversations(self, index: int) -> list[Conversation]:
+        """Records of the samples of one row; of a fragment, its whole document."""
+        return [self._read(record) for record in self._records(index)]
 
     def to_hf(self) -> Any:
         """Return the rows as a `datasets.Dataset`, for trainers that accept nothing else; see `hf_dataset`."""
@@ -334,6 +342,15 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
     def rest_of_epoch(self) -> Iterator[PackedBatch]:
         """Iterate over the rest of the current epoch, as `DataflowLoader.rest_of_epoch`."""
         return self.loader.rest_of_epoch()
+
+    @property
+    def order_log(self) -> OrderLog | None:
+        """Log of the consumed batches, as of DataflowLoader."""
+        return self.loader.order_log
+
+    def log_order(self, folder: str | Path) -> None:
+        """Write a line for each batch into this folder, as DataflowLoader."""
+        self.loader.log_order(folder)
 
     @property
     def failures(self) -> FailureLog:

@@ -5,7 +5,6 @@ kernels.py   the algorithms, compiled with Numba
 balance.py   costs of rows (P,) ──► rows of each step and rank
 """
 
-from energon_packed.packing.balance import CostModel, RowSizes
 from energon_packed.packing.planner import PackPlan, algorithm_names, check_algorithm, load_kernels, pack_lengths
 
-__all__ = ["CostModel", "PackPlan", "RowSizes", "algorithm_names", "check_algorithm", "load_kernels", "pack_lengths"]
+__all__ = ["PackPlan", "algorithm_names", "check_algorithm", "load_kernels", "pack_lengths"]

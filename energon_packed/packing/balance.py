@@ -3,116 +3,20 @@
 In data-parallel training, all ranks wait for the slowest rank of a step. `balanced_steps` therefore
 
     1. cuts the seeded permutation of the rows into windows and sorts the rows of each window by cost,
-    2. makes a step of each `ranks * rows` consecutive rows, which have similar costs,
-    3. puts the steps of a window in a seeded order and assigns the rows of a step to seeded ranks.
+    2. makes a round of each `ranks` consecutive rows, which have similar costs: one row for each rank,
+    3. puts the rounds in a seeded order, makes a step of `rows` rounds, and assigns the largest row of each round to
+       the rank with the lowest cost so far.
 
-Short and long rows stay mixed over the steps of a window, and every row is used exactly once.
+Short and long rows stay mixed over the steps, and within a step of several rounds; every row is used exactly once.
 """
 
-import math
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import ConfigError
-
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
-HIDDEN_SIZE = 4096
-"""Hidden size of a model of 7 to 8 billion parameters."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
-    """Estimated compute cost of a row, in units of a token through the dense layers.
-
-    The cost is `token * tokens + square * squares + patch * patches`. `squares` is the sum of the squared lengths of
-    the row's samples, because attention is blocked by sample. Measure the constants of a model with `fit`.
-
-    Args:
-        token: cost of a token in the dense layers.
-        square: cost of attention per squared token. The default is 1 / (12 h) for h = 4096: dense layers need 24 h^2
-            floating point operations per token and layer (h hidden units, 4h in the MLP), causal attention needs 2 h
-            per square (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
-            appendix).
-        patch: cost of a patch of an image or a video. The default is a vision tower of 0.7 billion parameters next to
-            a model of 7 billion.
-
-    Raises:
-        ConfigError: a constant below 0, or all 0.
-    """
-
-    token: float = 1.0
-    square: float = 1 / (12 * HIDDEN_SIZE)
-    patch: float = 0.1
-
-    def __post_init__(self) -> None:
-        values = {"token": self.token, "square": self.square, "patch": self.patch}
-        for name, value in values.items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ConfigError(f"`{name}` must be a number >= 0, got {value}.")
-        if not any(values.values()):
-            raise ConfigError("`token`, `square` and `patch` must not all be 0. Set one of them.")
-
-    def costs(self, sizes: "RowSizes") -> Float64:
-        """Cost of each row, float64 (P,)."""
-        costs = self.token * sizes.tokens + self.square * sizes.squares + self.patch * sizes.patches
-        return np.asarray(costs, dtype=np.float64)
-
-    @classmethod
-    def fit(cls, sizes: "RowSizes", seconds: npt.ArrayLike) -> "CostModel":
-        """Fit the constants to measured times: least squares of the relative error, with constants >= 0.
-
-        Args:
-            sizes: sizes of P measured rows of different lengths, P at least 3.
-            seconds: time of each row, forward and backward, shape (P,), above 0.
-
-        Raises:
-            ConfigError: too few times, or a time that is not above 0.
-        """
-        times = np.asarray(seconds, dtype=np.float64)
-        columns = np.stack([sizes.tokens, sizes.squares, sizes.patches], axis=1).astype(np.float64)
-        if times.shape != (len(columns),) or len(times) < 3 or not (times > 0).all():
-            shown = np.array2string(times, threshold=6)
-            raise ConfigError(
-                f"`seconds` must be a time above 0 for each of 3 or more rows, got {shown} for {len(columns)} rows."
-            )
-        # Dividing by the times makes the errors relative. The best non-negative solution is the unconstrained solution
-        # of some subset of the columns, and there are only 7 subsets, so no solver is needed.
-        scaled, target = columns / times[:, None], np.ones(len(times))
-        best: tuple[float, Float64] | None = None
-        for count in (1, 2, 3):
-            for chosen in combinations(range(3), count):
-                solution = np.linalg.lstsq(scaled[:, chosen], target, rcond=None)[0]
-                error = float(((scaled[:, chosen] @ solution - target) ** 2).sum())
-                # More constants must be clearly better, so that noise of the arithmetic does not select them.
-                if (solution >= 0).all() and solution.any() and (best is None or error < best[0] - 1e-12):
-                    constants = np.zeros(3)
-                    constants[list(chosen)] = solution
-                    best = error, constants
-        assert best is not None, "the solution of a single column is above 0"
-        token, square, patch = best[1].tolist()
-        return cls(token=token, square=square, patch=patch)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowSizes:
-    """Sizes of P rows that determine their cost.
-
-    Attributes:
-        tokens: int64 (P,), tokens of each row.
-        squares: int64 (P,), sum of the squared lengths of the samples of each row.
-        patches: int64 (P,), patches of the images and videos of each row.
-    """
-
-    tokens: Int64
-    squares: Int64
-    patches: Int64
-
-    def __getitem__(self, rows: Int64) -> "RowSizes":
-        return RowSizes(tokens=self.tokens[rows], squares=self.squares[rows], patches=self.patches[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +35,28 @@ class Imbalance:
         return f"imbalance {self.before:.3f} -> {self.after:.3f} (slowest rank of a step / mean rank)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepImbalance:
+    """Time of the slowest rank / mean rank in the steps of an epoch, as numbers of at least 1.0.
+
+    Attributes:
+        mean: time of all steps, each as long as its slowest rank, divided by the mean time of the ranks.
+        p50, p99, max: percentiles of the single steps, and the largest value.
+    """
+
+    mean: float
+    p50: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of(cls, costs: npt.ArrayLike, steps: Int64) -> "StepImbalance":
+        """Summarize steps, int64 (S, ranks, rows), of rows with these costs, float (n,); all 1.0 without steps."""
+        of_steps = step_imbalances(costs, steps) if len(steps) else np.ones(1)
+        p50, p99 = np.percentile(of_steps, (50, 99)).tolist()
+        return cls(mean=imbalance(costs, steps), p50=p50, p99=p99, max=float(of_steps.max()))
+
+
 def balanced_steps(
     costs: npt.ArrayLike, order: Int64, *, ranks: int, rows: int, window: int, rng: np.random.Generator
 ) -> tuple[Int64, Int64]:
@@ -140,12 +66,13 @@ def balanced_steps(
         costs: float (n,), cost of each row.
         order: int64 (n,), a permutation of the rows.
         ranks: number of data-parallel ranks.
-        rows: number of rows per step and rank.
+        rows: number of rows per step and rank, in all micro batches of the step.
         window: number of steps that are sorted together; more steps balance better and mix less.
-        rng: generator that shuffles steps and ranks.
+        rng: generator that shuffles rounds and ranks.
 
     Returns:
-        (steps int64 (S, ranks, rows), remaining rows int64 (r,), r < ranks * rows): every row once.
+        (steps int64 (S, ranks, rows), remaining rows int64 (r,), r < ranks * rows): every row once. `steps[:, :, k]`
+        is a round, whose rows have similar costs on all ranks, so a micro batch of some of the rounds is balanced too.
     """
     values = np.asarray(costs, dtype=np.float64)
     width = ranks * rows
@@ -155,23 +82,55 @@ def balanced_steps(
         stop = min(start + window, count)
         in_window = order[start * width : stop * width]
         # A stable sort of the seeded order: rows of equal cost stay shuffled, and the result is reproducible.
-        by_cost = in_window[np.argsort(-values[in_window], kind="stable")].reshape(stop - start, width)
-        for index, step in zip(rng.permutation(np.arange(start, stop)).tolist(), by_cost, strict=True):
-            steps[index] = _by_rank(values[step], step, ranks, rows)[rng.permutation(ranks)]
+        by_cost = in_window[np.argsort(-values[in_window], kind="stable")].reshape(-1, ranks)
+        rounds = by_cost[rng.permutation(len(by_cost))].reshape(stop - start, rows, ranks)
+        balanced = _by_rank(values[rounds], rounds)
+        steps[start:stop] = np.take_along_axis(
+            balanced, rng.permuted(_indices(stop - start, ranks), axis=1)[:, :, None], axis=1
+        )
     return steps, order[count * width :]
 
 
-def _by_rank(costs: Float64, step: Int64, ranks: int, rows: int) -> Int64:
-    """Assign the rows of a step, largest first, each to the rank with the lowest cost so far; int64 (ranks, rows)."""
-    if rows == 1:
-        return step.reshape(ranks, 1)
-    assigned: list[list[int]] = [[] for _ in range(ranks)]
-    sums = np.zeros(ranks)
-    for cost, row in zip(costs.tolist(), step.tolist(), strict=True):
-        rank = int(np.argmin(sums))
-        assigned[rank].append(row)
-        sums[rank] = sums[rank] + cost if len(assigned[rank]) < rows else np.inf  # a full rank is never the minimum
-    return np.array(assigned, dtype=np.int64)
+def _by_rank(costs: Float64, rounds: Int64) -> Int64:
+    """Assign the rows of each round to ranks, the largest row to the rank with the lowest cost so far.
+
+    Args:
+        costs: float64 (steps, rounds, ranks), falling in each round.
+        rounds: int64 of the same shape, the rows.
+
+    Returns:
+        int64 (steps, ranks, rounds).
+    """
+    steps, count, ranks = rounds.shape
+    if count == 1:
+        return rounds.transpose(0, 2, 1)
+    assigned = np.empty((steps, ranks, count), dtype=np.int64)
+    sums = np.zeros((steps, ranks))
+    # The round with the largest differences is first, so that later rounds compensate them.
+    by_spread = np.argsort(costs[:, :, -1] - costs[:, :, 0], axis=1, kind="stable")
+    every = np.arange(steps)
+    for k in range(count):
+        chosen = by_spread[:, k]
+        least = np.argsort(sums, axis=1, kind="stable")
+        assigned[every[:, None], least, chosen[:, None]] = rounds[every, chosen]
+        sums[every[:, None], least] += costs[every, chosen]
+    return assigned
+
+
+def _indices(steps: int, ranks: int) -> Int64:
+    return np.tile(np.arange(ranks), (steps, 1))
+
+
+def step_imbalances(costs: npt.ArrayLike, steps: Int64) -> Float64:
+    """Time of the slowest rank of each step / mean rank, float64 (S,); 1.0 for a step without cost.
+
+    Args:
+        costs: float (n,), cost of each row.
+        steps: int64 (S, ranks, rows), row indices.
+    """
+    by_rank = np.asarray(costs, dtype=np.float64)[steps].sum(axis=2)
+    mean = by_rank.mean(axis=1)
+    return np.where(mean > 0, by_rank.max(axis=1) / np.where(mean > 0, mean, 1), 1.0)
 
 
 def imbalance(costs: npt.ArrayLike, steps: Int64) -> float:

@@ -1,6 +1,6 @@
 """Files of measured chunks: the restart state of the measure stage.
 
-Input: the columns of the measured records of a chunk (a range of one source), their tokens if the flavor stores
+Input: the columns of the measured records of a chunk (a range of a source), their tokens if the flavor stores
 tokens, and digests of their images in memory if media are stored by reference. Output: files that later stages and
 later runs read; a chunk with complete files is not measured again.
 

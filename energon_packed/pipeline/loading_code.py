@@ -63,7 +63,7 @@ def loading_code(
         arguments.append(f"packing_buffer_size={_BUFFER}")
     else:  # otherwise packing on the fly decides the number of rows
         names.append("steps_per_epoch")
-        # All ranks have the steps of the rank with the most, as `epoch_end="repeat"` gives them.
+        # With `epoch_end="repeat"`, all ranks have the steps of the rank with the most.
         of_ranks = steps_of_ranks(
             [(manifest.packs_in(split), 1)],
             world_size=ranks["world_size"],

@@ -58,7 +58,7 @@ from energon_packed.sources import SourceRecord
 
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
-_ENCODED_FRAMES = 4  # at least this many frames of a video, if it has them: encoding all takes as long as decoding
+_ENCODED_FRAMES = 4  # at least this many frames of a video, if it has them: encoding all is as slow as decoding
 _JSON_OVERHEAD = 200  # bytes of keys, id and length of a stored sample
 
 
@@ -147,7 +147,7 @@ class MeasureStage:
     def reusable(self, chunks: Sequence[Chunk]) -> set[Chunk]:
         """Return the chunks that an earlier run has measured, and whose media files have not changed since then.
 
-        Every media file costs one `stat`, so workers share them: on a network file system it takes 0.1 ms and more.
+        Every media file needs a `stat`, so workers share them: on a network file system it needs 0.1 ms and more.
         """
         measured = {chunk for chunk in chunks if is_measured(chunk)}
         to_compare = [chunk for chunk in chunks if chunk in measured and has_media(chunk)]
@@ -324,7 +324,7 @@ class Measurer:
     ) -> tuple[list[Conversation | None], list[Measurement], list[int]]:
         """Read records as conversations; a rejected record is None there, and has a rejected measurement.
 
-        The third list has the stamp of the media files of each record, taken before any of them is read.
+        The third list has the stamp of the media files of each record, from before any of them is read.
         """
         conversations: list[Conversation | None] = []
         results: list[Measurement] = []

@@ -2,7 +2,7 @@
 
 Input: values by name from Python, the command line or a config file; strings such as `8k`, `512M` or `2/8` are
 parsed. Output: a frozen `PackOptions` (or `InputOptions`, `RejectOptions`), checked when it is made, from which the
-stages take the encoder loader, the codec and the reject limits.
+stages get the encoder loader, the codec and the reject limits.
 
 InputOptions    input, encoder and flavor; shared with `lengths` and the planned datasets
 RejectOptions   + the limits on rejected records

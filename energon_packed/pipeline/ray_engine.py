@@ -20,7 +20,7 @@ from energon_packed.pipeline.engine import ONE_THREAD, Engine, WorkerDied, label
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _TASKS_PER_CORE = 2  # submitted at a time, so that the next task of a core is already queued
-_POLL = 0.5  # seconds that one wait may block the thread of Ray, and so the end of an interrupted driver
+_POLL = 0.5  # seconds that a wait may block the thread of Ray, and so the end of an interrupted driver
 
 
 class RayEngine(Engine):

@@ -199,7 +199,7 @@ def pack(
 def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
     reader = open_reader(options, workspace.work, options.part)
     workspace.check_inputs(source.path for source in reader.sources)
-    log_notices(options.encoder_loader)  # before the first reading of the files, which can take minutes
+    log_notices(options.encoder_loader)  # before the first reading of the files, which may need minutes
     if options.media == "reference":
         refuse_other_media_yaml(workspace.root)
     inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
@@ -215,7 +215,7 @@ def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress:
 
 
 def _encoder_differences(options: PackOptions, workspace: Workspace) -> list[str]:
-    """Name the settings in which the encoder differs from that of packing.json; empty if it is not recorded there."""
+    """Name the settings in which the encoder differs from packing.json; empty if it is not recorded there."""
     encoder = options.encoder_loader.load()
     try:
         manifest = PackingManifest.load_if_there(workspace.shards)

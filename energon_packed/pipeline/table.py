@@ -86,7 +86,7 @@ class RecordTable:
         files: chunk files, in input order.
         file_starts: int64 (chunks,), index of the first record of each file.
         counts: by the names in `COUNTED`, the number of records with each unused field or note.
-        fragments: structured (f,) of dtype `FRAGMENT`, fragments that follow the records as entries of their own; None
+        fragments: structured (f,) of dtype `FRAGMENT`, fragments that follow the records as separate entries; None
             if no record is split.
     """
 

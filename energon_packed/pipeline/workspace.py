@@ -48,7 +48,7 @@ def work_folder(output_dir: Path, work_dir: Path | None = None) -> Path:
         work_dir: folder of the state of all outputs in object stores; by default in the user's cache folder.
 
     Raises:
-        ConfigError: `work_dir` is given for a local output folder, or is missing for a user without a home.
+        ConfigError: `work_dir` is set for a local output folder, or is missing for a user without a home.
     """
     if not is_remote(output_dir):
         if work_dir is not None:
@@ -74,7 +74,7 @@ class FolderLock:
     Args:
         folder: the output folder.
         work: local folder of the restart state.
-        overwrite: take an object store over from the run that owns it.
+        overwrite: claim an object store from the run that owns it.
     """
 
     def __init__(self, folder: Path, work: Path, *, overwrite: bool = False) -> None:
@@ -130,7 +130,7 @@ class FolderLock:
         try:
             for name in ("webdataset", "media", "media-index"):  # other folders below may belong to other runs
                 (folder / name).abort_uploads()
-        except StorageError as error:  # a permission of its own, which packing does not need
+        except StorageError as error:  # a separate permission, which packing does not need
             _log.info("uploads of killed runs are not aborted: %s", error)
 
     def _is_claimed(self) -> bool:
@@ -159,7 +159,7 @@ class FolderLock:
         """Check that the folder is still the locked folder: it may have been removed, and created by another run.
 
         Raises:
-            ConfigError: the folder was removed or replaced, or another run has taken it over.
+            ConfigError: the folder was removed or replaced, or another run has claimed it.
         """
         try:
             is_same = (self._work / _OWNER).read_bytes() == self._owner
@@ -210,7 +210,7 @@ def lock_holder(folder: Path, work: Path | None = None) -> str | None:
 
     Args:
         folder: the output folder.
-        work: local folder of its restart state; by default that of `work_folder`.
+        work: local folder of its restart state; by default `work_folder`.
     """
     work = work or work_folder(folder)
     if is_remote(folder):
@@ -279,7 +279,7 @@ class Workspace:
         self.media = root / "media"
         self.media_work = self.work / "media"
         self.settings: dict[str, str] = {}  # JSON of the settings of the run, by name
-        # Names the settings in which its encoder differs from that of the shards; empty if they are unknown.
+        # Names the settings in which its encoder differs from the encoder of the shards; empty if they are unknown.
         self.encoder_differences: Callable[[], list[str]] = list
         self._reports = root
 
@@ -423,7 +423,7 @@ class Workspace:
             remove_if_possible(leftover)
 
     def forget(self, *fingerprints: str) -> None:
-        """Delete the restart state of these fingerprints, and that of `out/media`."""
+        """Delete the restart state of these fingerprints and of `out/media`."""
         for fingerprint in fingerprints:
             for folder in (self.measure_folder(fingerprint), self.write_folder(fingerprint)):
                 shutil.rmtree(folder, ignore_errors=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
-_REMOTE_BLOCK = 1 << 16  # the same of an object: a request takes longer than the transfer of more bytes
+_REMOTE_BLOCK = 1 << 16  # the same of an object: a request is slower than the transfer of more bytes
 _A = {"image": "an image", "video": "a video"}
 
 

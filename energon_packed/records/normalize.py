@@ -114,7 +114,7 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
     ident = record.get("id")
     fps = read_number(record.get("fps"), "fps", float)
     images, videos = tuple(media.inline or media.images), tuple(media.files)
-    if videos:  # those of content parts and of the format's own fields, too
+    if videos:  # also of content parts and of the format's own fields
         check_video_fields(record, "the record", of_one_video=False)
     if fps and (images or videos):
         media.notes.append(FPS_STORED if media.is_video or not videos else FPS_OF_FILE)

@@ -4,7 +4,7 @@ A record names a file. Measuring selects its frames from the packets of the file
 the vision family. A pack stores the file and the selection, so that training decodes exactly these frames, whatever
 the settings of the encoder are then.
 
-The module also defines which names and which bytes are those of a video file.
+The module also defines which names and which bytes belong to a video file.
 """
 
 import re
@@ -45,7 +45,7 @@ class FrameSelection:
 
     Attributes:
         indices: frames in order of presentation, from 0; not decreasing.
-        timestamps: time of presentation of each of them in seconds, from that of frame 0.
+        timestamps: time of presentation of each of them in seconds after frame 0.
         fps: average frames per second of the file.
         num_frames: frames of the file.
         height, width: pixels of an upright frame.
@@ -65,7 +65,7 @@ class FrameSelection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoReference:
-    """A video of a sample: a video file, or the selected frames of one as images (`pack --extract-frames`).
+    """A video of a sample: a video file, or its selected frames as images (`pack --extract-frames`).
 
     Attributes:
         file: the video file; None if only the frames are stored.
@@ -98,7 +98,7 @@ def has_video_suffix(name: str) -> bool:
 
 
 def is_video_content(head: bytes) -> bool:
-    """Whether the first `SIGNATURE_BYTES` bytes of a file are those of a video container."""
+    """Whether the first `SIGNATURE_BYTES` bytes of a file belong to a video container."""
     return video_extension(head) is not None
 
 

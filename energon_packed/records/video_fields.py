@@ -2,7 +2,7 @@
 
     "a.mp4"                         a file; also bytes, a `file://` or `data:` URL, {"path"}, {"bytes"}, {"url"}
     {"video": "a.mp4", "fps": 1.0}  a file with its own sampling settings
-    ["1.jpg", "2.jpg"]              frames of one video
+    ["1.jpg", "2.jpg"]              frames of a video
     ["a.mp4", "b.mp4"]              several files
     ["a.mp4", ["1.jpg", "2.jpg"]]   a file, and frames of another video
 
@@ -11,7 +11,7 @@ In a list, only values that are certainly video files count as files: by the ext
 
 Settings of a video file, in the names of processors and of qwen-vl-utils (`nframes`): `fps`, `num_frames`,
 `min_frames`, `max_frames`, `min_pixels`, `max_pixels`, `total_pixels`. Fields that select a part of the file, or that
-resize it to a given size, reject the record.
+resize it to a fixed size, reject the record.
 """
 
 import base64
@@ -193,7 +193,7 @@ def is_video_file(value: Any, *, alone: bool = False) -> bool:
 
     Args:
         value: a value of any type.
-        alone: the value is not in a list, where a name without an extension is a frame.
+        alone: the value is not in a list, in which a name without an extension is a frame.
     """
     if isinstance(value, VideoReference):
         return True
@@ -205,7 +205,7 @@ def is_video_file(value: Any, *, alone: bool = False) -> bool:
     if isinstance(value, MediaReference):
         if value.data is not None:
             return alone or is_video_content(value.data[:SIGNATURE_BYTES])
-        # The name of a tar does not tell the type of its members.
+        # The name of a tar does not identify the type of its members.
         return (value.offset is None and has_video_suffix(value.path or "")) or alone
     if isinstance(value, bytes | bytearray | memoryview):
         return alone or is_video_content(bytes(value[:SIGNATURE_BYTES]))

@@ -81,7 +81,7 @@ def write_tar_index(tar: Path, rows: ShardRows) -> None:
 
 
 def write_sqlite_index(path: Path, shards: Iterable[ShardRows], staging: Path | None = None) -> None:
-    """Write `index.sqlite` for the shards; `tar_file_id` is their position. `staging` is that of `atomic_path`.
+    """Write `index.sqlite` for the shards; `tar_file_id` is their position. `staging` as in `atomic_path`.
 
     Raises:
         OSError: the disk is full, or fails.

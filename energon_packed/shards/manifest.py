@@ -86,7 +86,7 @@ class PackingManifest:
         layout: stricter variant of the flavor that was written, or None.
         dataset_module: package whose sample class dataset.yaml names, or None for energon-packed.
         records: input records; `rejects` counts the records that are not packed by reason.
-        packed: samples in all packs: packed records, with each fragment of a split record as a sample of its own.
+        packed: samples in all packs: packed records, with each fragment of a split record as a separate sample.
         unused_fields: records with each field that is not read, by field name, the most common first.
         notes: records with each note of the reader, such as an image without a placeholder.
         ignored_entries: entries of input folders that are not read, by reason; the file has no such key
@@ -94,7 +94,7 @@ class PackingManifest:
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
-        packs, tokens, images: totals over all shards; frames of video files are no images, and tokens exclude padding.
+        packs, tokens, images: totals over all shards; frames of videos are not images, and tokens exclude padding.
         videos, frames: video files, and their selected frames, over all shards; the file has no such keys without
             videos.
         extract_frames: packs have the frames of the videos as images, in place of the files.

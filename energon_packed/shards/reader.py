@@ -41,6 +41,7 @@ class ShardReader:
         tars: Sequence[Path],
         digests: Mapping[Path, str] | None = None,
         media_root: Mapping[str, str] | None = None,
+        opened: "OpenedFiles | None" = None,
     ) -> None:
         """Read the `.tar.idx` of each shard.
 
@@ -48,6 +49,7 @@ class ShardReader:
             tars: shards.
             digests: as in `OpenedFiles`.
             media_root: folders of referenced media that moved, new folder by old folder.
+            opened: the state of the shards that later reads compare with, instead of their present state.
 
         Raises:
             FormatError: a shard or its index is missing, or the two do not match.
@@ -56,7 +58,7 @@ class ShardReader:
         offsets = map_paths(_read_offsets, tars)
         self.tars = list(tars)
         self._media_root = moved_folders(media_root)
-        self._opened = OpenedFiles(tars, digests)
+        self._opened = opened or OpenedFiles(tars, digests)
         # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
         self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
         self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]

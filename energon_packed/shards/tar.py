@@ -74,7 +74,7 @@ class ShardSummary:
 
 
 class TarShardWriter:
-    """Writes one shard; after the block, `rows` has its index rows. `staging` is that of `atomic_path`.
+    """Writes one shard; after the block, `rows` has its index rows. `staging` as in `atomic_path`.
 
     with TarShardWriter(folder / "demo-000000.tar") as shard:
         shard.add("demo_00000000", [("json", b"{}")])

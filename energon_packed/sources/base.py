@@ -156,7 +156,7 @@ def indices_of(addresses: Sequence[int], in_order: Iterable[int]) -> list[int]:
 def file_fingerprint(path: Path) -> str:
     """Digest of the size, both ends and 64 blocks between them, so that large files are not read completely.
 
-    Of an object, the digest of size, time and ETag: 66 requests for each input would take minutes.
+    Of an object, the digest of size, time and ETag: 66 requests for each input would need minutes.
     """
     digest = hashlib.sha256()
     size = path.stat().st_size

@@ -136,7 +136,7 @@ def write_batches(schema: Any, batches: Iterator[Any], out: BinaryIO, path: Path
     Raises:
         SourceError: two columns have the same name.
     """
-    refuse_repeated(schema.names, path)  # before the rows are copied, which can take long
+    refuse_repeated(schema.names, path)  # before the rows are copied, which can be slow
     with pa.ipc.new_file(out, schema) as writer:
         for batch in batches:
             for start in range(0, batch.num_rows, BATCH_ROWS):

@@ -210,7 +210,7 @@ def is_pack(group: KeyMembers, value: Any) -> bool:
 
 
 def read_pack(group: KeyMembers) -> list[Conversation]:
-    """Read the samples of a pack; their images and videos are references into the tar, or to where the tar refers.
+    """Read the samples of a pack; their images and videos are references into the tar, or are its references.
 
     Raises:
         RecordError: the pack is damaged.

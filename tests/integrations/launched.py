@@ -1,7 +1,9 @@
 """Scripts that tests run as two ranks, or with torchrun or accelerate launch: a tiny model, and where results go."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,11 +43,22 @@ def launch(
     """What each of 2 processes of a script in `tests/{folder}` wrote with `report`."""
     command = [sys.executable, "-m", *LAUNCHERS[launcher], str(port)]
     command += ["-m", f"tests.{folder}.{script}", str(out), *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **_ENVIRONMENT}, capture_output=True, text=True, timeout=300
-    )
-    told = done.stderr[max(0, done.stderr.find("Traceback")) :]
-    assert done.returncode == 0, told if len(told) < 6000 else f"{told[:2000]}\n...\n{told[-4000:]}"
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **_ENVIRONMENT},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            stderr = process.communicate(timeout=300)[1]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks, if the launcher did not end them
+    told = stderr[max(0, stderr.find("Traceback")) :]
+    assert process.returncode == 0, told if len(told) < 6000 else f"{told[:2000]}\n...\n{told[-4000:]}"
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
@@ -60,10 +73,11 @@ main()
 """
 
 
-def run_script(module: str, *arguments: object, out: Path) -> list[Any]:
+def run_script(module: str, *arguments: object, out: Path, status: int = 0) -> list[Any]:
     """What each of 2 ranks of `main()` of a module wrote with `report`, without the imports of `launch`."""
-    run_ranks(_RANK.format(module=module), 2, out / "store", out, *arguments)
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    (out / "store").unlink(missing_ok=True)
+    run_ranks(_RANK.format(module=module), 2, out / "store", out, *arguments, status=status)
+    return [] if status else [json.loads((out / f"rank{rank}.json").read_text()) for rank in (0, 1)]
 
 
 def report(out: str, result: Any) -> None:

@@ -225,6 +225,7 @@ def _watch_deepspeed(step: FirstStep) -> None:
     """Keep the gradients of a DeepSpeed engine, whose optimizer has flat parts of them."""
     import deepspeed
 
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or it would be compiled, for a minute
     taken = deepspeed.DeepSpeedEngine.step
 
     def watched(engine: Any, *args: Any, **kwargs: Any) -> Any:

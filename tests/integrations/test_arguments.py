@@ -12,6 +12,7 @@ from energon_packed import (
     BatchError,
     ChatEncoder,
     ConfigError,
+    CostModel,
     DataflowConfig,
     DataflowLoader,
     GatheredLoader,
@@ -132,6 +133,14 @@ def test_packed_trainer_groups_by_the_lengths_of_the_data(text_packs: list[Path]
     loader = DataflowLoader(MapDistributor(data, balance="attention"), batch_size=8, seed=args.seed)
     expected = [batch.input_ids.tolist() for batch in loader]
     assert [inputs["input_ids"].tolist() for inputs in trainer.get_train_dataloader()] == expected
+    cost = CostModel(square=1)
+    args = made(tmp_path, gradient_accumulation_steps=2, per_device_train_batch_size=1)
+    trainer = PackedTrainer(tiny_qwen2(), args, train_dataset=data, data_collator=PaddingFreeCollator(), balance=cost)
+    order = MapDistributor(data, balance=cost, accumulation=2)
+    expected = [batch.input_ids.tolist() for batch in DataflowLoader(order, batch_size=1, seed=args.seed)]
+    assert [inputs["input_ids"].tolist() for inputs in trainer.get_train_dataloader()] == expected
+    with pytest.raises(ConfigError, match="`balance` needs a PackedDataset or PlannedDataset .*, got list"):
+        PackedTrainer(tiny_qwen2(), args, train_dataset=[{}], data_collator=PaddingFreeCollator(), balance=cost)
     with pytest.raises(ConfigError, match="`use_cache` must be False, got True"):
         PackedTrainer(tiny_qwen2(), made(tmp_path, use_cache=True), train_dataset=data)
 
@@ -147,6 +156,21 @@ def test_rows_of_a_hugging_face_dataset_are_packs(text_packs: list[Path]) -> Non
         assert collator([row])["labels"].tolist() == expected["labels"].tolist()
     assert collator([rows[1], rows[2]])["input_ids"].tolist() == collator([data[1], data[2]])["input_ids"].tolist()
     assert rows.shuffle(seed=3)[0]["pack"][0].id in {sample.id for pack in data for sample in pack}
+
+
+def test_packed_trainer_reads_a_whole_hugging_face_dataset_in_its_order(
+    text_packs: list[Path], tmp_path: Path
+) -> None:
+    data = PackedDataset(text_packs[0])
+    table = data.to_hf()
+    kept = [table, table.select(range(3)), table.select([1, 0, *range(2, len(data))])]
+    trainers = [
+        PackedTrainer(tiny_qwen2(), made(tmp_path), train_dataset=rows, data_collator=PaddingFreeCollator())
+        for rows in kept
+    ]
+    assert trainers[0].train_dataset is data
+    assert trainers[1].train_dataset is kept[1]
+    assert trainers[2].train_dataset is kept[2]
 
 
 def test_a_finished_row_stays_alone_and_a_resumed_gathered_loader_goes_on(text_packs: list[Path]) -> None:

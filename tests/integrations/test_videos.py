@@ -187,12 +187,15 @@ def test_costs_count_the_patches_of_videos_without_reading_them(
     pack(inputs / source.name, output_dir=tmp_path / "out", seq_len=160, **options)
     dataset = PackedDataset(tmp_path / "out", vision_encoder)
     patches = [sum(sample.num_patches for sample in row) for row in dataset]
+    grids = [[g for s in row for g in (s.image_grid_thw, s.video_grid_thw) if g is not None] for row in dataset]
+    squares = [sum(int((g[:, 0] * (g[:, 1] * g[:, 2]) ** 2).sum()) for g in of_row) for of_row in grids]
     assert any(sample.num_videos for row in dataset for sample in row)
     if media == "reference":  # reading one of the files would raise
         for file in inputs.glob("*.m[pk]*"):
             file.unlink()
     sizes = PackedDataset(tmp_path / "out", vision_encoder).row_sizes()
     assert sizes.patches.tolist() == patches
+    assert sizes.patch_squares.tolist() == squares
     assert np.allclose(CostModel(token=0, square=0, patch=1).costs(sizes), patches)
 
 

@@ -70,12 +70,23 @@ def test_sizes_are_those_of_the_packs(dataset: PackedDataset) -> None:
     assert np.array_equal(sizes.tokens, dataset.lengths)
 
 
+def test_padding_for_context_parallelism_counts(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({**one, "labels": one["input_ids"]}) + "\n" for one in long_tail(20)))
+    options: dict[str, Any] = {"sample_class": "PackedTokensSample", "workers": 1, "encoder": StoredTokens()}
+    done = pack(PackOptions(inputs=(str(data),), output_dir=tmp_path, seq_len=SEQ_LEN, pad_multiple=8, **options))
+    padded = PackedDataset(done.shards)
+    lengths = [-(-len(sample) // 8) * 8 for sample in padded[0]]
+    assert padded.row_sizes().columns()[0].tolist() == [sum(lengths), sum(length**2 for length in lengths), 0, 0]
+
+
 def test_patches_count(pack_demo: Packer, encoder: ChatEncoder) -> None:
     dataset = PackedDataset(pack_demo().shards, encoder)
     sizes = dataset.row_sizes()
     for number in range(len(dataset)):
         grids = [one.image_grid_thw for one in dataset[number] if one.image_grid_thw is not None]
         assert sizes.patches[number] == sum(int(grid.prod(dim=1).sum()) for grid in grids)
+        assert sizes.patch_squares[number] == sum(int((grid.prod(dim=1) ** 2).sum()) for grid in grids)
     assert sizes.patches.max() > 0
     by_hand = 1.0 * sizes.tokens + sizes.squares / (12 * 4096) + 0.1 * sizes.patches
     assert np.allclose(CostModel().costs(sizes), by_hand)
@@ -83,8 +94,7 @@ def test_patches_count(pack_demo: Packer, encoder: ChatEncoder) -> None:
 
 def loader_of(dataset: Any, rank: int, balance: Any = "attention", **options: Any) -> DataflowLoader:
     workers, size = options.get("num_workers", 0), options.get("batch_size", 1)
-    balanced = {"balance": balance, "cost": ATTENTION} if balance else {}
-    order = MapDistributor(dataset, **balanced)
+    order = MapDistributor(dataset, balance=ATTENTION if balance else None)
     return DataflowLoader(order, rank=rank, world_size=RANKS, batch_size=size, num_workers=workers, seed=3)
 
 
@@ -129,7 +139,7 @@ def test_a_balanced_order_resumes(dataset: PackedDataset, num_workers: int) -> N
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_samplers_of_all_ranks_have_every_pack(dataset: PackedDataset, batch_size: int) -> None:
-    settings: dict[str, Any] = {"batch_size": batch_size, "cost": ATTENTION, "seed": 2}
+    settings: dict[str, Any] = {"batch_size": batch_size, "balance": ATTENTION, "seed": 2}
     samplers = [BalancedSampler(dataset, RANKS, rank, **settings) for rank in range(RANKS)]
     numbers = [list(sampler) for sampler in samplers]
     assert {len(one) for one in numbers} == {len(samplers[0])}
@@ -164,8 +174,8 @@ def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDatas
         )
     )
     blend = PackedDataset(tmp_path / "blend.yaml")
-    sampler = BalancedSampler(blend, 2, "all", cost=ATTENTION)
-    order = MapDistributor(blend, balance="attention", cost=ATTENTION).order
+    sampler = BalancedSampler(blend, 2, "all", balance=ATTENTION)
+    order = MapDistributor(blend, balance=ATTENTION).order
     for epoch in range(2):
         sampler.set_epoch(epoch)
         numbers = list(sampler)
@@ -178,7 +188,7 @@ def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDatas
 
 def test_stateful_loaders_resume_in_the_middle(dataset: PackedDataset) -> None:
     def new() -> Any:
-        sampler = BalancedSampler(dataset, RANKS, 1, batch_size=2, cost=ATTENTION)
+        sampler = BalancedSampler(dataset, RANKS, 1, batch_size=2, balance=ATTENTION)
         return StatefulDataLoader(dataset, batch_size=2, sampler=sampler, collate_fn=PaddingFreeCollator())
 
     loader = new()
@@ -243,7 +253,7 @@ def test_the_pool_is_part_of_the_state(num_workers: int) -> None:
 
 def test_data_that_cannot_be_balanced_raises_one_line(dataset: PackedDataset) -> None:
     wrong: Any = "patches"
-    with pytest.raises(ConfigError, match="`balance` must be 'attention' or None, got 'patches'"):
+    with pytest.raises(ConfigError, match="`balance` must be 'attention', 'tokens', a CostModel or None, got"):
         MapDistributor(dataset, balance=wrong)
     with pytest.raises(ConfigError, match="`balance` needs the sizes of rows, which list does not have"):
         MapDistributor([1], balance="attention")
@@ -256,6 +266,9 @@ def test_data_that_cannot_be_balanced_raises_one_line(dataset: PackedDataset) ->
         BalancedSampler(dataset, 2, 2)
     with pytest.raises(ConfigError, match="BalancedPoolPacker has no effect here, .* Use PoolPacker, or a Dataflow"):
         get_packed_loader(dataset.blend[0].path, packer=BalancedPoolPacker(SEQ_LEN))
+    option: Any = {"balance": "attention"}
+    with pytest.raises(ConfigError, match="`balance` is not an option of get_packed_loader, .* Use DataflowLoader"):
+        get_packed_loader(dataset.blend[0].path, **option)
 
 
 def test_a_plan_in_memory_knows_its_rows(pack_demo: Packer, tokenizer_dir: Path, demo: Any) -> None:

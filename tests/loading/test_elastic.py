@@ -303,14 +303,13 @@ def test_an_order_log_goes_on_with_other_ranks(tmp_path: Path) -> None:
     two.take(2)
     state = two.state()
     two.take(1)  # after the checkpoint: the lines of the resumed run replace these
-    Ranks(new_loader, 3, state).take()
+    three = Ranks(new_loader, 3, state)
+    three.take(1)
+    Ranks(new_loader, 1, state).take()
     report = check_order(tmp_path)
     assert (report.problems, report.samples, report.complete) == ([], ITEMS, [0])
-    Ranks(new_loader, 1, state).take(1)  # another way to resume from the same checkpoint
-    assert check_order(tmp_path).problems == [
-        "epoch 0 was resumed in different ways, 1 ranks from step 2, 2 ranks from step 0, 3 ranks from step 2: pass "
-        "another `order_log` folder to each of these runs"
-    ]
+    three.take(1)  # two runs at the same time
+    assert any("two processes wrote at the same time" in problem for problem in check_order(tmp_path).problems)
 
 
 def test_an_order_log_of_a_stream_goes_on_with_other_ranks(tmp_path: Path) -> None:

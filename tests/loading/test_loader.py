@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from PIL import Image
 
 from energon_packed import (
@@ -25,6 +27,7 @@ from energon_packed import (
     steps_per_epoch,
 )
 from tests.conftest import FLAVORS, Packer
+from tests.internals import OpenedSplits, loaded_splits, read_whole_packs
 from tests.processes import run_ranks
 
 
@@ -46,6 +49,28 @@ def test_one_epoch_gives_every_sample_once(
         batches, ids = ids_of(loader)
         assert len(ids) == len(set(ids)) == result.manifest.packed
         assert batches == steps_per_epoch(result.manifest, micro_batch_size=micro_batch_size, num_workers=num_workers)
+
+
+class RawSamples(DefaultTaskEncoder):  # type: ignore[misc]
+    decoder = None
+
+
+def test_packs_are_read_as_energon_reads_them(pack_demo: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = pack_demo(sample_class="PackedCaptioningSample").shards
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+
+    def dataset() -> Any:
+        return get_val_dataset(
+            str(shards), split_part="train", worker_config=config, batch_size=None, task_encoder=RawSamples()
+        )
+
+    expected = list(get_loader(dataset(), watchdog_timeout_seconds=None))
+    replaced = dataset()
+    read_whole_packs(replaced, OpenedSplits(loaded_splits(shards, "train")))
+    monkeypatch.delattr(ITarReader, "_get_item_by_sample_pointer")  # Energon's way to read a pack
+    samples = list(get_loader(replaced, watchdog_timeout_seconds=None))
+    assert [vars(sample) for sample in samples] == [vars(sample) for sample in expected]
+    assert all(len(sample.__sources__[0].file_names) > 1 for sample in samples)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -34,7 +34,8 @@ class Costly(list[Any]):
 
     def row_sizes(self) -> RowSizes:
         tokens = np.arange(len(self)) ** 2 + 1
-        return RowSizes(tokens=tokens, squares=tokens**2, patches=np.zeros_like(tokens))
+        none = np.zeros_like(tokens)
+        return RowSizes(tokens=tokens, squares=tokens**2, patches=none, patch_squares=none)
 
 
 DATA = Costly(feature(number % 13, number - number % 13) for number in range(ITEMS))
@@ -42,6 +43,7 @@ ORDERS: dict[str, Callable[[], MapDistributor]] = {
     "shuffled": lambda: MapDistributor(DATA),
     "in order": lambda: MapDistributor(DATA, shuffle=False),
     "aligned": lambda: MapDistributor(DATA, balance="attention"),
+    "accumulated": lambda: MapDistributor(DATA, balance="attention", accumulation=3),
 }
 
 
@@ -116,12 +118,16 @@ def test_shuffled_items_keep_their_order_whatever_the_ranks() -> None:
 @given(
     items=st.integers(1, 60),
     layouts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=4),
-    aligned=st.booleans(),
+    accumulation=st.integers(0, 3),
     seed=st.integers(0, 9),
 )
-def test_segments_are_a_partition(items: int, layouts: list[tuple[int, int, int]], aligned: bool, seed: int) -> None:
+def test_segments_are_a_partition(
+    items: int, layouts: list[tuple[int, int, int]], accumulation: int, seed: int
+) -> None:
     data = Costly({"id": str(n), "input_ids": [n, n]} for n in range(items))
-    distributor = MapDistributor(data, balance="attention" if aligned else None)
+    distributor = (
+        MapDistributor(data, balance="attention", accumulation=accumulation) if accumulation else MapDistributor(data)
+    )
     state, seen = None, []
     for number, (world_size, rows, steps) in enumerate(layouts):
         last = number == len(layouts) - 1
@@ -162,10 +168,11 @@ def test_repeated_epochs_give_every_rank_an_item_at_every_step() -> None:
         MapDistributor([], repeat=True)
 
 
-@pytest.mark.parametrize("balance", [None, "attention"])
+@pytest.mark.parametrize("balance", [None, "attention", "tokens"])
 def test_a_repeated_order_continues_with_other_ranks(balance: Any) -> None:
     def loader_of(rank: int, world_size: int, rows: int, **options: Any) -> DataflowLoader:
-        order = MapDistributor(DATA, repeat=True, balance=balance)
+        # With another number of ranks, Megatron accumulates another number of steps.
+        order = MapDistributor(DATA, repeat=True, balance=balance, accumulation=world_size if balance else 1)
         return DataflowLoader(order, batch_size=rows, rank=rank, world_size=world_size, seed=1, **options)
 
     for stop in range(0, 20, 3):
@@ -193,7 +200,7 @@ def test_aligned_steps_of_repeated_epochs_cost_the_same() -> None:
     def waits(balance: Any) -> float:
         of_ranks = []
         for rank in range(4):
-            order = MapDistributor(DATA, repeat=True, balance=balance, cost=cost if balance else None)
+            order = MapDistributor(DATA, repeat=True, balance=cost if balance else None)
             loader = DataflowLoader(order, rank=rank, world_size=4, seed=1)
             names = [int(batch.ids[0][1:]) for batch in itertools.islice(loader, 40)]
             of_ranks.append([number**2 + 1 for number in names])
@@ -201,6 +208,54 @@ def test_aligned_steps_of_repeated_epochs_cost_the_same() -> None:
         return sum(map(max, steps)) / sum(sum(step) / 4 for step in steps)
 
     assert waits("attention") < 1.5 < waits(None)
+
+
+@pytest.mark.parametrize("repeat", [False, True])
+def test_accumulated_steps_cost_the_same_on_all_ranks(repeat: bool) -> None:
+    """508 items: every group of 3 steps is aligned, over the ends of epochs, too, and so is each step of it."""
+    tokens = np.random.default_rng(0).integers(100, 1000, 508)
+    data = Costly(range(508))
+    data.row_sizes = lambda: RowSizes(  # type: ignore[method-assign]
+        tokens=tokens, squares=tokens * 0, patches=tokens * 0, patch_squares=tokens * 0
+    )
+
+    def costs(accumulation: int, balance: Any = "tokens") -> np.ndarray:
+        order = MapDistributor(data, balance=balance, accumulation=accumulation, repeat=repeat).order
+        segment = order.segment(4, 2)
+        places = [order.places(segment, step, rank) for step in range(186 if repeat else 60) for rank in range(4)]
+        numbers = [order.numbers(range_, 0, 7, [segment]) for range_ in places]
+        if repeat:
+            seen = np.bincount([n for of_step in numbers for n in of_step], minlength=508)
+            assert seen.min() >= 1488 // 508
+            assert seen.max() <= -(-1488 // 508)
+        return np.array([tokens[of_step].sum() for of_step in numbers]).reshape(-1, 4)
+
+    def waits(of_ranks: np.ndarray, accumulation: int) -> float:
+        sums = of_ranks.reshape(-1, accumulation, 4).sum(axis=1)
+        return float(np.median(sums.max(axis=1) / sums.mean(axis=1)))  # a step at the end of an epoch is an exception
+
+    aligned = costs(3)
+    assert waits(aligned, 3) - 1 < (waits(costs(1), 3) - 1) * 0.7
+    assert waits(aligned, 3) < 1.002 < 1.1 < waits(costs(1, None), 3)
+    assert waits(aligned, 1) < 1.01
+    of_steps = aligned.max(axis=1) / aligned.mean(axis=1)
+    assert (of_steps > 1.1).sum() <= 2  # of items of two epochs, and of the last 8 items of an epoch
+    with pytest.raises(ConfigError, match="`accumulation` must be an integer of at least 1, got 0"):
+        MapDistributor(data, accumulation=0)
+
+
+def test_another_cost_model_is_refused_and_another_accumulation_continues() -> None:
+    loader = DataflowLoader(MapDistributor(DATA, balance=CostModel(square=0.5), accumulation=2), rank=0, world_size=2)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["segments"] == [[0, 0, 2, 1, None, 2]]
+    other = DataflowLoader(MapDistributor(DATA, balance=CostModel(square=0.25)), rank=0, world_size=2)
+    with pytest.raises(BatchError, match="distributor_balance .*'square': 0.5.* saved, .*'square': 0.25.* now"):
+        other.load_state_dict(state)
+    resumed = DataflowLoader(MapDistributor(DATA, balance=CostModel(square=0.5)), rank=0, world_size=2)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict()["segments"] == [[0, 0, 2, 1, None, 2], [1, 2, 2, 1, None]]
+    assert len(list(resumed.rest_of_epoch())) == 11
 
 
 def test_planned_and_packed_datasets_and_joint_loaders_have_this_order(

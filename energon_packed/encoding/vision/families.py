@@ -75,9 +75,9 @@ class VisionFamily(ABC):
         patch_order: order of patches in .npy files: `row`, `block`, or `auto` (by the content of the file).
         video_token: token whose run represents a video file; None if its frames are images of the family.
         video_placeholder: text of a video in a conversation, with a single `video_token`.
-        videos: settings that select and resize the frames of video files; the class has those of the published models.
+        videos: settings that select and resize the frames of video files; by default as in the published models.
         video_options: names of the settings of `videos` that users and records can set.
-        video_normalization: (mean, standard deviation, rescale factor) of frames if they differ from those of images.
+        video_normalization: (mean, standard deviation, rescale factor) of frames if images have other values.
         video_problem: reason why the settings of the processor folder cannot be used for videos, or "".
         warnings: decisions made while it was loaded, for the user.
     """
@@ -114,7 +114,7 @@ class VisionFamily(ABC):
 
     @cached_property
     def template_token(self) -> str:
-        """Text that a chat template writes for a content part of type `image`; a family can set another one."""
+        """Text that a chat template writes for a content part of type `image`; a family can set another text."""
         return self.placeholder
 
     @classmethod
@@ -142,7 +142,7 @@ class VisionFamily(ABC):
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Patches of an image of `height` x `width` pixels along each side, (in height, in width)."""
         processor, side = self.image_processor, int(self.image_processor.patch_size)
-        # The function of the installed processor, so that the grid is the one that the processor computes.
+        # The function of the installed processor, so that the grid equals the grid of the processor.
         resized = sys.modules[type(processor).__module__].smart_resize(
             height,
             width,
@@ -169,7 +169,7 @@ class VisionFamily(ABC):
         return ImageRun(self.num_tokens(self.num_patches(height, width)))
 
     def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
-        """Return pixels and tokens of all images of a sample, given as RGB images."""
+        """Return pixels and tokens of all images of a sample, RGB images."""
         return self._with_runs(*self.pixels(list(images)))
 
     def smallest(self) -> Pixels:
@@ -219,7 +219,7 @@ class VisionFamily(ABC):
         self.videos = videos.updated(options)
 
     def folder_videos(self, folder: Mapping[str, Any]) -> VideoSettings:
-        """Settings of videos from those of the video processor in a folder; the default ignores the folder."""
+        """Settings of videos from the video processor in a folder; the default ignores the folder."""
         return type(self).videos
 
     def select_frames(self, info: "VideoInfo", settings: Mapping[str, Any] | None = None) -> FrameSelection:
@@ -420,7 +420,7 @@ class VisionFamily(ABC):
         } | order
 
     def video_config(self) -> dict[str, Any]:
-        """Settings of videos that differ from those of the published models, for fingerprints; {} if none does."""
+        """Settings of videos that differ from the published models, for fingerprints; {} if none does."""
         own, published = asdict(self.videos), asdict(type(self).videos)
         config: dict[str, Any] = {name: value for name, value in own.items() if value != published[name]}
         if self.video_normalization is not None:
@@ -428,7 +428,7 @@ class VisionFamily(ABC):
         return config
 
     def length_config(self) -> dict[str, Any]:
-        """Settings that determine lengths: the same for all patch and merge sizes of one `factor`."""
+        """Settings that determine lengths: the same for all patch and merge sizes with the same `factor`."""
         processor = self.image_processor
         return {
             "factor": int(processor.patch_size) * self.merge_size,
@@ -489,7 +489,7 @@ class Qwen2VLVision(VisionFamily):
     _text_tokenizer: Any = None
 
     def folder_videos(self, folder: Mapping[str, Any]) -> VideoSettings:
-        """Settings of videos from those of the video processor in a folder, with the defaults of the processor.
+        """Settings of videos from the video processor in a folder, with the defaults of the processor.
 
         Raises:
             ConfigError: an invalid value.
@@ -642,7 +642,7 @@ class Qwen3VLVision(Qwen2VLVision):
     def _limits(self, size: Mapping[str, Any], folder: Mapping[str, Any]) -> dict[str, Any]:
         tokens = folder.get("max_video_tokens", 768)
         return {
-            # Defaults of the processor class, which differ from those of the published folders.
+            # Defaults of the processor class; the published folders have other values.
             "min_total_pixels": size.get("shortest_edge", 128 * 32 * 32),
             "max_total_pixels": size.get("longest_edge", 768 * 32 * 32),
             "max_pixels": tokens * self._factor**2 if folder.get("cap_pixels_per_frame") else None,
@@ -774,7 +774,7 @@ class LlavaOnevision2Vision(OnevisionVision):
         return duration_indices(num_frames, fps, settings)
 
     def resized_frame(self, frames: int, height: int, width: int, settings: VideoSettings) -> tuple[int, int]:
-        """(height, width) of the resized frames; by default, their limits are those of images."""
+        """(height, width) of the resized frames; by default, with the limits of images."""
         limits = self.image_processor.size
         return rounded_size(
             height,

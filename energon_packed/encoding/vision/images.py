@@ -95,7 +95,7 @@ def sniff_extension(data: bytes) -> str:
     """File extension of an image or video by content.
 
     Returns:
-        `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or Pillow's format name; or that of a `video_extension`.
+        `jpg`, `png`, `gif`, `webp`, `bmp`, `tif`, or Pillow's format name; or a `video_extension`.
 
     Raises:
         RecordError: `corrupt_image`, if it is neither an image nor a video.
@@ -161,7 +161,7 @@ def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image
     except _DECODE_ERRORS as error:
         raise_resource_error(error, reference.label)
         # Decoders report a lack of memory as damage: "broken data stream" (JPEG 2000, progressive JPEG), and error -9
-        # (TIFF), which is also that of a damaged tile size. It is damage if there is enough memory for an intact file.
+        # (TIFF), as a damaged tile size does. It is damage if there is enough memory for an intact file.
         # WebP fails before its size is known, so that its files always count as damaged.
         if isinstance(error, OSError) and "truncated" not in str(error):
             try:

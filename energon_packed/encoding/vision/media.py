@@ -222,7 +222,7 @@ def _with_timestamps(
 
 def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelection, int, bool]:
     """Return the frames of a video, its size in bytes, and whether the file has audio, as far as it is read."""
-    # What was packed is trained, whatever the settings of this family are.
+    # The packed content is trained, whatever the settings of this family are.
     if video.frames is not None:
         vision.check_selection(video.frames)
         return video.frames, sum([file.num_bytes() for file in video.files]), False
@@ -238,14 +238,14 @@ def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelecti
 
 
 def video_runs(vision: VisionFamily, frames: FrameSelection) -> list[ImageRun]:
-    """Return the run of a video, or those of its frames for a family without a video token."""
+    """Return the run of a video, or the runs of its frames for a family without a video token."""
     if vision.video_token is None:
         return [vision.image_token_run(*(frames.resized or (frames.height, frames.width)))] * len(frames.indices)
     return [replace(vision.video_token_run(frames), is_video=True)]
 
 
 def _in_text_order(conversation: Conversation, images: Sequence[T], videos: Sequence[Sequence[T]]) -> list[T]:
-    """Order the values of the images, and those of each video, as their placeholders in the text."""
+    """Order the values of the images, and the values of each video, as their placeholders in the text."""
     if not videos:
         return list(images)
     if conversation.input_ids is not None:  # stored tokens have no placeholders
@@ -401,7 +401,7 @@ def patch_positions(vision: VisionFamily, conversation: Conversation, pixels: Pi
     Raises:
         RecordError: `missing_patch_positions`.
     """
-    # The t of a frame of a video file is its index in the file; that of an image is 0, or in its .npy file.
+    # The t of a frame of a video file is its index in the file; an image has t = 0, or the t in its .npy file.
     times: list[int | None] = [None] * len(pixels.grids)
     if pixels.frames and vision.video_token is None:
         frames = [selection.indices for selection in pixels.frames]

@@ -216,6 +216,6 @@ def _places(
     at = np.flatnonzero(input_ids == token)
     if len(at) != counts.sum():
         raise ValueError(f"`input_ids` has {len(at)} {kind} tokens, but `grids` require {counts.sum()}")
-    # Tokens of image i follow those of the images before it; text may be between images, not inside them.
+    # Tokens of image i follow the tokens of the images before it; text may be between images, not inside them.
     starts = at[(np.cumsum(counts) - counts)]
     return list(zip(starts.tolist(), map(tuple, merged.tolist()), strict=True))

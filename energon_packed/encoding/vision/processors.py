@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150))  # (height, width) in pixels
-_CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format takes for a number of channels
+_CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format interprets as a number of channels
 _CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
 _OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "text_replacement_offsets"}
@@ -66,7 +66,7 @@ class ProcessorVision(VisionFamily):
             raise self._unsupported("the text around an image depends on its size")
         self._before, self._after = edges.pop()
         ids = {size: self._ids_of(text) for size, text in self._texts.items()}
-        # The most frequent token of the longest image is the one that features replace; tags and separators are rarer.
+        # The most frequent token of the longest image is replaced by features; tags and separators are rarer.
         feature = Counter(max(ids.values(), key=len).tolist()).most_common(1)[0][0]
         self.image_token = processor.tokenizer.convert_ids_to_tokens(feature)  # type: ignore[misc]
         self.placeholder = self._before + self.image_token + self._after  # type: ignore[misc]
@@ -257,7 +257,7 @@ class ProcessorVision(VisionFamily):
         return dims
 
     def _check_texts(self, size: tuple[int, int]) -> None:
-        """Compare the tokens of text with an image with the tokens of the processor, for several texts around it.
+        """Compare the tokens of text with an image with the tokens of the processor, for several strings around it.
 
         A tokenizer may merge the text of an image with the text next to it; the image must not change such tokens.
         """

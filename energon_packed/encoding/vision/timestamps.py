@@ -8,7 +8,7 @@ patches of several frames, and the placeholder of a frame then has their tokens.
 so that the images are one frame. Each group of images with only white space between them is replaced, with one line
 break after it; other text between images stays. The trainer replaces everything from the first to the last image of a
 message. Source: `process_sft_qa`, `compute_frame_timestamps` and `_rewrap_vision_by_frame` of `Qwen2VLTaskEncoder` in
-EvolvingLMMs-Lab/LLaVA-OneVision-2. Its times are those of the sorted values of t; here each frame has its own.
+EvolvingLMMs-Lab/LLaVA-OneVision-2. Its times belong to the sorted values of t; here each frame has its own.
 """
 
 import re

@@ -12,7 +12,7 @@ from typing import BinaryIO
 _MOST_BOXES = 16  # boxes of a level that are read: a fragmented file has thousands, each at another place
 _HEAD = 1 << 16  # bytes in which the track headers of a Matroska file are searched
 _EBML, _SEGMENT, _CLUSTER, _PROJECTION = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67", b"\x1f\x43\xb6\x75", b"\x76\x70"
-_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"uuid")  # of which one is the first
+_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"uuid")  # first boxes of a file
 _RIFF_SLACK = 8  # some writers count the header of 8 bytes, too
 
 

@@ -47,8 +47,8 @@ MAX_FRAME_PIXELS = 1 << 26
 _MOST_BETWEEN_PACKETS = 1 << 28  # bytes that are read for one packet, as large as a frame of 8192 * 8192 at 4 bytes
 _OPEN_MEMORY = 1 << 29  # bytes that reading of header and index may allocate
 _MOST_WAITING = 1 << 26  # bytes of packets that are kept until the next keyframe is known
-_WORTH_A_SEEK = 1 << 20  # bytes of packets; reading them takes as long as a seek
-_BLOCK, _REMOTE_BLOCK = 1 << 15, 1 << 20  # bytes per read: a request of an object takes longer than 1 MiB
+_WORTH_A_SEEK = 1 << 20  # bytes of packets; reading them is as slow as a seek
+_BLOCK, _REMOTE_BLOCK = 1 << 15, 1 << 20  # bytes per read: a request of an object is slower than reading 1 MiB
 # Names of the demuxers; other formats of FFmpeg read other files (playlists), devices, or images.
 _DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,gif"
 _CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv, wmv or gif"
@@ -79,9 +79,9 @@ class VideoInfo:
 
     Attributes:
         num_frames: frames that a decoder returns.
-        timestamps: time of presentation of each frame in seconds from that of frame 0, float64 (num_frames,).
+        timestamps: time of presentation of each frame in seconds after frame 0, float64 (num_frames,).
         fps: average frames per second as in the metadata of Transformers' pyav backend (`average_rate`); if the file
-            does not have it, that of the timestamps.
+            does not have it, the rate of the timestamps.
         duration: `num_frames` / `fps` in seconds, as in that metadata.
         height, width: pixels of an upright frame.
         rotation: degrees (0, 90, 180, 270) by which stored frames are rotated clockwise to be upright.
@@ -184,7 +184,7 @@ class _Damaged(Exception):
 
 
 class _Retry(Exception):
-    """Frames cannot be found by this decoder; another one must be used from the start."""
+    """Frames cannot be found by this decoder; another decoder must be used from the start."""
 
     def __init__(self, decoder: "type[_Decoder]") -> None:
         super().__init__()
@@ -256,7 +256,7 @@ class _Video:
             if other.index != stream.index:
                 other.discard = av.stream.Discard.all
         self.is_interlaced = self.context.field_order > 1  # 0 is unknown, 1 progressive
-        # AVI and others store times of decoding, which are not those of presentation if frames are reordered.
+        # AVI and others store times of decoding, which differ from times of presentation if frames are reordered.
         self.has_times = self.demuxer in _TIMED or not self.context.has_b_frames
         self.context.thread_count = 1
         # A frame in the data that is larger than in the header is refused before its memory is allocated.
@@ -280,7 +280,7 @@ class _Video:
         """
         file, most = self._file, MAX_VIDEO_FRAMES
         for number, packet in enumerate(self.container.demux(self.stream)):
-            if not packet.size:  # a repeated frame of AVI, which decoders would take for the end; or the end
+            if not packet.size:  # a repeated frame of AVI, which decoders would treat as the end; or the end
                 continue
             if packet.is_corrupt:
                 raise _Damaged(f"ends inside frame {number}, or bytes of it are missing; copy the file again")
@@ -398,7 +398,7 @@ class _Times:
     Attributes:
         pts: times of presentation.
         dts: times of decoding of packets; `_NO_TIME` if the file does not have them.
-        is_complete: `pts` are those of all frames.
+        is_complete: `pts` has all frames.
         show_frames: a packet is a frame; otherwise, frames must be counted by decoding.
     """
 
@@ -496,7 +496,7 @@ class _CountedTimes:
         self._last = 0.0
 
     def add(self, number: int, dts: "array[int]") -> float:
-        """Return the time of the next frame in seconds from frame 0, at least that of the frame before it."""
+        """Return the time of the next frame in seconds from frame 0, not before the frame before it."""
         seconds = self._last
         if number < len(dts) and dts[number] != _NO_TIME and dts[0] != _NO_TIME:
             seconds = _seconds(dts[number] - dts[0], self._time_base)
@@ -662,7 +662,7 @@ class _Sequential(_Decoder):
         self._latest: int | None = None  # time of presentation of the packets that were read
         self._last: Any = None  # the last packet that was read
         self._delay = 0  # time from decoding to presentation of keyframes, in the index
-        self._start: int | None = None  # time from which frames are complete: that of the keyframe
+        self._start: int | None = None  # time from which frames are complete, of the keyframe
         self._targets: list[int] = []
         self._wanted: set[int] = set()
         # Fields are skipped alone, so that only half of a frame would be decoded.
@@ -746,7 +746,7 @@ class _Jumping(_Sequential):
             video.container.seek(0)  # which reads the index
 
     def _missing(self, position: int) -> Exception:
-        # Decoding cannot start at some keyframes: pictures that are refreshed over several frames, wrong marks.
+        # Decoding cannot start at some keyframes: images that are refreshed over several frames, wrong marks.
         return _Retry(_Sequential) if self._has_jumped else super()._missing(position)
 
     def _look_ahead(self, target: int) -> None:

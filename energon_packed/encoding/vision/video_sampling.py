@@ -151,7 +151,7 @@ def arange_indices(num_frames: int, fps: float, settings: VideoSettings, tempora
 def linspace_indices(num_frames: int, fps: float, settings: VideoSettings, temporal_patch_size: int) -> Int64:
     """Select frames as Qwen3VLVideoProcessor.sample_frames: from the first to the last frame.
 
-    More frames than those of the file repeat some of them. Arguments as above.
+    More frames than the file has repeat some of them. Arguments as above.
     """
     if settings.num_frames is not None:
         selected = settings.num_frames
@@ -166,7 +166,7 @@ def linspace_indices(num_frames: int, fps: float, settings: VideoSettings, tempo
 
 
 def uniform_indices(num_frames: int, fps: float, settings: VideoSettings, temporal_patch_size: int = 1) -> Int64:
-    """Select frames as `default_sample_indices_fn` of Transformers, at most those of the file. Arguments as above."""
+    """Select frames as `default_sample_indices_fn` of Transformers, at most all frames. Arguments as above."""
     if settings.num_frames is not None:
         selected = settings.num_frames
     else:
@@ -312,9 +312,9 @@ def frame_limit(share: int, min_pixels: int, max_pixels: int | None) -> int:
 
 
 class FramePatches:
-    """Patches of a video, filled frame by frame, so that memory is that of the patches and of one frame.
+    """Patches of a video, filled frame by frame, so that memory has only the patches and a single frame.
 
-    The values are those of the video processors of Qwen2-VL and Qwen3-VL: bicubic resizing of uint8 with antialiasing,
+    The values equal the video processors of Qwen2-VL and Qwen3-VL: bicubic resizing of uint8 with antialiasing,
     rescaling fused with normalization, and merged blocks of patches in row-major order.
 
     Args:

@@ -3,6 +3,7 @@
 check.py  Check: the result of a condition
 files.py  tars, indexes and metadata files; loading the first sample of each split with Energon
 packs.py  contents of the packs: samples, images, tokens and their sums
+names.py  hashes of keys and ids, to compare millions of them
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from energon_packed.inspection.verify.files import (
     keys_are_unique,
     rejects_match,
     shards_match,
+    tar_file_ids,
     utilization_is_at_least,
 )
 from energon_packed.inspection.verify.packs import PackChecker, contents_checks
@@ -70,28 +72,30 @@ def verify(
     entries = {shard.name: shard for shard in manifest.shards} if manifest else {}
     known = [tar for tar in folder.tars if not entries or tar.name in entries]
     intact = Check("tars are intact" + (", with the size and hash recorded" if manifest else ""))
-    scans = []
+    check_known = partial(check_tar, entries=entries, tar_file_ids=tar_file_ids(folder))
     # Processes finish in any order: results are sorted, so that the output does not depend on it.
-    for _, check, scan in sorted(engine.run(partial(check_tar, entries=entries), known), key=lambda result: result[0]):
-        intact.add(check)
-        scans += [scan] if scan is not None else []
+    tars = sorted(engine.run(check_known, known), key=lambda tar: tar.path)
+    for tar in tars:
+        intact.add(tar.intact)
     intact.summary = f"{sum(tar.stat().st_size for tar in known):,} bytes"
     yield intact
     # Only intact tars are read further: the others would repeat the problem found above.
-    missing = max(len(known), len(entries)) - len(scans)
-    unread = f"{missing:,} tars are missing or damaged" if missing else "" if scans else "there is no tar"
-    yield indexes_match(folder, scans, unread)
-    yield keys_are_unique(scans, unread)
+    read = [tar.path for tar in tars if tar.keys is not None]
+    missing = max(len(known), len(entries)) - len(read)
+    unread = f"{missing:,} tars are missing or damaged" if missing else "" if read else "there is no tar"
+    yield indexes_match(folder, tars, unread)
+    yield keys_are_unique(tars, unread)
 
-    progress.start("packs", len(scans), "tars")
+    progress.start("packs", len(read), "tars")
     contents = []
-    with closing(engine.run(PackChecker(folder.codec, encoder, manifest), scans)) as results:
-        for tar in results:
-            contents.append(tar)
+    checker = PackChecker(folder.codec, encoder, manifest)
+    with closing(engine.run(checker, read)) as results:
+        for result in results:
+            contents.append(result)
             progress.advance(1)
     progress.stop()
     contents.sort(key=lambda tar: tar.name)
-    yield from contents_checks(folder, contents, unread, not_encoded)
+    yield from contents_checks(folder, checker, contents, unread, not_encoded)
     yield rejects_match(folder)
     if manifest is not None and min_utilization is not None:
         yield utilization_is_at_least(manifest, min_utilization)

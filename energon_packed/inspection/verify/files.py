@@ -10,6 +10,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import orjson
 from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
+from energon_packed.inspection.verify.names import UInt64, joined, name_hashes, repeated
 from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards import PackingManifest
@@ -26,10 +28,11 @@ from energon_packed.shards.counts import shard_counts
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.nv_meta import CRUDE, loader_files
-from energon_packed.shards.scan import TarScan, scan_tar
+from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.tar import ShardRows
 from energon_packed.storage import energon_url
 
+_DATABASE = "index.sqlite"
 NO_MANIFEST = "there is no packing.json"  # why a check of its counts did not run
 
 
@@ -59,17 +62,37 @@ def shards_match(folder: PackedFolder) -> Check:
     return check
 
 
-def check_tar(tar: Path, entries: Mapping[str, ShardEntry]) -> tuple[Path, Check, TarScan | None]:
-    """Read a complete tar, and compare it with packing.json.
+@dataclass(slots=True)
+class CheckedTar:
+    """Result of `check_tar`.
+
+    Attributes:
+        path: the tar.
+        intact: check of the tar.
+        index: check of its `.tar.idx`.
+        rows: check of its rows in index.sqlite.
+        unreadable: why index.sqlite cannot be read; "" if it was read.
+        keys: hashes of the keys of its packs, in order; None if the tar is damaged.
+    """
+
+    path: Path
+    intact: Check = field(default_factory=lambda: Check(""))
+    index: Check = field(default_factory=lambda: Check(""))
+    rows: Check = field(default_factory=lambda: Check(""))
+    unreadable: str = ""
+    keys: UInt64 | None = None
+
+
+def check_tar(tar: Path, entries: Mapping[str, ShardEntry], tar_file_ids: Mapping[str, int]) -> CheckedTar:
+    """Read a complete tar, and compare it with packing.json and the indexes.
 
     Args:
         tar: the tar.
         entries: the shards of packing.json, by name.
-
-    Returns:
-        (tar, check, scan); the scan is None if the tar is damaged.
+        tar_file_ids: `tar_file_id` of index.sqlite by name; empty without this file.
     """
-    check = Check("")
+    result = CheckedTar(tar)
+    check = result.intact
     if entry := entries.get(tar.name):
         size = tar.stat().st_size
         with tar.open("rb") as stream:
@@ -83,46 +106,59 @@ def check_tar(tar: Path, entries: Mapping[str, ShardEntry]) -> tuple[Path, Check
         scan = scan_tar(tar)
     except FormatError as error:
         check.fail(str(error))
-        return tar, check, None
+        return result
     for problem in scan.problems:
         check.fail(f"{tar.name}: {problem}")
-    return tar, check, None if scan.problems else scan
+    if scan.problems:
+        return result  # the rows of a damaged tar cannot be compared
+    rows = scan.rows()
+    result.keys = name_hashes(rows.keys)
+    index = tar.with_suffix(".tar.idx")
+    if not index.is_file():
+        result.index.fail(f"{index.name} is missing")
+    elif index.read_bytes() != np.array(rows.offsets, dtype="<u8").tobytes():
+        result.index.fail(f"{index.name} does not match {tar.name}")
+    if tar.name in tar_file_ids:
+        try:
+            with closing(open_sqlite_index(tar.parent / NV_META / _DATABASE)) as connection:
+                _compare_rows(result.rows, connection, tar_file_ids[tar.name], rows)
+        except (sqlite3.Error, UnicodeError) as error:
+            result.unreadable = f"{_DATABASE} cannot be read: {error}"
+    return result
 
 
-def indexes_match(folder: PackedFolder, scans: Sequence[TarScan], unread: str) -> Check:
+def tar_file_ids(folder: PackedFolder) -> dict[str, int]:
+    """Return the `tar_file_id` of each shard in index.sqlite; {} without this file.
+
+    It is the index of the shard in packing.json, including shards without an intact tar.
+    """
+    names = folder.shards if (folder.path / NV_META / _DATABASE).is_file() else {}
+    return {name: tar_file_id for tar_file_id, name in enumerate(names)}
+
+
+def indexes_match(folder: PackedFolder, tars: Sequence[CheckedTar], unread: str) -> Check:
     """Check that the indexes of valid tars match their headers; `unread` names the other tars."""
-    name = ".tar.idx, index.sqlite and .info.json match the members"
+    name = f".tar.idx, {_DATABASE} and .info.json match the members"
     check = Check(name, not_checked=unread, remedy="nv-meta")
-    meta = folder.path / NV_META
-    # Rows of damaged tars cannot be compared; their damage is reported by the check of the tars.
-    rows = {scan.path.name: scan.rows() for scan in scans}
-    for scan in scans:
-        index = scan.path.with_suffix(".tar.idx")
-        expected = np.array(rows[scan.path.name].offsets, dtype="<u8").tobytes()
-        if not index.is_file():
-            check.fail(f"{index.name} is missing")
-        elif index.read_bytes() != expected:
-            check.fail(f"{index.name} does not match {scan.path.name}")
+    packs = {tar.path.name: len(tar.keys) for tar in tars if tar.keys is not None}
+    for tar in tars:
+        check.add(tar.index)
     try:
         counts = shard_counts(folder.path)
-        for name, shard in rows.items():
-            if counts.get(name) != len(shard.keys):
-                check.fail(f".info.json counts {counts.get(name)} packs in {name}, which has {len(shard.keys)}")
+        for name, count in packs.items():
+            if counts.get(name) != count:
+                check.fail(f".info.json counts {counts.get(name)} packs in {name}, which has {count}")
     except FormatError as error:
         check.fail(str(error))
-    database = meta / "index.sqlite"
-    if not database.is_file():
-        check.fail("index.sqlite is missing")
+    if not (folder.path / NV_META / _DATABASE).is_file():
+        check.fail(f"{_DATABASE} is missing")
         return check
-    try:
-        with closing(open_sqlite_index(database)) as connection:
-            # `tar_file_id` is the index of a shard in packing.json, including shards without an intact tar.
-            shards = [(tar_file_id, rows[name]) for tar_file_id, name in enumerate(folder.shards) if name in rows]
-            for tar_file_id, shard in shards:
-                _compare_rows(check, connection, tar_file_id, shard)
-        check.summary = f"{sum(len(shard.keys) for _, shard in shards):,} packs"
-    except (sqlite3.Error, UnicodeError) as error:
-        check.fail(f"index.sqlite cannot be read: {error}")
+    for tar in tars:
+        check.add(tar.rows)
+    if errors := [tar.unreadable for tar in tars if tar.unreadable]:
+        check.fail(errors[0])
+    else:
+        check.summary = f"{sum(count for name, count in packs.items() if name in folder.shards):,} packs"
     return check
 
 
@@ -153,16 +189,21 @@ def _compare(check: Check, tar: str, table: str, expected: Sequence[Any], actual
             return  # one shifted row shifts all later rows
 
 
-def keys_are_unique(scans: Sequence[TarScan], unread: str) -> Check:
-    """Check that no two packs share a key; `unread` names the tars without a scan."""
+def keys_are_unique(tars: Sequence[CheckedTar], unread: str) -> Check:
+    """Check that no two packs share a key; `unread` names the tars that are damaged."""
     check = Check("keys are unique in the dataset", not_checked=unread)
+    keys = joined(tar.keys for tar in tars if tar.keys is not None)
+    shared = repeated(keys)
     owner: dict[str, str] = {}
-    for scan in scans:
-        for key in scan.rows().keys:
-            if key in owner:
-                check.fail(f"key {key} is in {owner[key]} and in {scan.path.name}")
-            owner[key] = scan.path.name
-    check.summary = f"{len(owner):,} keys"
+    for tar in tars:
+        if tar.keys is None or not np.isin(tar.keys, shared).any():
+            continue
+        for key, is_shared in zip(scan_tar(tar.path).keys(), np.isin(tar.keys, shared).tolist(), strict=True):
+            if is_shared and key in owner:
+                check.fail(f"key {key} is in {owner[key]} and in {tar.path.name}")
+            if is_shared:
+                owner[key] = tar.path.name
+    check.summary = f"{len(keys) - check.count:,} keys"
     return check
 
 
@@ -184,7 +225,8 @@ def rejects_match(folder: PackedFolder) -> Check:
         check.not_checked = "there is no rejects.jsonl"
         return check
     try:
-        reasons = Counter(orjson.loads(line)["reason"] for line in file.read_bytes().splitlines())
+        with file.open("rb") as lines:
+            reasons = Counter(orjson.loads(line)["reason"] for line in lines)
     except (ValueError, KeyError) as error:
         check.fail(f"rejects.jsonl cannot be read: {error}")
         return check

@@ -1,4 +1,4 @@
-"""Check the contents of the packs: the scans of intact tars in, Checks out.
+"""Check the contents of the packs: intact tars in, Checks out.
 
 PackChecker is a task for one tar: it decodes samples and images, encodes the samples again, and returns TarContents.
 `contents_checks` joins the TarContents of all tars, and compares them with packing.json and lengths.parquet.
@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -26,25 +28,27 @@ from energon_packed.formats.references import complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import NO_MANIFEST
+from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, repeated, with_values
 from energon_packed.loading.process import checked_sample
 from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
 from energon_packed.records import Conversation, VideoReference
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.scan import TarScan
+from energon_packed.shards.scan import scan_tar
 from energon_packed.system import raise_resource_error
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 
 @dataclass(slots=True)
 class TarContents:
-    """Contents of one tar.
+    """Contents of a tar.
 
     Attributes:
         name: file name of the tar.
         counts: number of packs, samples, images, videos, selected frames and tokens, and of supervised tokens of the
             encoded samples; and the sum of the checksums of their loss weights.
-        samples: (id, checksum of its text or tokens, key of its pack) of every sample, in order.
+        ids: hash of the id of every sample, uint64 (n,), in order.
+        checksums: checksum of its text or tokens, uint32 (n,).
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         changed: packs with a referenced image that changed, by file and change.
         packs, images, videos, fit, encoded: checks of this tar.
@@ -52,7 +56,8 @@ class TarContents:
 
     name: str
     counts: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[str, int, str]] = field(default_factory=list)
+    ids: UInt64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    checksums: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     shortest: dict[str, list[int]] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
     packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
@@ -79,38 +84,56 @@ class PackChecker:
     encoder: ChatEncoder | None
     manifest: PackingManifest | None
 
-    def __call__(self, scan: TarScan) -> TarContents:
+    def __call__(self, tar: Path) -> TarContents:
         """Check an intact tar."""
-        contents = TarContents(scan.path.name)
+        contents = TarContents(tar.name)
+        ids: list[str] = []
+        checksums: list[int] = []
         with _one_thread():
-            for raw in scan.packs():
-                key = raw["__key__"]
-                changes: set[str] = set()
-                try:
-                    contents.counts["references"] += len(located_names(raw))
-                    # Once for both functions below, as media are read here.
-                    raw = complete_parts(raw, changes, with_paths=True)
-                    load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
-                    samples = self.codec.read(raw)
-                except ResourceError:
-                    raise
-                # Decoders raise many types for malformed parts; one bad pack must not end the check.
-                except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-                    contents.packs.fail(f"{contents.name}: {key}: {error}")
-                    continue
+            for key, samples, changes in self.packs(tar, contents):
                 contents.counts["packs"] += 1
                 contents.counts["samples"] += len(samples)
                 contents.counts["images"] += sum(len(sample.images) for sample in samples)
                 selections = [video.frames for sample in samples for video in sample.videos]
                 contents.counts["videos"] += len(selections)
                 contents.counts["frames"] += sum([len(frames.indices) for frames in selections])
-                for sample in samples:
-                    conversation = sample.conversation
-                    contents.samples.append((str(conversation.id), _checksum(conversation), key))
+                ids += [str(sample.conversation.id) for sample in samples]
+                checksums += [_checksum(sample.conversation) for sample in samples]
                 contents.changed.update(changes)
                 contents.counts["changed packs"] += bool(changes)
                 self._check_pack(contents, key, samples, has_images=not changes)
+        contents.ids, contents.checksums = name_hashes(ids), np.array(checksums, dtype=np.uint32)
         return contents
+
+    def packs(self, tar: Path, contents: TarContents) -> Iterator[tuple[str, list[StoredSample], set[str]]]:
+        """Yield key, samples and changed images of each pack that can be read; the others fail in `contents`."""
+        for raw in scan_tar(tar).packs():
+            key = raw["__key__"]
+            changes: set[str] = set()
+            try:
+                contents.counts["references"] += len(located_names(raw))
+                # Once for both functions below, as media are read here.
+                raw = complete_parts(raw, changes, with_paths=True)
+                load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
+                samples = self.codec.read(raw)
+            except ResourceError:
+                raise
+            # Decoders raise many types for malformed parts; one bad pack must not end the check.
+            except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+                contents.packs.fail(f"{contents.name}: {key}: {error}")
+                continue
+            yield key, samples, changes
+
+    def named(self, tar: Path, contents: TarContents, hashes: UInt64) -> Iterator[tuple[str, int, str]]:
+        """Yield id, checksum and key of the pack of the samples of a tar whose ids have one of these hashes."""
+        is_wanted = np.isin(contents.ids, hashes)
+        if not is_wanted.any():
+            return
+        wanted = iter(is_wanted.tolist())
+        for key, samples, _ in self.packs(tar, TarContents(tar.name)):
+            for sample in samples:
+                if next(wanted):
+                    yield str(sample.conversation.id), _checksum(sample.conversation), key
 
     def _check_pack(self, contents: TarContents, key: str, samples: list[StoredSample], *, has_images: bool) -> None:
         """Check the samples of a pack; without `has_images`, images and tokens are not checked."""
@@ -225,12 +248,13 @@ def _one_thread() -> Iterator[None]:
 
 
 def contents_checks(
-    folder: PackedFolder, contents: list[TarContents], unread: str, not_encoded: str
+    folder: PackedFolder, checker: PackChecker, contents: list[TarContents], unread: str, not_encoded: str
 ) -> Iterator[Check]:
     """Join the checks of all tars.
 
     Args:
         folder: dataset.
+        checker: the task that made `contents`.
         contents: contents of its intact tars, sorted by name.
         unread: which tars are not among the contents, for a message; "" if all are.
         not_encoded: why samples were not encoded again, if any were not.
@@ -272,7 +296,7 @@ def contents_checks(
     yield joined.packs
     if total["references"]:
         yield _media_unchanged(total["references"], media, contents, unread)
-    yield _every_sample_once(folder, contents, unread)
+    yield _every_sample_once(checker, folder, contents, unread)
     yield joined.images
     if total["videos"]:
         yield joined.videos
@@ -326,14 +350,33 @@ def _samples_share_rows(folder: PackedFolder, contents: list[TarContents], total
     return check
 
 
-def _every_sample_once(folder: PackedFolder, contents: list[TarContents], unread: str) -> Check:
-    """Check that each sample id is packed as often as lengths.parquet lists it as packed."""
+def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: list[TarContents], unread: str) -> Check:
+    """Check that each sample id is packed as often as lengths.parquet lists it as packed.
+
+    Hashes of the ids are compared. Only samples whose hash occurs too often or too rarely are read again, for their
+    names and packs.
+    """
     check = Check("every sample is packed exactly once", not_checked=unread)
     if folder.manifest is None:
         check.not_checked = NO_MANIFEST
         return check
+    check.summary = f"{sum(len(tar.ids) for tar in contents):,} samples"
+    # The file is not needed for training, and may not be copied with the shards.
+    is_listed = (folder.path.parent / "lengths.parquet").exists()
+    recorded: Counter[str] = Counter()  # times that lengths.parquet lists each of the suspects
     try:
-        recorded = _recorded_ids(folder)
+        if is_listed:
+            found = joined(tar.ids for tar in contents)
+            suspects = differing(found, joined(map(name_hashes, _recorded_ids(folder))))
+            del found
+            for names in _recorded_ids(folder) if len(suspects) else ():
+                is_suspect = np.isin(name_hashes(names), suspects).tolist()
+                recorded.update(name for name, wanted in zip(names, is_suspect, strict=True) if wanted)
+        else:
+            # Records may share an id. Without lengths.parquet, only an equal id and an equal text are one sample.
+            pairs = repeated(joined(with_values(tar.ids, tar.checksums) for tar in contents))
+            is_pair = [np.isin(with_values(tar.ids, tar.checksums), pairs) for tar in contents]
+            suspects = joined(tar.ids[is_one] for tar, is_one in zip(contents, is_pair, strict=True))
     except (OSError, pa.ArrowInvalid, KeyError) as error:
         raise_resource_error(error, "lengths.parquet")
         check.fail(f"lengths.parquet cannot be read: {error}")
@@ -341,25 +384,21 @@ def _every_sample_once(folder: PackedFolder, contents: list[TarContents], unread
     packs: dict[str, str] = {}  # the last pack of each sample id
     times: Counter[str] = Counter()
     contents_seen: Counter[tuple[str, int]] = Counter()
-    for tar in contents:
-        for ident, checksum, key in tar.samples:
+    for tar in contents if len(suspects) else ():
+        for ident, checksum, key in checker.named(folder.path / tar.name, tar, suspects):
             times[ident] += 1
             pack = f"{tar.name}: {key}"
-            # Records may share an id. Without lengths.parquet, only an equal id and an equal text are one sample.
-            is_repeated = (
-                contents_seen[ident, checksum] > 0 if recorded is None else times[ident] > recorded[ident] > 0
-            )
+            is_repeated = times[ident] > recorded[ident] > 0 if is_listed else contents_seen[ident, checksum] > 0
             contents_seen[ident, checksum] += 1
-            if recorded is not None and not recorded[ident]:
+            if is_listed and not recorded[ident]:
                 check.fail(f"sample {ident} is in {pack}, but lengths.parquet does not list it as packed")
             elif is_repeated:
                 check.fail(f"sample {ident} is in {packs[ident]} and in {pack}")
             packs[ident] = pack
-    for ident, count in (recorded or {}).items():
+    for ident, count in recorded.items():
         if times[ident] < count:
             check.fail(f"sample {ident} is listed as packed in lengths.parquet, but is in no intact tar")
-    check.summary = f"{times.total():,} samples"
-    if recorded is None and not unread:
+    if not is_listed and not unread:
         check.not_checked = "there is no lengths.parquet, so only repeated samples are found"
     return check
 
@@ -411,12 +450,9 @@ def _sums(
     return check
 
 
-def _recorded_ids(folder: PackedFolder) -> Counter[str] | None:
-    """Count the packed records and fragments of each id in lengths.parquet; None without this file."""
-    file = folder.path.parent / "lengths.parquet"
-    # The file is not needed for training, and may not be copied with the shards.
-    if not file.exists():
-        return None
-    table = pq.read_table(file, columns=["id", "status"])
-    pairs = zip(table["id"].to_pylist(), table["status"].to_pylist(), strict=True)
-    return Counter(ident for ident, status in pairs if status in (PACKED, TRUNCATED, FRAGMENT))
+def _recorded_ids(folder: PackedFolder) -> Iterator[list[str]]:
+    """Yield the ids of the packed records and fragments in lengths.parquet, in batches."""
+    with pq.ParquetFile(folder.path.parent / "lengths.parquet") as file:
+        for batch in file.iter_batches(columns=["id", "status"]):
+            pairs = zip(batch["id"].to_pylist(), batch["status"].to_pylist(), strict=True)
+            yield [str(ident) for ident, status in pairs if status in (PACKED, TRUNCATED, FRAGMENT)]

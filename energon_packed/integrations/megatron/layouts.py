@@ -8,6 +8,7 @@ Sources: `get_batch_from_iterator` and `get_packed_seq_params` of Megatron-Bridg
 Megatron-LM.
 """
 
+import sys
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -58,6 +59,18 @@ def check_layout(layout: str) -> None:
         raise ConfigError(f"`layout` must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
 
 
+def release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
+    return tuple(int(number) for number in version.split(".")[:2])
+
+
+def early_bridge() -> str | None:
+    """Return the version of an imported Megatron-Bridge before 0.6, which reads other names."""
+    bridge = sys.modules.get("megatron.bridge")
+    version = None if bridge is None else str(bridge.__version__)
+    return version if version is not None and release(version) < (0, 6) else None
+
+
 def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = True) -> dict[str, Any]:
     """Convert a batch to the dictionary of a training step.
 
@@ -69,16 +82,18 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
     Returns:
         `bridge`: tokens and input_ids, labels, loss_mask, position_ids, cu_seqlens_q/kv, cu_seqlens_q_padded/kv_padded
         if they differ, max_seqlen_q/kv int32 (), total_tokens (int), padding_mask if the collator pads,
-        visual_inputs or None.
+        visual_inputs or None; for releases before 0.6, cu_seqlens with padding, max_seqlen, cu_seqlens_unpadded if
+        they differ, and the number of boundaries in cu_seqlens_argmin and cu_seqlens_unpadded_argmin, int64 ().
         `megatron-lm`: tokens (1, T), labels (1, T + 1) unshifted, imgs (patches, patch_dim), num_tiles int32
         (images,) patches of each image, cu_lengths int32 (1, S + 1), max_lengths int32 (1, 1); for a row without
         images, imgs and num_tiles are zeros of shape (1, 1), as in that example.
-        `megatron-gpt`: tokens, labels, loss_mask, position_ids (1, T), cu_seqlens int32 (1, S + 1), cu_seqlens_padded
-        of the same shape or None, max_seqlen int32 (1,), attention_mask None.
+        `megatron-gpt`: tokens, labels, loss_mask, position_ids (1, T), cu_seqlens int32 (1, S + 1), padding included,
+        max_seqlen int32 (1,).
 
     Raises:
         ConfigError: the layout is unknown, or does not support the row: padding between samples, loss weights and
-            video files with `megatron-lm`, images and video files with `megatron-gpt`.
+            video files with `megatron-lm`, images and video files with `megatron-gpt`, and with `bridge` under a
+            release before 0.6.
     """
     check_layout(layout)
     if batch.vision_inputs:
@@ -99,11 +114,21 @@ def _bridge(batch: PackedBatch, *, with_pixels: bool) -> dict[str, Any]:
     inputs["loss_mask"] = _countable(inputs["loss_mask"])
     for name in ("max_seqlen_q", "max_seqlen_kv"):
         inputs[name] = torch.tensor(inputs[name], dtype=torch.int32)
+    # Names of releases before 0.6; later releases read `cu_seqlens_q` if it is present.
+    bounds = [batch.cu_seqlens] if batch.cu_seqlens_padded is None else [batch.cu_seqlens_padded, batch.cu_seqlens]
+    for name, value in zip(("cu_seqlens", "cu_seqlens_unpadded"), bounds, strict=False):
+        inputs[name], inputs[f"{name}_argmin"] = value, torch.tensor(len(value))
+    inputs["max_seqlen"] = inputs["max_seqlen_q"]
     visual = {field.name: inputs.pop(field.name, None) for field in fields(VisualInputs)}
     if not with_pixels:
         visual["pixel_values"] = visual["pixel_values_videos"] = None
     has_grids = not (visual["image_grid_thw"] is None and visual["video_grid_thw"] is None)
     inputs["visual_inputs"] = VisualInputs(**visual) if has_grids else None
+    if has_grids and (version := early_bridge()):
+        raise ConfigError(
+            f"layout 'bridge' with images needs Megatron-Bridge 0.6 or later, got {version}, whose vlm_step does not "
+            "pass the sample boundaries to the model. Update Megatron-Bridge."
+        )
     return inputs
 
 
@@ -144,14 +169,16 @@ def _megatron_gpt(batch: PackedBatch) -> dict[str, Any]:
         raise ConfigError("layout 'megatron-gpt' is for text: pretrain_gpt.py reads no images. Use layout 'bridge'.")
     inputs = batch.megatron_inputs()
     positions = batch.position_ids
+    # Boundaries with padding only, as SFTDataset of Megatron-LM returns them: the step broadcasts `cu_seqlens_padded`
+    # only with context parallelism, so the other tensor-parallel ranks would attend within different boundaries than
+    # the first rank. A padding token follows its sample, so no token attends to it.
+    bounds = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
     return {
         "tokens": inputs["tokens"],
         "labels": inputs["labels"],
         "loss_mask": _countable(inputs["loss_mask"]),
         "position_ids": positions[0] if positions.ndim == 3 else positions,  # the text row of M-RoPE
-        "attention_mask": None,
-        "cu_seqlens": batch.cu_seqlens[None],
-        "cu_seqlens_padded": None if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded[None],
+        "cu_seqlens": bounds[None],
         "max_seqlen": torch.tensor([batch.max_seqlen], dtype=torch.int32),
     }
 

@@ -8,23 +8,29 @@ from energon_packed.blends import has_split
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, check_layout
-from energon_packed.integrations.megatron.ranks import MegatronRanks, check_parallelism
+from energon_packed.integrations.megatron.ranks import (
+    MegatronRanks,
+    check_parallelism,
+    data_parallel_group,
+    num_microbatches,
+)
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
 from energon_packed.loading.collator import Collator
+from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
-from energon_packed.loading.distributors.datasets import Balance, MapDistributor
+from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.packed_loader import get_packed_loader
 from energon_packed.loading.epoch_end import EpochEnd
+from energon_packed.loading.monitoring.metrics import ThroughputMetrics
 from energon_packed.loading.packers.base import Packer
-from energon_packed.packing.balance import CostModel
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
 Order = Literal["global", "energon"]
 _DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")  # by Megatron
 _OF_DATASET = ("check_encoder", "check_lengths", "trust_sample_loader", "media_root")
-_OF_ORDER = ("balance", "cost")
+_OF_ORDER = ("balance", "accumulation")
 
 
 class OrderedOptions(TypedDict, total=False):
@@ -35,7 +41,7 @@ class OrderedOptions(TypedDict, total=False):
     seed: int
     collator: Collator | None
     balance: Balance | None
-    cost: CostModel | None
+    accumulation: int
     max_failures: int
     check_encoder: bool
     check_lengths: bool
@@ -64,6 +70,7 @@ def train_valid_test_dataloaders_provider(
     layout: Layout = "bridge",
     restore: str | Path | Literal["auto"] | None = "auto",
     order: Order = "global",
+    metrics: ThroughputMetrics | None = None,
     **options: Unpack[ProviderOptions],
 ) -> Provider:
     """Return a provider for Megatron's `pretrain`: called on every rank, it returns (train, valid, test) iterators.
@@ -88,6 +95,8 @@ def train_valid_test_dataloaders_provider(
         order: `global`: packs in one order for all ranks, epoch after epoch, so that every rank has a pack at every
             step, and a checkpoint continues exactly with any number of ranks and workers. `energon`: the order of
             Energon's loader, which also packs on the fly and draws a blend by weight without an epoch.
+        metrics: counts the rows of the `train` iterator, with the micro batches of a step; by default over the
+            data-parallel group of this process.
         options: with `global`, the options of `ordered_loader`; with `energon`, the options of `get_packed_loader`
             except rank, world_size, split, epochs and shuffle.
 
@@ -106,10 +115,21 @@ def train_valid_test_dataloaders_provider(
         if not ranks.loads(layout):
             return None, None, None
 
+        if metrics is not None:
+            metrics.micro_batches = num_microbatches()
+            metrics.group = metrics.group or data_parallel_group()
+        given: dict[str, Any] = dict(options)
+        if options.get("balance") is not None:
+            given.setdefault("accumulation", num_microbatches())
+
         def iterator(split: str) -> MegatronIterator:
             make: Any = ordered_loader if order == "global" else get_packed_loader
-            loader = make(path, encoder, split=split, rank=ranks.rank, world_size=ranks.world_size, **options)
-            return MegatronIterator(loader, layout, with_pixels=not ranks.is_middle_stage)
+            # Processes of a data-parallel rank read the same rows, and the first process writes the log.
+            writes = split == "train" and ranks.is_first
+            of_split = {name: value for name, value in given.items() if name != "order_log" or writes}
+            loader = make(path, encoder, split=split, rank=ranks.rank, world_size=ranks.world_size, **of_split)
+            counts = metrics if split == "train" else None
+            return MegatronIterator(loader, layout, with_pixels=not ranks.is_middle_stage, metrics=counts)
 
         train = iterator("train")
         restore_iterator(train, restore, ranks.rank)
@@ -140,7 +160,8 @@ def ordered_loader(
             - `num_workers`: worker processes, by default 2; 0 loads in this process.
             - `seed`: seed of the order; by default 0.
             - `collator`: by default PaddingFreeCollator.
-            - `balance`, `cost`: as for MapDistributor.
+            - `balance`, `accumulation`: as for MapDistributor. The provider sets `accumulation` to the micro batches
+              of a step, if Megatron's calculator of micro batches is initialized.
             - `max_failures`: packs of this rank that may fail to load and are skipped; by default 0.
             - `check_encoder`, `check_lengths`, `trust_sample_loader`, `media_root`: as for PackedDataset.
             - `timeout`: seconds to wait for a batch of the worker processes; 0, the default, waits as long as they
@@ -174,6 +195,11 @@ def _check_options(options: Mapping[str, Any], order: str) -> None:
                 "shuffled data. Remove it."
             )
     known = OrderedOptions.__annotations__
+    if order == "energon" and (misplaced := [name for name in _OF_ORDER if name in options]):
+        raise ConfigError(
+            f"`{misplaced[0]}` is not an option of order='energon', in which Energon decides the packs of each step. "
+            "Remove it, or set order='global'."
+        )
     for name in options:
         if order == "global" and name not in known:
             raise ConfigError(

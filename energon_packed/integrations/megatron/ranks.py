@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.megatron.layouts import Layout
+from energon_packed.integrations.megatron.layouts import Layout, early_bridge, release
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 
 
@@ -18,6 +18,7 @@ class MegatronRanks:
         context_parallel_size: processes that share a row.
         is_first_tensor_rank: first rank of its tensor-parallel group.
         is_middle_stage: neither the first nor the last stage of the pipeline.
+        is_first: first of the processes that share a data-parallel rank.
     """
 
     rank: int
@@ -25,6 +26,7 @@ class MegatronRanks:
     context_parallel_size: int
     is_first_tensor_rank: bool
     is_middle_stage: bool
+    is_first: bool = True
 
     @classmethod
     def of_this_process(cls) -> "MegatronRanks":
@@ -43,12 +45,14 @@ class MegatronRanks:
             raise ConfigError("megatron.core.parallel_state is not initialized. Call the provider inside pretrain().")
         stages = parallel_state.get_pipeline_model_parallel_world_size()
         stage = parallel_state.get_pipeline_model_parallel_rank()
+        tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         return cls(
             rank=parallel_state.get_data_parallel_rank(),
             world_size=parallel_state.get_data_parallel_world_size(),
             context_parallel_size=parallel_state.get_context_parallel_world_size(),
-            is_first_tensor_rank=parallel_state.get_tensor_model_parallel_rank() == 0,
+            is_first_tensor_rank=tensor_rank == 0,
             is_middle_stage=0 < stage < stages - 1,
+            is_first=not (tensor_rank or stage or parallel_state.get_context_parallel_rank()),
         )
 
     def loads(self, layout: Layout) -> bool:
@@ -67,11 +71,35 @@ def megatron_lm_args() -> Any:
         return None
 
 
+def num_microbatches() -> int:
+    """Return the micro batches of a rank in a step, from Megatron's calculator; 1 if it is not initialized."""
+    from megatron.core import num_microbatches_calculator
+
+    try:
+        return int(num_microbatches_calculator.get_num_microbatches())
+    except AttributeError:  # of None, the global calculator before its initialization
+        return 1
+
+
+def data_parallel_group() -> Any:
+    """Return the process group of the ranks that read different rows."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_data_parallel_group()
+
+
+def megatron_version() -> str:
+    """Return the version of megatron-core."""
+    from megatron import core
+
+    return str(core.__version__)
+
+
 def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator | None) -> None:
     """Refuse settings with which the training step would be silently wrong.
 
     Raises:
-        ConfigError: context or sequence parallelism drops the sample boundaries, padding is not divisible by context
+        ConfigError: the step drops the sample boundaries with this parallelism, padding is not divisible by context
             parallelism, or loss weights do not reach the step.
     """
     size, args = ranks.context_parallel_size, megatron_lm_args()
@@ -87,8 +115,21 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
                 f"`loss_weighting` must be 'token' with layout 'megatron-lm', got {collator.loss_weighting!r}: "
                 "examples/multimodal uses a loss mask of ones. Use 'token', or another layout."
             )
+    if layout == "megatron-gpt" and args is not None and release(megatron_version()) < (0, 18):
+        tensor, stages = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+        if tensor > 1 or stages > 2 or size > 1:
+            raise ConfigError(
+                f"layout 'megatron-gpt' with tensor parallelism over {tensor} ranks, context parallelism over {size} "
+                f"and {stages} pipeline stages needs Megatron-LM core_v0.18 or later, got {megatron_version()}, whose "
+                "pretrain_gpt.py does not pass the sample boundaries to all ranks. Update Megatron-LM."
+            )
+    if layout == "bridge" and ranks.is_middle_stage and (version := early_bridge()):
+        raise ConfigError(
+            f"layout 'bridge' with more than 2 pipeline stages needs Megatron-Bridge 0.6 or later, got {version}, "
+            "whose gpt_step does not pass the sample boundaries to the middle stages. Update Megatron-Bridge."
+        )
     if size > 1 and (collator is None or isinstance(collator, PaddingFreeCollator)):
-        # Megatron gives each context-parallel rank 2 chunks of every sample, so that causal work is equal.
+        # Megatron assigns each context-parallel rank 2 chunks of every sample, so that causal work is equal.
         multiple, width = (1, None) if collator is None else (collator.pad_multiple, collator.pad_to)
         if multiple % (2 * size) or (width or 0) % (2 * size):
             raise ConfigError(

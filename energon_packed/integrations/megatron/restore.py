@@ -14,6 +14,7 @@ megatron/bridge/training/checkpointing.py.
 import logging
 import pickle
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ import torch
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
+from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.energon.loader import PackedLoader
 from energon_packed.loading.energon.states import read_state
+from energon_packed.loading.monitoring.metrics import ThroughputMetrics
 
 _log = logging.getLogger(__name__)
 _REMEDY = "pass restore=None to read the data from its start"
@@ -37,21 +40,36 @@ class MegatronIterator(Iterator[dict[str, Any]]):
     Megatron-LM and Megatron-Bridge call `save_state` at every checkpoint; Megatron-Bridge calls `restore_state` too.
     """
 
-    def __init__(self, loader: PackedLoader | DataflowLoader, layout: Layout, *, with_pixels: bool = True) -> None:
+    def __init__(
+        self,
+        loader: PackedLoader | DataflowLoader,
+        layout: Layout,
+        *,
+        with_pixels: bool = True,
+        metrics: ThroughputMetrics | None = None,
+    ) -> None:
         """Create an iterator; use `train_valid_test_dataloaders_provider`.
 
         Args:
             loader: repeats indefinitely.
             layout: as for `megatron_batch`.
             with_pixels: as for `megatron_batch`.
+            metrics: counts each batch.
         """
         self._loader = loader
         self._layout: Layout = layout
         self._with_pixels = with_pixels
+        self._metrics = metrics
+        self._random = SeparateRandomStates()  # starting workers draws numbers, at other steps after a restart
         self._batches = iter(loader)
 
     def __next__(self) -> dict[str, Any]:
-        return megatron_batch(next(self._batches), self._layout, with_pixels=self._with_pixels)
+        start = time.perf_counter()
+        with self._random:
+            batch = next(self._batches)
+        if self._metrics is not None:
+            self._metrics.add(batch, wait=time.perf_counter() - start)
+        return megatron_batch(batch, self._layout, with_pixels=self._with_pixels)
 
     def save_state(self) -> dict[str, Any]:
         """Return the state of this data-parallel rank: nested dicts and lists of numbers and strings."""

@@ -4,10 +4,17 @@
 |---|---|
 | arguments.py | packed_training_arguments, check_training_arguments: arguments that fit packed data |
 | stream.py | TrainerStream, TrainerStreamCallback: a loader as streaming data, resumed exactly |
+| batch_taps.py | BatchTap: values of the batches that the model has used |
+| metrics.py | MetricsCallback: throughput, padding, imbalance and sources in the logs |
+| order.py | OrderLogCallback: the order log of a Trainer over a PackedDataset |
+| mixture.py | MixtureCallback: weights of a mixture that learn from the losses of its sources |
 | trainer.py | PackedTrainer, PackedTrainerMixin, IsolationCheckCallback, SetEpochCallback |
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
+from energon_packed.integrations.transformers.metrics import MetricsCallback
+from energon_packed.integrations.transformers.mixture import MixtureCallback
+from energon_packed.integrations.transformers.order import OrderLogCallback
 from energon_packed.integrations.transformers.stream import TrainerStream, TrainerStreamCallback
 from energon_packed.integrations.transformers.trainer import (
     IsolationCheckCallback,
@@ -18,6 +25,9 @@ from energon_packed.integrations.transformers.trainer import (
 
 __all__ = [
     "IsolationCheckCallback",
+    "MetricsCallback",
+    "MixtureCallback",
+    "OrderLogCallback",
     "PackedTrainer",
     "PackedTrainerMixin",
     "SetEpochCallback",

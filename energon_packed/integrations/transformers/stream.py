@@ -25,8 +25,6 @@ from energon_packed.integrations.trainer_state import ConsumedBatches, exact_ste
 from energon_packed.loading.ranks import check_not_resharded, group_place, refuse_dispatch
 from energon_packed.loading.state import gathered
 
-_KEY = "energon_packed_stream"  # in trainer_state.json, beside the names of callbacks
-
 
 class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[Any]):
     """Iterable dataset that feeds a loader to transformers.Trainer, with a separate stream for each process.
@@ -42,15 +40,16 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     Args:
         loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank; or a function that returns it,
             called on first use, since TrainingArguments initializes the process group that a loader needs.
+        order_log: folder in which every used batch is recorded; by default the folder of the loader.
 
     Attributes:
         used: batches that the Trainer has used; None if no TrainerStreamCallback counts them.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, *, order_log: str | Path | None = None) -> None:
         # The parent class requires a source of examples, which is never read.
         super().__init__(datasets.iterable_dataset.ExamplesIterable(tuple, {}))
-        self._source = loader
+        self._source, self._order_log = loader, order_log
         self.used: int | None = None
 
     @cached_property
@@ -61,7 +60,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     @cached_property
     def batches(self) -> ConsumedBatches:
         """The batches of the loader, with the state after each used batch."""
-        return ConsumedBatches(self.loader)
+        return ConsumedBatches(self.loader, order_log=self._order_log)
 
     @property
     def steps(self) -> int | None:
@@ -119,10 +118,15 @@ class LoaderState(TrainerCallback, ABC):
 
     The state of all ranks is in `trainer_state.json`. A subclass implements `restore` and `state`.
 
+    Attributes:
+        key: name of the state in that file, beside the names of callbacks.
+        remedy: remedy if the state is missing.
+
     Raises:
         BatchError: the checkpoint has no state of the loader.
     """
 
+    key = "energon_packed_stream"
     remedy = ""
 
     @abstractmethod
@@ -137,7 +141,7 @@ class LoaderState(TrainerCallback, ABC):
         """Restore the state of a checkpoint that training resumes from."""
         if not state.global_step:
             return
-        saved = (state.stateful_callbacks or {}).get(_KEY)
+        saved = (state.stateful_callbacks or {}).get(self.key)
         if saved is None or saved["step"] != state.global_step:
             raise BatchError(
                 f"the checkpoint of step {state.global_step} has no loader state; {self.remedy}, or resume from "
@@ -147,7 +151,7 @@ class LoaderState(TrainerCallback, ABC):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the state to the checkpoint; every rank must call it."""
-        state.stateful_callbacks[_KEY] = {"step": state.global_step, "state": self.state()}
+        state.stateful_callbacks[self.key] = {"step": state.global_step, "state": self.state()}
         if not args.should_save:
             return
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME

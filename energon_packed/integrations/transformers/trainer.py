@@ -8,6 +8,7 @@ with few targets has the same weight as a row with many targets, and with severa
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,29 +22,41 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.loading.batch import target_losses, target_weights
 from energon_packed.loading.collator import Collator, with_weights
+from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
+from energon_packed.loading.features import packs_of
 from energon_packed.loading.raw_records import PlannedDataset
 
 
 class PackedTrainerMixin(Trainer):
     """Makes a PackedTrainer of a class that is derived from Trainer; put it first among the base classes.
 
-        class MyTrainer(PackedTrainerMixin, SFTTrainer):
+        class PackedSFTTrainer(PackedTrainerMixin, SFTTrainer):
             pass
 
-    Args: as in the other base class; `data_collator` may also be set by its constructor.
+    `to_hf()` of a dataset is read like the dataset, for trainers that accept nothing else.
+
+    Args: as in the other base class, and `balance` and `order_log` as in PackedTrainer; `data_collator` may also be
+        set by the constructor of the other base class.
 
     Raises:
         ConfigError: as in PackedTrainer.
     """
 
     data_collator: Any
+    train_dataset: Any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self.balance: Balance | None = balance
+        if balance is None and self.args.train_sampling_strategy == "group_by_length":
+            self.balance = "attention"
+        self._order_log = order_log
         self._is_packed = isinstance(self.data_collator, Collator)
         if self._is_packed:  # a copy, because another Trainer with this collator would ignore the weights
             self.data_collator = with_weights(self.data_collator)
@@ -54,7 +67,7 @@ class PackedTrainerMixin(Trainer):
         )
         self.model_accepts_loss_kwargs |= self._loss_is_mean
         self.add_callback(IsolationCheckCallback())
-        data = self.train_dataset
+        data = self.train_dataset = packs_of(self.train_dataset)  # SFTTrainer accepts nothing but `to_hf()`
         if data is not None:
             check_training_arguments(self.args, data, lengths_known=hasattr(data, "lengths"))
         self._loader: Any = None
@@ -62,6 +75,11 @@ class PackedTrainerMixin(Trainer):
             self.add_callback(TrainerStreamCallback(data))
         elif self._has_order(data):
             self.add_callback(_OrderState(self))
+        if balance is not None and not self._has_order(data):
+            raise ConfigError(
+                f"`balance` needs a PackedDataset or PlannedDataset with a collator of this package, got "
+                f"{type(data).__name__}. Set `balance` of the loader, or remove it."
+            )
 
     def get_train_dataloader(self) -> Any:
         """Return the rows of this process in each step, in the global order of the data."""
@@ -73,7 +91,7 @@ class PackedTrainerMixin(Trainer):
         if args.dataloader_num_workers and args.dataloader_prefetch_factor is not None:
             workers["prefetch_factor"] = args.dataloader_prefetch_factor
         loader = DataflowLoader(
-            MapDistributor(data, balance="attention" if args.train_sampling_strategy == "group_by_length" else None),
+            MapDistributor(data, balance=self.balance, accumulation=args.gradient_accumulation_steps),
             collator=self.data_collator,
             batch_size=self._train_batch_size,
             num_workers=args.dataloader_num_workers,
@@ -84,7 +102,14 @@ class PackedTrainerMixin(Trainer):
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
             **workers,
         )
-        self._loader = prepared_loader(self.accelerator, loader, lambda batch: self.data_collator([batch]))
+        # Processes of tensor, context and sequence parallelism share a rank, and the first of them writes its log.
+        is_first = self.accelerator.process_index % self._replicas() == 0
+        self._loader = prepared_loader(
+            self.accelerator,
+            loader,
+            lambda batch: self.data_collator([batch]),
+            order_log=self._order_log if is_first else None,
+        )
         return self._loader
 
     def num_examples(self, dataloader: Any) -> int:
@@ -149,8 +174,7 @@ class PackedTrainerMixin(Trainer):
             sums = torch.stack([weights, weights.new_tensor(any("loss_mask" in row for row in rows))]).to(device)
             if self.args.average_tokens_across_devices:
                 sums = self.accelerator.reduce(sums, reduction="sum")
-            replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
-            targets = torch.where(sums[1] > 0, sums[0] / replicas, targets)
+            targets = torch.where(sums[1] > 0, sums[0] / self._replicas(), targets)
         return rows, targets
 
     def compute_loss(
@@ -163,26 +187,31 @@ class PackedTrainerMixin(Trainer):
                 M-RoPE positions, and the model does not.
         """
         try:
-            loss, outputs = self._loss_of_row(model, inputs, num_items_in_batch)
+            loss, outputs = self._loss_of_row(model, inputs, return_outputs, num_items_in_batch)
         except (TypeError, ValueError, RuntimeError) as error:
             if (positions := inputs.get("position_ids")) is not None:
                 check_positions(model, positions, error)
             raise
         return (loss, outputs) if return_outputs else loss
 
-    def _loss_of_row(self, model: Any, inputs: Any, num_items_in_batch: Any) -> tuple[torch.Tensor, Any]:
+    def _loss_of_row(
+        self, model: Any, inputs: Any, return_outputs: bool, num_items_in_batch: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Loss, and the outputs of the model if requested: SFTTrainer computes them in a separate forward pass."""
+
+        def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
+            result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
+            return result if return_outputs else (result, None)
+
         sums = self._sums  # None while training
         is_weighted = self._is_packed and "loss_mask" in inputs
         if sums is None and not self._loss_is_mean and not is_weighted:
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            return loss, outputs
+            return computed(inputs, num_items_in_batch)
         weight = target_weights(inputs).sum()
         if is_weighted:
             loss, outputs = self._weighted_loss(model, inputs)
         else:
-            loss, outputs = super().compute_loss(
-                model, inputs if sums is not None else _with_target(inputs), True, None
-            )
+            loss, outputs = computed(inputs if sums is not None else _with_target(inputs), None)
         if sums is not None:
             if weight:
                 sums += torch.stack([loss.detach().mean().double() * weight, weight.double()]).to(sums.device)
@@ -244,8 +273,12 @@ class PackedTrainerMixin(Trainer):
 
     def _place(self) -> tuple[int, int]:
         """Return data-parallel (rank, world size): tensor, context and sequence parallelism share their data."""
-        replicas = self.get_tp_size() * self.get_cp_size() * self.get_sp_size()
+        replicas = self._replicas()
         return self.accelerator.process_index // replicas, self.accelerator.num_processes // replicas
+
+    def _replicas(self) -> int:
+        """Return the number of processes that share their data."""
+        return int(self.get_tp_size() * self.get_cp_size() * self.get_sp_size())
 
     def _rows_of(self, packs: Any) -> Any:
         if packs is None:
@@ -267,8 +300,9 @@ class PackedTrainer(PackedTrainerMixin):
     A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
     with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
     number of processes. If the last step has no pack for a process, that process gets a row without targets.
-    `train_sampling_strategy="group_by_length"` aligns the packs of a step by cost. The state of a TrainerStream is
-    saved and restored.
+    `balance` aligns the packs of a step by cost, with the accumulated rows of all processes; so does
+    `train_sampling_strategy="group_by_length"`, with the default costs. The state of a TrainerStream is saved and
+    restored.
 
     The loss of a step is the mean over the targets of all its rows on all processes, also for models of which Trainer
     averages the means of rows (`accepts_loss_kwargs = False`: Qwen-VL, Gemma 3). If targets have other weights than 1
@@ -279,7 +313,8 @@ class PackedTrainer(PackedTrainerMixin):
     `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
     row of -100 labels if a process has fewer rows.
 
-    Args: as in Trainer.
+    Args: as in Trainer, `balance` as for MapDistributor, and `order_log`: a folder in which the rows of each step are
+        recorded, for data that is read in its global order. A TrainerStream has its own argument.
 
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
@@ -301,6 +336,9 @@ class PackedTrainer(PackedTrainerMixin):
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
+        *,
+        balance: Balance | None = None,
+        order_log: str | Path | None = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -316,6 +354,8 @@ class PackedTrainer(PackedTrainerMixin):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            balance=balance,
+            order_log=order_log,
         )
 
 

@@ -4,6 +4,6 @@
 |---|---|
 | loader.py | the loader and its worker processes |
 | steps.py | the position in an epoch, and the steps from there: of known packs, and of streams |
-| worker_stream.py | the four roles of one worker shard |
+| worker_stream.py | the four roles of a worker shard |
 | transport.py | batches from worker processes to the main process |
 """

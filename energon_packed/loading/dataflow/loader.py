@@ -46,6 +46,7 @@ from energon_packed.loading.state import (
     states_of,
 )
 from energon_packed.options import check_type, make
+from energon_packed.pipeline.run_state import digest
 
 _log = logging.getLogger(__name__)
 _REFUSED = {
@@ -98,7 +99,7 @@ class RunOptions(TorchOptions, total=False):
 
 
 class LoaderOptions(RunOptions, total=False):
-    """Options of `DataflowLoader` beside the roles: those of Settings, and of torch."""
+    """Options of `DataflowLoader` beside the roles: options of Settings, and of torch."""
 
     rank: int | None
     world_size: int | None
@@ -192,7 +193,7 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         info = torch.utils.data.get_worker_info()
         epoch = int(self._epoch[0])
         start: Any = self._start if self._start.epoch == epoch else self.plan.begin(epoch)
-        # Torch takes the first message from worker 0, so the worker that makes the first step must be worker 0.
+        # Torch reads the first message from worker 0, so the worker that makes the first step must be worker 0.
         turn = 0 if info is None else info.id
         steps = self.plan.steps(start, turn)
         if info is None:
@@ -238,7 +239,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     Each iterator continues after the last batch that any iterator returned: `next(iter(loader))` uses a batch. After
     the last batch of an epoch, iterating again starts the next epoch, whether the loop met the end or counted steps.
-    Each thread needs a loader of its own.
+    Each thread needs a separate loader.
 
     Args:
         distributor: assigns items to ranks and workers.
@@ -264,6 +265,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     Attributes:
         failures: samples of the current epoch that failed or were dropped: `counts` by reason, and the first `rows`.
+        order_log: log of the consumed batches, or None.
 
     accelerator.prepare returns it unchanged, as it is sharded over ranks already; see `integrations.accelerate`.
 
@@ -311,10 +313,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         planned = isinstance(distributor, MapDistributor) and self._roles.packer.rows is not None
         common = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
         self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common) if planned else StreamSteps(*common)
-        self._order_log = None
-        if settings.order_log is not None:
-            repeats = distributor.repeats or distributor.infinite
-            self._order_log = OrderLog(Path(settings.order_log), self._rank, planned=planned, repeats=repeats)
+        self.order_log: OrderLog | None = None
+        self._step: Step | None = None  # of the batch that is about to be yielded
         self._position: Any = self._plan.begin(0)
         self._yielded = 0  # batches of the epoch
         self._empty_epochs = 0  # in succession
@@ -331,6 +331,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         )
         if self._schedule is not None:
             self._schedule.in_flight = num_workers * (self.prefetch_factor or 0)
+        if settings.order_log is not None:
+            self.log_order(settings.order_log)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the remaining batches of the current epoch; after its last batch, the batches of the next epoch.
@@ -357,6 +359,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             self._yielded += 1
             if ranks is not None:  # counts rows of other ranks as well, so that all ranks are at the same step
                 self._position = replace(self._position, step=self._yielded)
+            self._log(batch)
             yield batch
             if is_left(started, (self.epoch, self._restores)):
                 return
@@ -370,12 +373,27 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
                 self._schedule.count_step(step.worker)
             # Before the batch is yielded: a state saved in the loop body is the state after this batch.
             self._position = self._plan.after(self._position, step)
-            if self._order_log is not None:
-                place = (self._rank, self._world_size, self._plan.num_workers)
-                self._order_log.write(place, self._position, step)
+            self._step = step
             if step.batch is not None:
                 yield step.batch
+            else:
+                self._log(None)
         self._steps = None
+
+    def _log(self, batch: Any) -> None:
+        """Add a line to the order log: of a batch, or of a step without a batch."""
+        step, self._step = self._step, None
+        if self.order_log is None:
+            return
+        more: dict[str, Any] = {}
+        if step is not None:  # None: a row of another rank
+            more = {"items": step.items, "dropped": step.dropped}
+            if step.state is not None:
+                more |= {"shard": step.state[0], "num_shards": self._position.num_shards, "end": batch is None}
+            elif isinstance(self._plan, PlannedSteps):
+                more["end"] = step.ended and step.worker == 0
+        if batch is not None or more.get("end") or more.get("dropped"):
+            self.order_log.add((self._position.epoch, self._position.step), batch, **more)
 
     def _remaining_steps(self) -> Iterator[Any]:
         """Return the steps of the workers; iterating again after a break continues with the same workers."""
@@ -435,7 +453,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             BatchError: a packer buffers samples that the distributor cannot read again.
         """
-        plain = self._plan.to_plain(position or self._position)  # type: ignore[arg-type]
+        here = position or self._position
+        plain = self._plan.to_plain(here)  # type: ignore[arg-type]
+        if self.order_log is not None:
+            plain |= self.order_log.state((here.epoch, here.step))
         return make_state(_NAME, self._identity(), plain, self._plan.place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -456,9 +477,28 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
                 check_state(state_of_rank, _NAME)
             allow = self._settings.allow_changed_weights
             self._position = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
+            if self.order_log is not None:
+                ended = [] if isinstance(self._plan, PlannedSteps) else self._plan.ended(self._position)
+                self.order_log.restore(states, (self._position.epoch, self._position.step), ended)
         self._yielded = self._position.step
         self._restores += 1
         self._iterator = self._steps = None
+
+    def log_order(self, folder: str | Path) -> None:
+        """Write a line for each batch into this folder; `order_log` of the constructor."""
+        self.order_log = OrderLog(folder, self.place, self._order_facts)
+
+    def _order_facts(self) -> dict[str, Any]:
+        distributor = self._roles.distributor
+        facts: dict[str, Any] = {
+            "loader": _NAME,
+            "identity": digest(self._identity(), self._roles.packer.rows),
+            "repeats": distributor.repeats or distributor.infinite,
+            "learns": self._schedule is not None,
+        }
+        if isinstance(self._plan, PlannedSteps):
+            facts |= {"size": len(self._plan.order), "endless": self._plan.order.repeat}
+        return facts
 
     @cached_property
     def _processor(self) -> str:

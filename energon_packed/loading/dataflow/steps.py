@@ -1,4 +1,4 @@
-"""Position in an epoch to the steps of one rank, and back to a loader state.
+"""Position in an epoch to the steps of a rank, and back to a loader state.
 
 | class | data | position |
 |---|---|---|
@@ -295,6 +295,11 @@ class StreamSteps:
             mark=self._mark(),
         )
 
+    def ended(self, position: StreamPosition) -> list[int]:
+        """Return the shards that have no more items, so that no worker reads them again."""
+        states = [(shard, json.loads(text)) for shard, text in position.shards]
+        return [shard for shard, state in states if state["ended"] and not state["ready"]]
+
     def length(self) -> int:
         """Return the number of steps of this rank in one epoch.
 
@@ -352,7 +357,7 @@ class StreamSteps:
         """Return the position of a state, and restore the weights of a mixture.
 
         Args:
-            states: of all ranks, or of this one if ranks and workers are as before.
+            states: of all ranks, or of this rank if ranks and workers are as before.
             identity: of the loader.
             allow_changed_weights: weights of a mixture may differ.
 

@@ -5,7 +5,7 @@
     main     ... Step, Step ◄──unpickled when its turn comes, round-robin over workers ◄───┘
 
 `send_by_value` changes how a class is pickled for another process, in every DataLoader: its small tensors are bytes in
-the message, where torch would share memory for each of them (a file descriptor, a connection and a mapping per
+the message; torch would share memory for each of them (a file descriptor, a connection and a mapping per
 tensor). Large tensors and all other objects travel as torch sends them.
 
 A message costs both processes together 0.2 to 0.4 ms of CPU time, more than collating a row of 4096 text tokens.
@@ -112,7 +112,7 @@ class Message:
 def messages(
     steps: Iterator[Any], worker: int, counts: torch.Tensor, in_flight: int, *, one_by_one: bool
 ) -> Iterator[Message]:
-    """Yield the messages of one worker: its steps and errors, in order.
+    """Yield the messages of a worker: its steps and errors, in order.
 
     Args:
         steps: the Steps, and errors as values (`guarded`).

@@ -1,4 +1,4 @@
-"""Items of one worker shard to batches, from any point of its epoch on, with the state after each batch.
+"""Items of a worker shard to batches, from any point of its epoch on, with the state after each batch.
 
     Distributor ──items──► Processor ──samples──► PackBuffer ──groups──► Collator ──► Step(batch, state after it)
 
@@ -9,7 +9,7 @@
 | WorkerStream | the steps of one shard |
 | BufferedItem, PackBuffer | the samples without a row, and the rows without a batch |
 
-A state lists the buffered items by their keys, and where the distributor continues. Items that were read and encoded
+A state lists the buffered items by their keys, and the position of the distributor. Items that were read and encoded
 ahead are not part of the state: they are read again.
 """
 
@@ -28,13 +28,13 @@ from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
 from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, EnergonPackedError, RecordError, Reject
 from energon_packed.loading.collator import Collator
+from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, Sizes, unfit
 from energon_packed.loading.process import RecordAt, WithSource, encode_items, is_divisible
 from energon_packed.loading.ranks import ShardSpec
-from energon_packed.packing.balance import RowSizes
 
 
 class LoaderParts(NamedTuple):
@@ -106,7 +106,7 @@ class BufferedItem:
         self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
         tokens = images = patches = self.squares = 0
-        for sample in samples:  # a loop takes two thirds of the time of one comprehension for each sum
+        for sample in samples:  # a loop needs two thirds of the time of a comprehension for each sum
             length = len(sample.input_ids)
             tokens += length
             self.squares += length**2
@@ -181,9 +181,10 @@ class PackBuffer:
         sizes = Sizes(*np.array([item.size for item in self.waiting], dtype=np.int64).T)
         squares = np.array([item.squares for item in self.waiting], dtype=np.int64)
         groups = self.packer.groups(sizes)
-        columns = (sizes.lengths, squares, sizes.patches)
+        # The patches of single images are not known here: the images of a sample count as equal.
+        columns = (sizes.lengths, squares, sizes.patches, sizes.patches**2 // np.maximum(sizes.images, 1))
         sums = [np.array([int(column[group].sum()) for group in groups], dtype=np.int64) for column in columns]
-        rows = RowSizes(tokens=sums[0], squares=sums[1], patches=sums[2])
+        rows = RowSizes(tokens=sums[0], squares=sums[1], patches=sums[2], patch_squares=sums[3])
         ready, later = self.packer.pop_ready(groups, rows, final=final)
         self.ready += [[self.waiting[i] for i in group] for group in ready]
         self.waiting = [self.waiting[i] for group in later for i in group]
@@ -265,7 +266,7 @@ class WorkerStream:
         yield self._step([])
 
     def state(self) -> str:
-        """Return where a new stream continues, as JSON.
+        """Return the position at which a new stream continues, as JSON.
 
         Raises:
             BatchError: samples are buffered out of order, and the distributor cannot read them again.
@@ -316,7 +317,7 @@ class WorkerStream:
         return chunk
 
     def _encode(self, values: list[Any]) -> list[list[Sequence[EncodedSample]] | EnergonPackedError]:
-        """Return the samples of each value, truncated or split if the packer says so, or an error.
+        """Return the samples of each value, truncated or split if the packer requests it, or an error.
 
         A value has one entry, or an entry for each fragment.
         """
@@ -389,7 +390,7 @@ def no_collecting() -> Iterator[None]:
 
 
 def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at: tuple[RecordAt, str] | None) -> None:
-    """Count an item that cannot be used, or raise if the limits of the loader say so.
+    """Count an item that cannot be used, or raise if a limit of the loader is exceeded.
 
     Args:
         failures: of the loader.
@@ -433,7 +434,7 @@ def _buffered(key: Any, number: int, value: Any, entries: list[Sequence[EncodedS
 def _fitted(
     samples: Sequence[EncodedSample], value: Any, packer: Packer
 ) -> list[Sequence[EncodedSample]] | EnergonPackedError:
-    """Truncate or split the sample of an item, if the packer says so; a pack of several samples stays as it is."""
+    """Truncate or split the sample of an item, if the packer requests it; a pack of several samples stays as it is."""
     longest = packer.longest
     if longest is None or packer.overlong not in ("truncate", "split") or len(samples) != 1:
         return [samples]

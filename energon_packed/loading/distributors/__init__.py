@@ -3,7 +3,7 @@
 | module | content |
 |---|---|
 | base.py | Distributor, the base class, and Item |
-| datasets.py | map-style datasets, iterables, and files that are each read by one worker |
+| datasets.py | map-style datasets, iterables, and files that are each read by a single worker |
 | records.py | raw records of the sources that `pack` reads |
 | energon.py | packs in the order of Energon's loader |
 | mixture.py | several distributors by weight |

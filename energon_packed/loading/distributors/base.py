@@ -62,7 +62,7 @@ class Distributor(ABC):
         """
 
     def item(self, shard: ShardSpec, key: Any) -> Any:
-        """Read the value of one item again, by its key; the default is the first item of `items(shard, key)`."""
+        """Read the value of an item again, by its key; the default is the first item of `items(shard, key)`."""
         return next(self.items(shard, key)).value
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:

@@ -9,15 +9,13 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError, FormatError, RecordError
+from energon_packed.loading.costs.model import Balance, cost_model
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.order import Order, Segment
 from energon_packed.loading.ranks import ShardSpec, shuffled
-from energon_packed.packing.balance import CostModel
-
-Balance = Literal["attention"]
 
 
 class MapDistributor(Distributor):
@@ -32,16 +30,17 @@ class MapDistributor(Distributor):
     Args:
         dataset: with a length and random access; `set_epoch`, if it has that method, is called with each epoch.
         shuffle: a permutation by seed and epoch; False keeps the order.
-        balance: `attention` assigns packs of similar cost to the ranks in each step, as BalancedSampler; None for no
-            balancing.
-        cost: cost model of a pack, for `balance`.
+        balance: assigns packs of similar cost to the ranks in each step: a CostModel, `attention` for its default
+            constants, or `tokens`; None does not align.
+        accumulation: steps whose gradients the trainer accumulates, which are aligned together; for `balance`.
         repeat: one epoch after the other without end, so that every rank has an item at every step.
 
     Attributes:
         order: the global order of the items.
 
     Raises:
-        ConfigError: `balance` is unknown, or the dataset has no `row_sizes()`; `repeat` with an empty dataset.
+        ConfigError: `balance` is unknown, the dataset has no `row_sizes()`, `accumulation` is below 1, or `repeat` is
+            set for an empty dataset.
     """
 
     def __init__(
@@ -50,14 +49,11 @@ class MapDistributor(Distributor):
         *,
         shuffle: bool = True,
         balance: Balance | None = None,
-        cost: CostModel | None = None,
+        accumulation: int = 1,
         repeat: bool = False,
     ) -> None:
-        if balance is not None:
-            check_balance(balance)
-        self.order = Order(
-            dataset, shuffle=shuffle, cost=None if balance is None else cost or CostModel(), repeat=repeat
-        )
+        cost = None if balance is None else cost_model(balance)
+        self.order = Order(dataset, shuffle=shuffle, cost=cost, accumulation=accumulation, repeat=repeat)
         self.infinite = repeat
         self.repeats = repeat or getattr(dataset, "repeats", False)
 
@@ -106,7 +102,7 @@ class MapDistributor(Distributor):
         if order.weights is not None:
             identity["blend_weights"] = list(order.weights)
         if order.cost is not None:
-            identity["balance"] = [order.cost.token, order.cost.square, order.cost.patch]
+            identity["balance"] = order.cost.constants()
         return identity | ({"repeat": True} if order.repeat else {})
 
     def _index(self, shard: ShardSpec, number: int) -> int:
@@ -115,16 +111,6 @@ class MapDistributor(Distributor):
         whole = Segment(ranks=1, rows=1, weights=self.order.weights)
         place = shard.index + number * shard.num_shards
         return self.order.numbers([place], shard.epoch, shard.seed, [whole])[0]
-
-
-def check_balance(balance: Any) -> None:
-    """Check that `balance` is a known value.
-
-    Raises:
-        ConfigError: the message names the value.
-    """
-    if balance != "attention":
-        raise ConfigError(f"`balance` must be 'attention' or None, got {balance!r}.")
 
 
 class IterableDistributor(Distributor):
@@ -177,8 +163,8 @@ class FileShardDistributor(Distributor):
     Resuming reads the current file from its start, and skips the used items. A worker without a file has no items.
 
     Args:
-        parts: paths, shards or ranges, each read by one worker.
-        read: returns the items of one part, in the same order at every call.
+        parts: paths, shards or ranges, each read by a single worker.
+        read: returns the items of a part, in the same order at every call.
         shuffle: parts in a new order every epoch, by seed.
         shuffle_within: also shuffle the items of each part, which is then kept in memory.
     """

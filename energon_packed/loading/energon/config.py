@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypedDict
 
 from energon_packed.errors import ConfigError
@@ -43,6 +44,7 @@ class LoaderSettings(TypedDict, total=False):
     rank: int | None
     world_size: int | None
     seed: int
+    order_log: str | Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class LoaderConfig:
             over Energon.
         rank, world_size: data-parallel rank and world size; by default from torch.distributed, else 0 and 1.
         seed: offset of the shuffle seed.
+        order_log: folder in which every batch is recorded (`energon-packed order check` reads it).
 
     Raises:
         ConfigError: a value is invalid, or values contradict each other.
@@ -99,6 +102,7 @@ class LoaderConfig:
     rank: int | None = None
     world_size: int | None = None
     seed: int = 0
+    order_log: str | Path | None = None
 
     def __post_init__(self) -> None:
         for name, minimum in _MINIMUM.items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from energon_packed.loading.energon.source import READING, EnergonSource
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, redistribute, to_plain
 from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog, end_workers, in_one_line, lost_worker, watch_workers
+from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.ranks import check_not_resharded, check_rank
 from energon_packed.loading.state import (
     GATHERED,
@@ -28,8 +30,9 @@ from energon_packed.loading.state import (
     refuse_as_dataset,
     states_of,
 )
+from energon_packed.pipeline.run_state import digest
 
-_TEXT_COLLECT_EVERY = 100  # batches; a garbage collection takes as long as reading and collating a row
+_TEXT_COLLECT_EVERY = 100  # batches; a garbage collection is as slow as reading and collating a row
 _NAME = "PackedLoader"
 """Name in loader states, also in states of subclasses."""
 
@@ -74,12 +77,14 @@ class PackedLoader:
 
     Each iterator continues after the last batch that any iterator returned: `next(iter(loader))` uses a batch. After
     the last batch of an epoch, iterating again starts the next epoch in another order, whether the loop met the end or
-    counted steps. Each thread needs a loader of its own. The iterator also has `state_dict` and `save_state_rank`.
+    counted steps. Each thread needs a separate loader. The iterator also has `state_dict` and `save_state_rank`.
 
     Attributes:
         failures: samples that failed to load, by reason.
         epoch_steps: batches in one epoch, the same on all ranks; None if it is not known.
         ranks: makes the ranks end an epoch together if it is not known.
+        repeats: an epoch may have a pack several times.
+        order_log: log of the consumed batches, or None.
     """
 
     def __init__(self, source: EnergonSource, failures: FailureLog) -> None:
@@ -92,6 +97,8 @@ class PackedLoader:
         self.failures = failures
         self.epoch_steps: int | None = None
         self.ranks: EvenRanks | None = None
+        self.repeats = False
+        self.order_log: OrderLog | None = None
         self._source = source
         self._epoch = self._steps = 0
         self._restores = 0  # states that were loaded
@@ -205,6 +212,8 @@ class PackedLoader:
             "last_restore_key": to_plain(here.last_restore_key),
             "energon": to_plain(self._request(here.complete)),
         }
+        if self.order_log is not None:
+            plain |= self.order_log.state((here.epoch, here.step))
         return make_state(_NAME, self._identity(), plain, self.place)
 
     def _request(self, state: Callable[[], Any]) -> Any:
@@ -235,6 +244,7 @@ class PackedLoader:
             self._restore(states_of(state), is_gathered=isinstance(state, dict) and GATHERED in state)
 
     def _restore(self, states: list[dict[str, Any]], *, is_gathered: bool) -> None:
+        saved_states = states  # before they are redistributed
         if is_gathered and len(states) != self._source.worker_config.world_size:
             states = redistribute(states, self._source.worker_config.world_size)
         worker_config = self._source.worker_config
@@ -260,6 +270,16 @@ class PackedLoader:
         self._restores += 1
         self.energon_loader.restore_state_rank(inner)
         self._steps, self._last_restore_key = step, key
+        if self.order_log is not None:
+            self.order_log.restore(saved_states, (self._epoch, self._steps))
+
+    def log_order(self, folder: str | Path) -> None:
+        """Write a line for each batch into this folder; `order_log` of `get_packed_loader`."""
+        self.order_log = OrderLog(folder, self.place, self._order_facts)
+
+    def _order_facts(self) -> dict[str, Any]:
+        identity = digest(self._identity())
+        return {"loader": _NAME, "identity": identity, "repeats": self.repeats, "steps": self.epoch_steps}
 
     save_state_rank = state_dict
     restore_state_rank = load_state_dict
@@ -293,13 +313,21 @@ class PackedLoader:
         before, here = self._steps, (self._epoch, self._restores)
         for batch in self._own_batches() if self.ranks is None else self.ranks.even(self._own_batches()):
             self._steps += 1
+            self._log(batch)
             yield batch
             self._refuse_failed()  # saving a state may have failed and ended the workers
             if is_left(here, (self._epoch, self._restores)):
                 return -1
+        self._log(None)
         returned = self._steps - before
         self._begin(self._epoch + 1)
         return returned
+
+    def _log(self, batch: PackedBatch | None) -> None:
+        """Add a line to the order log: of a batch, or of the end of the epoch."""
+        if self.order_log is not None:
+            packs = [] if batch is None else batch.__key__
+            self.order_log.add((self._epoch, self._steps), batch, packs=packs, end=batch is None)
 
     def _own_batches(self) -> Iterator[PackedBatch]:
         """Yield the remaining batches of this rank, and up to `epoch_steps` its last batch without targets."""

@@ -15,7 +15,15 @@ from energon_packed.loading.energon.source import EnergonSource, worker_config_o
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog
-from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, common_seq_len, loaded_splits, processor_for
+from energon_packed.loading.manifests import (
+    LoadedSplit,
+    OpenedSplits,
+    common_seq_len,
+    loaded_splits,
+    processor_for,
+    repeats_packs,
+)
+from energon_packed.loading.monitoring.order_log import log_order
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.pool import BalancedPoolPacker, PoolPacker
 from energon_packed.options import check_type, make
@@ -55,6 +63,11 @@ def get_packed_loader(
     """
     if config is not None and settings:
         raise ConfigError(f"Pass either `config` or settings such as `{next(iter(settings))}`, not both.")
+    if "balance" in settings:
+        raise ConfigError(
+            "`balance` is not an option of get_packed_loader, as Energon decides the packs of each step. Use "
+            "DataflowLoader(MapDistributor(PackedDataset(PATH, ENCODER), balance=...))."
+        )
     check_type("config", config, LoaderConfig, "Pass LoaderConfig(...), or its fields as settings.")
     check_type("collator", collator, Collator, "Pass a Collator, such as PaddingFreeCollator().")
     check_type("packer", packer, Packer, "Pass a Packer, such as PoolPacker(4096).")
@@ -86,6 +99,8 @@ def get_packed_loader(
     )
     loader = PackedLoader(source, failures)
     _check_epochs(loader, source, splits)
+    loader.repeats = not config.one_pass or repeats_packs(splits)
+    log_order(loader, config.order_log)
     return loader
 
 

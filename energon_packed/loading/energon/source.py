@@ -14,7 +14,7 @@ from energon_packed.errors import ConfigError, FormatError
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.faults import raise_with_file_name
-from energon_packed.loading.energon.remote_packs import read_by_ranges
+from energon_packed.loading.energon.pack_reader import read_whole_packs
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.ranks import resolve_rank
@@ -78,7 +78,7 @@ class EnergonSource:
         try:
             with raise_with_file_name(self.path, self.config.split, self.opened):
                 dataset = self._dataset(epoch)
-                read_by_ranges(dataset, {energon_url(folder): folder for folder in self.opened.folders})
+                read_whole_packs(dataset, self.opened)
                 return dataset
         except ImportError as error:
             raise ConfigError(

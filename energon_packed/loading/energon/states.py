@@ -34,6 +34,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatas
 from megatron.energon.state import FlexState
 
 from energon_packed.errors import BatchError
+from energon_packed.loading.monitoring.order_log import merged
 from energon_packed.loading.state import check_identity, check_state
 from energon_packed.shards import PackingManifest
 from energon_packed.storage import as_path
@@ -139,7 +140,7 @@ class StateFile(NamedTuple):
     """Content of a state file.
 
     Attributes:
-        state: state of a loader of one rank.
+        state: state of a loader of a rank.
         megatron: whether the state is in Megatron's dict.
     """
 
@@ -233,6 +234,7 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
             "last_restore_key": None,
             "energon": to_plain(_loader_state(part, loaders[0].micro_batch_size)) if part else None,
         }
+        | merged(ordered)
         for rank in range(world_size)
         for part in [states_of_workers[rank * per_rank : (rank + 1) * per_rank]]
     ]

@@ -1,4 +1,4 @@
-"""Packs of any flavor to batches, inside Energon's dataset: each hook of Energon is a call of one role.
+"""Packs of any flavor to batches, inside Energon's dataset: each hook of Energon is a call of a role.
 
 | name | content |
 |---|---|
@@ -228,7 +228,7 @@ class OnePass(BaseWrapperDataset):
         self._ended = False
 
     def len_worker(self, worker_idx: int | None = None) -> int:
-        """Return the number of samples of one worker."""
+        """Return the number of samples of a worker."""
         return int(self.dataset.len_worker(worker_idx))
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,33 +1,102 @@
 """ThroughputMetrics: the batches of a training loop in, a dict of throughput values for its log out."""
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any, TypeVar
 
-from energon_packed.encoding import IGNORE_INDEX
-from energon_packed.loading.batch import PackedBatch
+import numpy as np
+
+from energon_packed.errors import ConfigError
+from energon_packed.loading.costs.model import CostModel, RowSizes
+from energon_packed.loading.monitoring.counts import BatchCounts, CountedBatch, count_batch
 from energon_packed.loading.ranks import all_gather_object
+
+_Batch = TypeVar("_Batch")
+
+
+@dataclass(slots=True)
+class _RankCounts:
+    """Counts of a rank since the last summary.
+
+    Attributes:
+        batches, samples, tokens, targets, padding: sums over the batches.
+        wait: seconds that the loop waited for batches.
+        seconds: seconds of the steps.
+        sources: tokens by dataset.
+        step_tokens, step_costs: tokens and cost of each optimizer step.
+    """
+
+    batches: int = 0
+    samples: int = 0
+    tokens: int = 0
+    targets: int = 0
+    padding: int = 0
+    wait: float = 0.0
+    seconds: float = 0.0
+    sources: Counter[str] = field(default_factory=Counter)
+    step_tokens: list[int] = field(default_factory=list)
+    step_costs: list[float] = field(default_factory=list)
 
 
 class ThroughputMetrics:
-    """Count tokens, samples and waiting time of the batches of this rank; `summary` returns means per step.
+    """Count tokens, targets, padding, sources and time of the batches of a training loop, over all ranks.
 
         metrics = ThroughputMetrics(seq_len=4096)
         for batch in metrics.watch(loader):
             ...
             log(metrics.summary())
 
+    A batch is a PackedBatch, the dict of `transformers_inputs()` or `megatron_inputs()`, a layout of Megatron, a batch
+    of TRL, or (name, batch) of a JointLoader. Counting does not wait for a device.
+
     Args:
         seq_len: tokens that fit in a row; None leaves out the utilization.
         packs_per_batch: packs that are joined in one batch.
+        micro_batches: batches of a rank in an optimizer step (gradient accumulation).
+        cost: cost of a row, for the imbalance of the ranks; by default the constants of CostModel.
+        group: process group of the ranks that read different data; by default all processes.
+
+    Raises:
+        ConfigError: a number below 1.
     """
 
-    def __init__(self, seq_len: int | None = None, *, packs_per_batch: int = 1) -> None:
-        self._capacity = None if seq_len is None else seq_len * packs_per_batch
-        self._packs = packs_per_batch
-        self._reset()
+    def __init__(
+        self,
+        seq_len: int | None = None,
+        *,
+        packs_per_batch: int = 1,
+        micro_batches: int = 1,
+        cost: CostModel | None = None,
+        group: Any = None,
+    ) -> None:
+        numbers = {"seq_len": seq_len, "packs_per_batch": packs_per_batch, "micro_batches": micro_batches}
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise ConfigError(f"`{name}` must be at least 1, got {number}.")
+        self.seq_len = seq_len
+        self.packs_per_batch = packs_per_batch
+        self.micro_batches = micro_batches
+        self.cost = cost or CostModel()
+        self.group = group
+        self._time: float | None = None  # at which the time of the next step starts
+        self._step: list[CountedBatch | BatchCounts] = []  # the current step
+        self._steps: list[list[CountedBatch | BatchCounts]] = []  # ended steps
+        self._counts = _RankCounts()
 
-    def watch(self, batches: Iterable[PackedBatch]) -> Iterator[PackedBatch]:
-        """Iterate over the same batches, and count each with the time spent waiting for it."""
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of this rank since the last summary."""
+        return len(self._steps) + (len(self._step) >= self.micro_batches)
+
+    def watch(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
+        """Iterate over the same batches, and count each with the time spent waiting for it.
+
+        Raises:
+            BatchError: as `add`.
+        """
         iterator = iter(batches)
         while True:
             start = time.perf_counter()
@@ -37,45 +106,107 @@ class ThroughputMetrics:
             self.add(batch, wait=time.perf_counter() - start)
             yield batch
 
-    def add(self, batch: PackedBatch, *, wait: float = 0.0) -> None:
+    def add(self, batch: Any, *, wait: float = 0.0) -> None:
         """Count a batch.
 
         Args:
-            batch: batch of a loader.
+            batch: a batch of any type of the class docstring.
             wait: seconds that the training loop waited for it.
+
+        Raises:
+            BatchError: a batch of another type.
         """
-        self._steps += 1
-        self._tokens += batch.num_tokens
-        self._samples += batch.num_samples
-        self._targets += int((batch.labels != IGNORE_INDEX).sum())
-        self._wait += wait
+        self.add_counts(count_batch(batch), wait=wait)
+
+    def add_counts(self, counts: CountedBatch | BatchCounts, *, wait: float = 0.0) -> None:
+        """Count a batch that a worker process has counted; the arguments are as for `add`."""
+        if len(self._step) == self.micro_batches:
+            self.end_step()
+        if self._time is None:
+            self._time = time.perf_counter() - wait
+        self._step.append(counts)
+        self._counts.wait += wait
+
+    def end_step(self) -> None:
+        """End an optimizer step that has fewer than `micro_batches` batches, or whose time ends now."""
+        if self._step:
+            self._steps.append(self._step)
+            self._step = []
+        now = time.perf_counter()
+        self._counts.seconds += now - (now if self._time is None else self._time)
+        self._time = now
+
+    def end_wait(self) -> None:
+        """Count the time since the end of the last step as waiting for batches."""
+        if self._time is not None:
+            self._counts.wait += time.perf_counter() - self._time
+
+    def restart_timer(self) -> None:
+        """Leave out the time since the end of the last step, such as the time of an evaluation."""
+        self._time = time.perf_counter()
 
     def summary(self) -> dict[str, float]:
-        """Return means over the steps since the last call; {} if no rank had a step. Call it on all ranks together.
+        """Return values of the steps since the last call, equal on all ranks of the group; {} without a step.
 
-        `data/tokens_per_step`, `data/utilization` (0 to 1), `data/samples_per_pack`, `data/supervised_share` (targets
-        per token), `data/wait_s` (seconds per step), and `perf/global_seq_len_avg`, `_min` and `_max`: tokens per step
-        over all ranks of torch.distributed.
+        Every rank of the group must call it. It is one collective operation. The page Metrics defines the names; a
+        share is a sum over all ranks and steps, divided by a sum.
         """
-        steps, tokens = self._steps, self._tokens
-        per_rank = all_gather_object(tokens / steps if steps else 0.0)
-        values: dict[str, float] = {}
-        if steps:
-            values = {
-                "data/tokens_per_step": tokens / steps,
-                "data/samples_per_pack": self._samples / steps / self._packs,
-                "data/supervised_share": self._targets / max(1, tokens),
-                "data/wait_s": self._wait / steps,
-            }
-            if self._capacity is not None:
-                values["data/utilization"] = tokens / (steps * self._capacity)
-        if any(per_rank):
-            # Ranks with fewer tokens wait for the others, so the spread between ranks is reported beside the mean.
-            values["perf/global_seq_len_avg"] = sum(per_rank) / len(per_rank)
-            values["perf/global_seq_len_min"], values["perf/global_seq_len_max"] = min(per_rank), max(per_rank)
-        self._reset()
-        return values
+        if self._step:
+            self.end_step()
+        ranks: list[_RankCounts] = all_gather_object(self._folded(), self.group)
+        self._steps, self._counts = [], _RankCounts()
+        self.restart_timer()
+        steps = max(len(rank.step_tokens) for rank in ranks)
+        if not steps:
+            return {}
+        # A rank without a step that others have counts as 0.
+        tokens_of, costs_of = (
+            np.array(list(zip_longest(*(getattr(rank, name) for rank in ranks), fillvalue=0)), dtype=np.float64)
+            for name in ("step_tokens", "step_costs")
+        )
+        tokens, targets, padding, batches = (
+            sum(getattr(rank, name) for rank in ranks) for name in ("tokens", "targets", "padding", "batches")
+        )
+        packs = batches * self.packs_per_batch
+        seconds = max(max(rank.seconds for rank in ranks), 1e-9)
+        values = {
+            "perf/global_seq_len_avg": float(tokens_of.mean()),
+            "perf/global_seq_len_min": float(tokens_of.min(axis=1).mean()),
+            "perf/global_seq_len_max": float(tokens_of.max(axis=1).mean()),
+            "perf/tokens_per_s": tokens / seconds,
+            "perf/targets_per_s": targets / seconds,
+            "perf/imbalance": float(costs_of.max(axis=1).sum() / (costs_of.mean(axis=1).sum() or 1.0)),
+            "data/tokens_per_step": tokens / steps,
+            "data/samples_per_pack": sum(rank.samples for rank in ranks) / packs,
+            "data/supervised_share": targets / max(1, tokens),
+            "data/padding": padding / (tokens + padding),
+            "data/wait_s": sum(rank.wait for rank in ranks) / len(ranks) / steps,
+        }
+        if self.seq_len is not None:
+            values["data/utilization"] = tokens / (packs * self.seq_len)
+        sources = sum((rank.sources for rank in ranks), Counter())
+        known = max(1, sources.total())
+        return values | {f"data/source/{name}": count / known for name, count in sorted(sources.items())}
 
-    def _reset(self) -> None:
-        self._steps = self._tokens = self._samples = self._targets = 0
-        self._wait = 0.0
+    def _folded(self) -> _RankCounts:
+        """The counts of all steps, read from their device."""
+        counts = self._counts
+        for step in self._steps:
+            batches = [batch.read() if isinstance(batch, CountedBatch) else batch for batch in step]
+            counts.batches += len(batches)
+            for batch in batches:
+                counts.samples += batch.samples
+                counts.tokens += batch.tokens
+                counts.targets += batch.targets
+                counts.padding += batch.padding
+                counts.sources.update(batch.sources)
+            counts.step_tokens.append(sum(batch.tokens for batch in batches))
+            sizes = {
+                "tokens": [batch.tokens + batch.padding for batch in batches],
+                "squares": [batch.squares for batch in batches],
+                "patches": [batch.patches for batch in batches],
+                "patch_squares": [batch.patch_squares for batch in batches],
+            }
+            rows = RowSizes(**{name: np.array(values, dtype=np.int64) for name, values in sizes.items()})
+            counts.step_costs.append(float(self.cost.costs(rows).sum()))
+        return counts

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from energon_packed.errors import BatchError, ConfigError, Reason, Reject
-from energon_packed.packing.balance import Int64, RowSizes
+from energon_packed.loading.costs.model import RowSizes
+from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import Overlong
 from energon_packed.pipeline.rejects import images_detail, not_split, overlong_detail
 
@@ -118,7 +119,7 @@ class Packer(ABC):
     def reject_reason(self, tokens: int, images: int, patches: int) -> Reject | None:
         """Return why a sample fits no row, or None if it fits."""
         if self.longest is not None and tokens > self.longest:
-            # What `split` may split was split before.
+            # Samples that `split` may split were split before.
             detail = not_split if self.overlong == "split" else overlong_detail
             return Reject(Reason.OVERLONG, detail(tokens, self.max_tokens or self.longest, self.multiple))
         if self.max_images is None and self.max_patches is None:

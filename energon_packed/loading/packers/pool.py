@@ -12,9 +12,10 @@ from typing import Any, TypedDict, Unpack
 import numpy as np
 
 from energon_packed.errors import BatchError
+from energon_packed.loading.costs.model import CostModel, RowSizes
 from energon_packed.loading.packers.base import Packer, check_overlong, check_positive
 from energon_packed.packing import pack_lengths
-from energon_packed.packing.balance import CostModel, Int64, RowSizes
+from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import Overlong
 
 
@@ -128,7 +129,7 @@ class BalancedPoolPacker(PoolPacker):
         self.rows_per_round = rows_per_round
         self._cost = cost or CostModel()
         self.carry_over_last = True  # in windows, too: rows wait for their round
-        self.constants = {"token": self._cost.token, "square": self._cost.square, "patch": self._cost.patch}
+        self.constants = self._cost.constants()
         # A fixed permutation, equal on all ranks: rows would otherwise become longer within each round.
         self._places = np.random.default_rng(rows_per_round).permutation(rows_per_round)
 

@@ -101,7 +101,7 @@ class MediaLocator:
             extension, size = _type_and_size(reference)
             digest, changed = None, (status.st_size, status.st_mtime_ns)
         path, offset = file.lstrip("/"), reference.offset or 0
-        # A member of a tar is behind its header. Names of members repeat, and Energon needs an extension to decode.
+        # A member of a tar follows its header. Names of members repeat, and Energon needs an extension to decode.
         source, member = (TARS, f"{path}/{offset}.{extension}") if offset else (FILES, path)
         if is_remote(file):  # Energon's auxiliary datasets start from the root of the disk
             locator = Locator(file, offset, size, digest, changed)

@@ -294,5 +294,5 @@ def remove_unused(workspace: Workspace, stored: StoredMedia | None) -> None:
     if found and not names:
         remove_tree(workspace.media / NV_META)
         if not is_remote(workspace.media):  # a prefix without objects does not exist
-            with contextlib.suppress(OSError):  # it has files of others
+            with contextlib.suppress(OSError):  # it has other files
                 workspace.media.rmdir()

@@ -1,6 +1,8 @@
 """Batches in the words of Megatron's steps, with real megatron-core objects."""
 
+import sys
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,28 @@ def test_bridge_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     assert inputs["max_seqlen_q"].cpu() == batch.max_seqlen  # the step moves it, so it must be a tensor
     assert set(inputs["visual_inputs"].normalized_for_model()) == {"pixel_values", "image_grid_thw"}
     assert not {"pixel_values", "cu_seqlens_q_padded"} & set(inputs)
+
+
+def test_bridge_layout_for_releases_before_0_6(
+    pack_demo: Packer, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = random_samples(np.random.default_rng(1))
+    batch = PaddingFreeCollator(pad_multiple=8).collate(samples)
+    inputs = megatron_batch(batch, "bridge")
+    assert batch.cu_seqlens_padded is not None
+    # get_packed_seq_params cuts the boundaries at `argmin`
+    assert torch.equal(inputs["cu_seqlens"][: inputs["cu_seqlens_argmin"].item()], batch.cu_seqlens_padded)
+    unpadded = inputs["cu_seqlens_unpadded"][: inputs["cu_seqlens_unpadded_argmin"].item()]
+    assert torch.equal(unpadded, batch.cu_seqlens)
+    assert int(inputs["max_seqlen"]) == batch.max_seqlen
+    plain = megatron_batch(PaddingFreeCollator().collate(samples), "bridge")
+    assert torch.equal(plain["cu_seqlens"], plain["cu_seqlens_q"])
+    assert not {"cu_seqlens_unpadded", "cu_seqlens_unpadded_argmin"} & set(plain)
+    images = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
+    monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace(__version__="0.5.1"))
+    megatron_batch(batch, "bridge")
+    with pytest.raises(ConfigError, match="images needs Megatron-Bridge 0.6 or later, got 0.5.1, whose vlm_step"):
+        megatron_batch(images, "bridge")
 
 
 def test_every_stage_gets_every_key_and_middle_stages_no_pixels(pack_demo: Packer, encoder: ChatEncoder) -> None:
@@ -170,16 +194,16 @@ def test_megatron_gpt_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     samples = random_samples(np.random.default_rng(1))
     batch = PaddingFreeCollator(pad_multiple=8, pad_to=256, loss_weighting="sample").collate(samples)
     inputs = megatron_batch(batch, "megatron-gpt")
-    # BATCH_KEYS of pretrain_gpt.py without those of hybrid context parallelism, which it fills with None
-    assert set(inputs) == {
-        *("tokens", "labels", "loss_mask", "position_ids", "attention_mask"),
-        *("cu_seqlens", "cu_seqlens_padded", "max_seqlen"),
-    }
+    # As SFTDataset of Megatron-LM: one kind of boundaries, and no key with None, which early releases do not support.
+    assert set(inputs) == {"tokens", "labels", "loss_mask", "position_ids", "cu_seqlens", "max_seqlen"}
     assert {tuple(inputs[n].shape) for n in ("tokens", "labels", "loss_mask", "position_ids")} == {(1, 256)}
-    assert inputs["cu_seqlens"].shape == inputs["cu_seqlens_padded"].shape == (1, len(samples) + 2)
-    assert {inputs[n].dtype for n in ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")} == {torch.int32}
+    assert batch.cu_seqlens_padded is not None
+    assert torch.equal(inputs["cu_seqlens"], batch.cu_seqlens_padded[None])
+    assert {inputs[n].dtype for n in ("cu_seqlens", "max_seqlen")} == {torch.int32}
     assert inputs["max_seqlen"].shape == (1,)
     assert torch.equal(inputs["labels"], batch.megatron_inputs()["labels"])
+    unpadded = PaddingFreeCollator().collate(samples)
+    assert torch.equal(megatron_batch(unpadded, "megatron-gpt")["cu_seqlens"], unpadded.cu_seqlens[None])
     images = next(iter(get_packed_loader(pack_demo().shards, encoder, epochs=1, num_workers=0)))
     with pytest.raises(ConfigError, match="reads no images. Use layout 'bridge'"):
         megatron_batch(images, "megatron-gpt")

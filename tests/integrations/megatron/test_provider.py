@@ -1,15 +1,28 @@
 """The provider in real process groups of megatron-core."""
 
+import json
 import shutil
+import sys
 from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from energon_packed import ChatEncoder, ConfigError, PaddingFreeCollator
+from energon_packed import ChatEncoder, ConfigError, PackOptions, PaddingFreeCollator, pack
+from tests import processes
 from tests.conftest import Packer
-from tests.internals import MegatronRanks, check_parallelism, ranks, train_valid_test_dataloaders_provider
+from tests.internals import (
+    LoggedData,
+    MegatronRanks,
+    StoredTokens,
+    check_order,
+    check_parallelism,
+    ranks,
+    train_valid_test_dataloaders_provider,
+)
 from tests.processes import Python
 
 RANK = """
@@ -21,7 +34,8 @@ rank, world, tensor, pipeline, store, shards, tokenizer, layout, order = sys.arg
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(world))
 parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
 provider = train_valid_test_dataloaders_provider(
-    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order)
+    shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order,
+    order_log=f"{shards}-{layout}-{order}")
 assert provider.is_distributed
 train, valid, test = provider([0, 0, 0])
 print("valid", valid is not None, "test", test is not None)
@@ -79,6 +93,8 @@ def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
     shards = pack_demo().shards
     same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
     assert same[0] == same[1]
+    report = check_order(shards.with_name(f"{shards.name}-bridge-global"), LoggedData(shards))
+    assert (report.problems, report.steps, report.repeated) == ([], 2, 1)
     first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
     assert "first" in first
     assert "first" not in second
@@ -90,6 +106,38 @@ def test_all_stages_of_a_pipeline_get_the_same_row_and_the_middle_no_pixels(
     outputs = run_ranks(tmp_path, pack_demo().shards, tokenizer_dir, "bridge", pipeline=3, world=3)
     assert ["pixels True" in out for out in outputs] == [True, False, True]
     assert len({next(line for line in out.splitlines() if "first" in line) for out in outputs}) == 1
+
+
+BALANCED = """
+import sys, json
+from megatron.core import num_microbatches_calculator, parallel_state
+from tests.internals import train_valid_test_dataloaders_provider
+rank, world, store, shards, batches = sys.argv[1:]
+parallel_state.initialize_model_parallel()
+num_microbatches_calculator.init_num_microbatches_calculator(int(rank), None, int(batches) * int(world), 1, int(world))
+for balance in (None, "attention"):
+    provider = train_valid_test_dataloaders_provider(shards, None, num_workers=0, balance=balance)
+    train = provider()[0]
+    lengths = [next(train)["cu_seqlens_q"].diff() for _ in range(5 * int(batches))]
+    print(json.dumps([int(of_row.sum()) + int((of_row**2).sum()) / 49152 for of_row in lengths]))
+print(json.dumps(train.save_state()["segments"]))
+"""
+
+
+def test_the_micro_batches_of_a_step_cost_the_same(tmp_path: Path) -> None:
+    """Two data-parallel ranks with 4 micro batches each, as Megatron's calculator reports."""
+    lengths = np.random.default_rng(0).integers(20, 2000, 80).tolist()  # packs that are not full cost differently
+    tokens = [{"id": str(n), "input_ids": [1] * length, "labels": [1] * length} for n, length in enumerate(lengths)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in tokens))
+    options: dict[str, Any] = {"sample_class": "PackedTokensSample", "workers": 1, "encoder": StoredTokens()}
+    inputs = (str(tmp_path / "data.jsonl"),)
+    packed = pack(PackOptions(inputs=inputs, output_dir=tmp_path, seq_len=2000, algorithm="sequential", **options))
+    outputs = processes.run_ranks(BALANCED, 2, tmp_path / "store", packed.shards, 4)
+    lines = [[json.loads(line) for line in output.splitlines()] for output in outputs]
+    assert [of_rank.pop() for of_rank in lines] == [[[0, 0, 2, 1, None, 4]]] * 2  # accumulates 4 micro batches
+    shuffled, aligned = np.array(lines).transpose(1, 2, 0).reshape(2, 5, 4, 2).sum(axis=2)
+    assert (shuffled.max(axis=1) / shuffled.mean(axis=1)).mean() > 1.05
+    assert (aligned.max(axis=1) / aligned.mean(axis=1)).mean() < 1.005
 
 
 def test_outside_of_megatron_the_provider_says_what_is_missing(encoder: ChatEncoder) -> None:
@@ -107,6 +155,8 @@ def test_what_megatron_decides_is_no_option(encoder: ChatEncoder, name: str) -> 
 def test_options_of_another_order_are_refused(encoder: ChatEncoder) -> None:
     with pytest.raises(ConfigError, match="`shuffle_buffer_size` is not an option of the global order"):
         train_valid_test_dataloaders_provider("out", encoder, shuffle_buffer_size=4)
+    with pytest.raises(ConfigError, match="`balance` is not an option of order='energon', in which Energon decides"):
+        train_valid_test_dataloaders_provider("out", encoder, order="energon", balance="attention")
     with pytest.raises(ConfigError, match="`order` must be 'global' or 'energon', got 'random'"):
         train_valid_test_dataloaders_provider("out", encoder, order="random")  # type: ignore[arg-type]
 
@@ -141,6 +191,28 @@ def test_what_the_multimodal_example_would_do_silently_is_refused(monkeypatch: p
     monkeypatch.setattr(ranks, "megatron_lm_args", lambda: arguments)
     with pytest.raises(ConfigError, match="replaces the sample boundaries"):
         check_parallelism(place(), "megatron-lm", None)
+
+
+def test_releases_that_do_not_pass_the_boundaries_to_all_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=2, sequence_parallel=False)
+    monkeypatch.setattr(ranks, "megatron_lm_args", lambda: arguments)
+    monkeypatch.setattr(ranks, "megatron_version", lambda: "0.16.1")
+    check_parallelism(place(), "megatron-gpt", None)
+    arguments.pipeline_model_parallel_size = 3
+    message = "over 1 and 3 pipeline stages needs Megatron-LM core_v0.18 or later, got 0.16.1, .* Update Megatron-LM"
+    with pytest.raises(ConfigError, match=message):
+        check_parallelism(place(), "megatron-gpt", None)
+    check_parallelism(place(), "bridge", None)
+    monkeypatch.setattr(ranks, "megatron_version", lambda: "0.18.2")
+    check_parallelism(place(), "megatron-gpt", None)
+
+
+def test_early_releases_of_bridge_are_refused_with_middle_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parallelism(place(stage="middle"), "bridge", None)
+    monkeypatch.setitem(sys.modules, "megatron.bridge", SimpleNamespace(__version__="0.5.1"))
+    check_parallelism(place(), "bridge", None)
+    with pytest.raises(ConfigError, match="stages needs Megatron-Bridge 0.6 or later, got 0.5.1, whose gpt_step"):
+        check_parallelism(place(stage="middle"), "bridge", None)
 
 
 def test_which_stages_load() -> None:

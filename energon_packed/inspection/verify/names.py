@@ -1,0 +1,48 @@
+"""Hashes of the keys and ids of a dataset: 8 bytes each, so that millions of them are compared in little memory.
+
+Input: names, or arrays of hashes. Output: the hashes that occur too often or too rarely. `verify` then reads only the
+names with these hashes again, and compares the names themselves.
+"""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+UInt64 = npt.NDArray[np.uint64]
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: mixes the bits of a second value into a hash
+
+
+def name_hashes(names: Iterable[str]) -> UInt64:
+    """Hash strings: uint64 (n,), the same in every process."""
+    digests = [blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest() for name in names]
+    return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
+
+
+def with_values(hashes: UInt64, values: npt.NDArray[np.integer]) -> UInt64:
+    """Combine hashes with integers: uint64 (n,), equal only if both are equal."""
+    return hashes ^ (values.astype(np.uint64) + np.uint64(1)) * _ODD
+
+
+def joined(arrays: Iterable[UInt64]) -> UInt64:
+    """Concatenate arrays of hashes, perhaps none, and sort the result: uint64 (n,)."""
+    out = np.concatenate([np.zeros(0, dtype=np.uint64), *arrays])
+    out.sort()
+    return out
+
+
+def repeated(hashes: UInt64) -> UInt64:
+    """Return the hashes that occur more than once in a sorted array, each once."""
+    return np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
+
+
+def differing(first: UInt64, second: UInt64) -> UInt64:
+    """Return the hashes that do not occur equally often in two sorted arrays, each once."""
+    if np.array_equal(first, second):
+        return first[:0]
+    counts = [np.unique(hashes, return_counts=True) for hashes in (first, second)]
+    (names, times), (others, other_times) = counts
+    same = np.intersect1d(names, others, assume_unique=True, return_indices=True)
+    is_equal = times[same[1]] == other_times[same[2]]
+    return np.setxor1d(np.union1d(names, others), same[0][is_equal], assume_unique=True)

@@ -1,0 +1,82 @@
+"""Packed data in ms-swift: its supervised training, with the data, order and loss of PackedTrainer."""
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+from energon_packed.errors import ConfigError
+from energon_packed.integrations.optional import base_class
+from energon_packed.integrations.transformers.trainer import PackedTrainerMixin
+from energon_packed.loading.collator import Collator, PaddingFreeCollator
+
+_PACKAGE = "ms-swift>=4.6"
+_SwiftSft: Any = base_class("swift.pipelines.train.sft", "SwiftSft", _PACKAGE)
+_Seq2SeqTrainer: Any = base_class("swift.trainers", "Seq2SeqTrainer", _PACKAGE)
+
+
+class PackedSft(_SwiftSft):
+    """`swift sft` on packed data: the same options, and the datasets as objects.
+
+        PackedSft(["--model", "DIR", "--tuner_type", "full"], PackedDataset("out")).main()
+
+    Args:
+        args: options of `swift sft`. `--dataset` and `--val_dataset` are set.
+        train_dataset: PackedDataset, PlannedDataset or TrainerStream.
+        eval_dataset: PackedDataset of another split, or None for no evaluation.
+        data_collator: None is a PaddingFreeCollator.
+
+    Raises:
+        ConfigError: ms-swift is not installed, or an option packs, splits or averages the data again.
+    """
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        train_dataset: Any,
+        eval_dataset: Any = None,
+        data_collator: Collator | None = None,
+    ) -> None:
+        self._datasets = [train_dataset, eval_dataset]
+        self._collator = data_collator or PaddingFreeCollator()
+        evaluated = ["--val_dataset", "packed"] if eval_dataset is not None else []
+        super().__init__([*args, "--dataset", "packed", *evaluated, "--average_tokens_across_devices", "true"])
+        for name, required in (("packing", False), ("padding_free", False), ("sequence_parallel_size", 1)):
+            if (value := getattr(self.args, name)) != required:
+                raise ConfigError(f"`{name}` must be {required} with packed data, got {value}. Remove the option.")
+
+    def _prepare_dataset(self) -> list[Any]:
+        """Return the datasets, which ms-swift must not encode."""
+        return self._datasets
+
+    def _get_trainer_kwargs(self) -> dict[str, Any]:
+        return {**super()._get_trainer_kwargs(), "packed_collator": self._collator}
+
+    def run(self) -> Any:
+        """Train with PackedSwiftTrainer in place of the trainer of ms-swift."""
+        from swift.trainers import TrainerFactory
+
+        with patch.dict(TrainerFactory.TRAINER_MAPPING, causal_lm=f"{__name__}.{PackedSwiftTrainer.__name__}"):
+            return super().run()
+
+
+class PackedSwiftTrainer(PackedTrainerMixin, _Seq2SeqTrainer):
+    """Trainer of ms-swift that reads packed data in its global order; see PackedTrainerMixin."""
+
+    def __init__(self, *args: Any, packed_collator: Collator, template: Any, **kwargs: Any) -> None:
+        self._packed_collator = packed_collator
+        template.model_accepts_loss_kwargs = False  # its loss of a row without targets is NaN; PackedTrainer has 0
+        super().__init__(*args, template=template, **kwargs)
+
+    def _get_data_collator(self, args: Any, template: Any) -> Collator:
+        return self._packed_collator
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        if "loss_mask" in prepared:  # the weighted loss calls the model with all other inputs
+            prepared.pop("compute_loss_func", None)
+        return prepared
+
+    def prepare_logits_to_keep(self, inputs: dict[str, Any]) -> None:
+        """Keep the logits of targets alone, except if the row has no target, or loss weights for all its tokens."""
+        if "loss_mask" not in inputs and (inputs["labels"][..., 1:] != -100).any():
+            super().prepare_logits_to_keep(inputs)

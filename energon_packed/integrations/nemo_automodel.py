@@ -1,0 +1,96 @@
+"""Packs to the dataset of NeMo Automodel: a recipe names AutomodelStream.
+
+Automodel does not shift labels. With the batches of PaddingFreeCollator, whose labels are for Transformers, it would
+train each token to predict itself. AutomodelStream yields shifted labels.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from energon_packed.encoding import ChatEncoder
+from energon_packed.errors import BatchError
+from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.distributors.datasets import MapDistributor
+
+
+class AutomodelStream(torch.utils.data.IterableDataset[dict[str, Any]]):
+    """Iterable dataset for recipes of NeMo Automodel over a packed dataset of text, in its global order.
+
+        dataset:
+          _target_: energon_packed.AutomodelStream
+          path: out
+        dataloader:
+          batch_size: null                     # an item is a finished row
+        step_scheduler:
+          local_batch_size: 1
+
+    Each item is the arguments of the model for one pack, with shifted labels, int64 (1, T). An iteration is an epoch,
+    or its rest after a checkpoint. Every pack is read once in each epoch by all ranks together; a row without targets
+    fills the last row. The recipe saves and restores the position.
+
+    Args:
+        path: folder of a packed dataset, or a Metadataset.
+        encoder: folder of the tokenizer that encodes the packs; not for PackedTokensSample.
+        split: of the dataset.
+        balance: `attention` assigns packs of similar cost to the ranks of a step.
+        seed: of the order.
+
+    Raises:
+        BatchError: a pack has images, or its targets have different weights.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        encoder: str | Path | None = None,
+        split: str = "train",
+        balance: Literal["attention"] | None = None,
+        seed: int = 0,
+    ) -> None:
+        data = PackedDataset(path, None if encoder is None else ChatEncoder.from_pretrained(encoder), split=split)
+        self._order, self._seed = MapDistributor(data, balance=balance), seed
+        self._loader = self._loader_of(0, 1)
+
+    def shard(self, num_shards: int, index: int) -> "AutomodelStream":
+        """Read the packs of data-parallel rank `index` of `num_shards`; the recipe calls it."""
+        self._loader = self._loader_of(index, num_shards)
+        return self
+
+    def _loader_of(self, rank: int, world_size: int) -> DataflowLoader:
+        return DataflowLoader(self._order, batch_size=1, rank=rank, world_size=world_size, seed=self._seed)
+
+    def __len__(self) -> int:
+        """Return the rows of this rank in one epoch."""
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield the arguments of the model for each row, with shifted labels."""
+        for batch in self._loader:
+            yield _arguments(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position after the last row, the same on all ranks, in plain types."""
+        return self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the row at which the state was saved.
+
+        Raises:
+            BatchError: the dataset or the settings differ.
+        """
+        self._loader.load_state_dict(state_dict)
+
+
+def _arguments(batch: PackedBatch) -> dict[str, Any]:
+    """Arguments of the model for a row, with the labels of Megatron, which are shifted."""
+    if any(batch.num_images) or any(batch.num_videos):
+        raise BatchError("A row must have text for AutomodelStream, got images. Use another trainer.")
+    inputs = batch.transformers_inputs()
+    inputs.pop("num_items_in_batch", None)  # the recipe divides by the targets of the step
+    return inputs | {"labels": batch.megatron_inputs()["labels"]}

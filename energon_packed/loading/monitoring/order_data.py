@@ -1,0 +1,124 @@
+"""A dataset in, the ids of its samples out; an order log is compared with them: lost, repeated and unknown samples."""
+
+from array import array
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.encoding import StoredTokens
+from energon_packed.loading.config import DataflowConfig, is_dataflow_config
+from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.raw_records import PlannedDataset, plan_in_memory
+from energon_packed.records import Conversation
+
+_MAX_NAMED = 5  # ids that a message names
+Hashes = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Epoch:
+    """The lines of an epoch that count.
+
+    Attributes:
+        number: from 0.
+        samples: int64 hash of the id of each sample; samples without an id are in `unnamed`.
+        unnamed: samples without an id.
+        repeats: samples may be drawn several times.
+        has_order: the epoch has a global order.
+        least, most: passes over the data that all ranks have finished, and that a rank has started.
+    """
+
+    number: int
+    samples: Hashes
+    unnamed: int
+    repeats: bool
+    has_order: bool
+    least: int
+    most: int
+
+
+class LoggedData:
+    """The data of an order log, by the ids of its samples: 8 bytes for each sample.
+
+    Only ids are compared: the folder of a dataset may have another name than during training. Samples without an id
+    are compared by their number.
+
+    Args:
+        path: packed folder, Metadataset, or the YAML of a DataflowConfig, whose records are measured.
+        split: `train`, `val` or `test`.
+
+    Raises:
+        ConfigError, FormatError: as PackedDataset and `plan_in_memory`.
+    """
+
+    def __init__(self, path: Path, split: str = "train") -> None:
+        self.path = path
+        self._data: PackedDataset | PlannedDataset
+        if is_dataflow_config(path):
+            self._data = plan_in_memory(DataflowConfig.from_yaml(path))
+            self._rows = len(self._data)
+        else:
+            self._data = PackedDataset(path, StoredTokens(), split=split, check_encoder=False)
+            self._rows = sum(self._data.packs)
+
+    def samples(self, ids: Container[str | None]) -> Iterator[tuple[str | None, Conversation]]:
+        """Yield (id, conversation) of the samples with these ids."""
+        for row in range(self._rows):
+            yield from (sample for sample in self._samples(row) if sample[0] in ids)
+
+    def differences(self, epoch: Epoch) -> Iterator[str]:
+        """Yield a line for the samples that are lost, used too often, or not in the data.
+
+        Lost samples are reported for complete epochs. If samples are drawn by weight, any number of uses is correct.
+        """
+        scope = f"epoch {epoch.number}"
+        ids, unnamed, _ = self._hashes
+        used, counts = np.unique(epoch.samples, return_counts=True)
+        if foreign := len(np.setdiff1d(used, ids)):
+            yield f"{scope}: {foreign} samples are not in {self.path}. Pass the data of the run."
+        blend = self._data if isinstance(self._data, PackedDataset) and self._data.repeats else None
+        by_weight = blend is not None and blend.weights is not None
+        if by_weight or (epoch.repeats and not epoch.has_order) or (blend is not None and epoch.most > 1):
+            return
+        known, expected = np.unique(ids if blend is None else self._drawn(blend, epoch.number), return_counts=True)
+        times = np.zeros(len(known), dtype=np.int64)
+        _, at, of_used = np.intersect1d(known, used, return_indices=True)
+        times[at] = counts[of_used]
+        if len(lost := known[times < expected * epoch.least]):
+            yield f"{scope}: {len(lost)} samples of {self.path} are lost: {self._named(lost)}"
+        if len(twice := known[times > expected * epoch.most]):
+            yield f"{scope}: {len(twice)} samples are used too often: {self._named(twice)}"
+        if blend is None and not unnamed * epoch.least <= epoch.unnamed <= unnamed * epoch.most:
+            yield f"{scope}: {epoch.unnamed} samples without an id are used, and {self.path} has {unnamed}."
+
+    @cached_property
+    def _hashes(self) -> tuple[Hashes, int, Hashes]:
+        """Hashes of the ids, the number of samples without an id, and the index of the first id of each row."""
+        ids, unnamed, starts = array("q"), 0, array("q", [0])
+        for row in range(self._rows):
+            samples = self._samples(row)
+            named = [hash(ident) for ident, _ in samples if ident is not None]
+            unnamed += len(samples) - len(named)
+            ids.extend(named)
+            starts.append(len(ids))
+        return np.array(ids, dtype=np.int64), unnamed, np.array(starts, dtype=np.int64)
+
+    def _drawn(self, blend: PackedDataset, epoch: int) -> Hashes:
+        """Hashes of the ids of an epoch of a blend by repetitions, each as often as it is drawn."""
+        ids, _, starts = self._hashes
+        return np.concatenate([ids[starts[item] : starts[item + 1]] for item in blend.epoch_items(epoch, None)])
+
+    def _samples(self, row: int) -> list[tuple[str | None, Conversation]]:
+        """(id, conversation) of the samples of a row."""
+        if isinstance(self._data, PlannedDataset):
+            return list(zip(self._data.ids(row), self._data.conversations(row), strict=True))
+        return [(conversation.id, conversation) for conversation in self._data.pack(row).conversations()]
+
+    def _named(self, hashes: Hashes) -> str:
+        wanted = set(hashes[:_MAX_NAMED].tolist())
+        names = {str(ident) for row in range(self._rows) for ident, _ in self._samples(row) if hash(ident) in wanted}
+        return ", ".join(sorted(names)) + (", ..." if len(hashes) > _MAX_NAMED else "")

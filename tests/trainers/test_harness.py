@@ -1,0 +1,28 @@
+"""The harness finds the errors that it is for; the loop without an error is in ddp/test_ddp.py."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainers.harness import Data, prove
+
+ERRORS = {
+    "shifted labels": ("assert_losses", "targets are expected|the loss of the samples by themselves"),
+    "leaked attention": ("assert_losses", "the loss of the samples by themselves is"),
+    "lost sample": ("assert_every_sample", r"epoch 0: no row has \['s\d+', 's\d+'\]"),
+    "drop": ("assert_every_sample", r"\{12\} rows of each rank"),
+    "mean of means": ("assert_gradients", "the relative difference of the gradient is"),
+}
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_an_error_is_found(trainer_data: Data, tmp_path: Path, kind: str) -> None:
+    check, message = ERRORS[kind]
+    result = prove("ddp", trainer_data, tmp_path, title="", packages=(), kind=kind, resume=False)
+    with pytest.raises(AssertionError, match=message):
+        getattr(result, check)()
+
+
+def test_a_run_that_starts_again_is_found(trainer_data: Data, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="killed after .*: (resumed after 0 rows|other rows after it)"):
+        prove("ddp", trainer_data, tmp_path, title="", packages=(), kind="start again").assert_resumed()

@@ -1,0 +1,255 @@
+"""Measure how time and memory grow with the number of records, shards and members.
+
+    python tools/bench_scale.py [--records 1000000] [--parts records shards members order]
+
+records   generated records through lengths, pack, report, verify, metadataset and the loaders
+shards    5,000 shards of small packs: verify, nv-meta and the loaders
+members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
+order     the first batch of every one of 1,000 ranks, from an epoch of a million packs
+
+Each part runs with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases per record:
+from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the increase of
+the peak memory of all processes from a tenth to all. The output has the figures of the page Performance.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchlib import Report, Usage, arguments, bench_tokenizer, command, paragraphs, usage
+
+_SEQ_LEN = 2048
+_STAGES = ("records", "shards", "members", "order")
+_HEAD = "import logging, sys, time, warnings; warnings.filterwarnings('ignore'); logging.disable(logging.WARNING)\n"
+
+_LOADER = (
+    _HEAD
+    + """
+from energon_packed import get_packed_loader
+loader = get_packed_loader(sys.argv[1], epochs=1, num_workers=0)
+print(sum(len(batch.ids) for batch in loader))
+"""
+)
+
+_DATAFLOW = (
+    _HEAD
+    + """
+from energon_packed import DataflowLoader, MapDistributor, PackedDataset
+loader = DataflowLoader(MapDistributor(PackedDataset(sys.argv[1])), num_workers=0)
+print(sum(len(batch.ids) for batch in loader))
+"""
+)
+
+# First batch of both loaders, without an epoch.
+_FIRST = (
+    _HEAD
+    + """
+from energon_packed import DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
+next(iter(get_packed_loader(sys.argv[1], num_workers=0)))
+next(iter(DataflowLoader(MapDistributor(PackedDataset(sys.argv[1])), num_workers=0)))
+"""
+)
+
+# The items of the first step of all ranks; each rank of a run computes the same order once.
+_ORDER = (
+    _HEAD
+    + """
+import numpy as np
+from energon_packed.loading.order import Order
+from energon_packed.packing.balance import CostModel, RowSizes
+
+class Packs:
+    def __init__(self, count):
+        tokens = np.random.default_rng(0).integers(8_000, 16_385, count)
+        self.sizes = RowSizes(tokens=tokens, squares=tokens * 2_000, patches=0 * tokens)
+    def __len__(self):
+        return len(self.sizes.tokens)
+    def row_sizes(self):
+        return self.sizes
+
+packs, ranks = Packs(int(sys.argv[1])), 1000
+for cost in (None, CostModel()):
+    start = time.process_time()
+    order = Order(packs, cost=cost)
+    segment = order.segment(ranks, 1)
+    first = [order.numbers(order.places(segment, 0, rank), 0, 0, [segment])[0] for rank in range(ranks)]
+    assert len(set(first)) == ranks
+    print(time.process_time() - start)
+"""
+)
+
+
+def records(count: int) -> Iterator[str]:
+    """Yield lines of JSONL: an id, a question, and an answer of lognormal length with a mean of 120 characters."""
+    prose, _ = paragraphs()
+    words = " ".join("".join(character if character.isalnum() else " " for character in " ".join(prose)).split())
+    rng = np.random.default_rng(0)
+    for first in range(0, count, 100_000):
+        number = min(100_000, count - first)
+        lengths = np.clip(rng.lognormal(np.log(120) - 0.32, 0.8, number), 4, 8000).astype(int).tolist()
+        starts = rng.integers(0, len(words) - 8000, number).tolist()
+        for index, (start, length) in enumerate(zip(starts, lengths, strict=True), first):
+            answer = words[start : start + length]  # letters and digits only, so JSON needs no escapes
+            turns = f'{{"role":"user","content":"Question {index}?"}},{{"role":"assistant","content":"{answer}"}}'
+            yield f'{{"id":"scale-{index:010d}","messages":[{turns}]}}\n'
+
+
+def jsonl(work: Path, count: int) -> Path:
+    """Write generated records, unless the file exists."""
+    path = work / f"scale-{count}.jsonl"
+    if not path.exists():
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.writelines(records(count))
+        temporary.rename(path)
+    return path
+
+
+def tokenizer_of(work: Path) -> Path:
+    """Return the tokenizer of all parts."""
+    return bench_tokenizer(work, vision=False)
+
+
+def packing(source: Path, out: Path, tokenizer: Path) -> list[str]:
+    """Return the command that packs a file as tokens."""
+    options = ("--seq-len", _SEQ_LEN, "--tokenizer", tokenizer, "--sample-class", "PackedTokensSample")
+    return command("pack", source, "-o", out, "--shard-prefix", out.name.replace(".", "-"), *options)
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file, or of all files in a folder."""
+    return (
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        if path.is_dir()
+        else path.stat().st_size
+    )
+
+
+def run_records(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
+    """Return resources and bytes of output of each command, for `count` records.
+
+    The Metadataset blends this output with the output of the run of a tenth, if there is one.
+    """
+    source, out, tokenizer = jsonl(work, count), work / f"scale-{count}", tokenizer_of(work)
+    shutil.rmtree(out, ignore_errors=True)
+    html, blend = work / f"scale-{count}.html", work / f"scale-{count}.yaml"
+    inputs = [folder for folder in (work / f"scale-{count // 10}", out) if folder == out or folder.exists()]
+    blend.unlink(missing_ok=True)
+    lines: dict[str, tuple[list[str], Path | None]] = {
+        "lengths": (command("lengths", source, "-o", out, "--tokenizer", tokenizer), None),
+        "pack": (packing(source, out, tokenizer), out / "webdataset"),
+        "report": (command("report", out, "-o", html), html),
+        "verify": (command("verify", out), None),
+        "metadataset": (command("metadataset", blend, *inputs, "--epochized"), blend),
+        "get_packed_loader, an epoch": ([sys.executable, "-c", _LOADER, str(out)], None),
+        "DataflowLoader of the Metadataset, an epoch": ([sys.executable, "-c", _DATAFLOW, str(blend)], None),
+    }
+    return measured(lines, count)
+
+
+def measured(lines: dict[str, tuple[list[str], Path | None]], count: int) -> dict[str, tuple[Usage, int]]:
+    """Run commands, and return their resources and the bytes of their output."""
+    results = {}
+    for name, (line, output) in lines.items():
+        used = usage(line)
+        results[name] = used, size_of(output) if output else 0
+        text = f"  {count:,}: {name}: {used.cpu:.1f} s CPU, {used.wall:.1f} s, {used.memory / 2**20:.0f} MiB"
+        print(text, file=sys.stderr, flush=True)
+    return results
+
+
+def add_slopes(report: Report, unit: str, limit: int, runs: dict[int, dict[str, tuple[Usage, int]]]) -> None:
+    """Report the resources of the largest run, and its slopes relative to a run of a tenth."""
+    least, tenth, count = sorted(runs)
+    for name, (used, size) in runs[count].items():
+        start, before = runs[least][name][0], runs[tenth][name][0]
+        label = f"{count:,} {unit}: {name}"
+        report.add(f"{label}: CPU time", used.cpu, "s", wall=used.wall)
+        # Shorter work has no slope: start-up varies more.
+        if before.cpu > 1.5 * start.cpu:
+            slope = (used.cpu - start.cpu) / (count - least) / (before.cpu - start.cpu) * (tenth - least)
+            report.add(f"{label}: slope of the CPU time", slope, "", "<= 1.15")
+        report.add(f"{label}: peak memory", used.memory / 2**20, "MiB")
+        report.add(
+            f"{label}: memory", (used.memory - before.memory) / (count - tenth), f"B/{unit[:-1]}", f"<= {limit}"
+        )
+        if size:
+            report.add(f"{label}: output", size / 2**20, "MiB")
+
+
+def bench(
+    report: Report, unit: str, limit: int, count: int, run: Callable[[int], dict[str, tuple[Usage, int]]]
+) -> None:
+    """Run a hundredth, a tenth and all; `limit` is the most memory of a unit, in bytes."""
+    add_slopes(report, unit, limit, {number: run(number) for number in (count // 100, count // 10, count)})
+
+
+def run_shards(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
+    """Return resources of each command, for `count` shards of two packs."""
+    source, out, tokenizer = jsonl(work, count * 10), work / f"shards-{count}", tokenizer_of(work)
+    shutil.rmtree(out, ignore_errors=True)
+    small = ("--seq-len", 256, "--max-packs-per-shard", 2, "--overlong", "truncate")
+    lines: dict[str, tuple[list[str], Path | None]] = {
+        "pack": ([*packing(source, out, tokenizer), *map(str, small)], out / "webdataset"),
+        "verify": (command("verify", out), None),
+        "nv-meta": (command("nv-meta", out), None),
+        "first batch of both loaders": ([sys.executable, "-c", _FIRST, str(out)], None),
+    }
+    return measured(lines, count)
+
+
+def run_members(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
+    """Return resources of each command, for a tar of `count` members."""
+    source, tokenizer = jsonl(work, count), tokenizer_of(work)
+    single, out = work / f"members-{count}", work / f"members-out-{count}"
+    for folder in (single, out):
+        shutil.rmtree(folder, ignore_errors=True)
+    whole = ("--unpacked", "--seq-len", _SEQ_LEN, "--max-packs-per-shard", count)
+    lines: dict[str, tuple[list[str], Path | None]] = {
+        "pack to a tar": (
+            command("pack", source, "-o", single, "--tokenizer", tokenizer, *whole),
+            single / "webdataset",
+        ),
+        "inspect": (command("inspect", single), None),
+        "nv-meta": (command("nv-meta", single), None),
+        "pack of the tar": (
+            packing(single / "webdataset" / f"{single.name}-000000.tar", out, tokenizer),
+            out / "webdataset",
+        ),
+    }
+    return measured(lines, count)
+
+
+def bench_order(report: Report) -> None:
+    """Measure the order of an epoch of a million packs for 1,000 ranks."""
+    used = usage([sys.executable, "-c", _ORDER, 1_000_000])
+    for name, spent in zip(("shuffled", "aligned by cost"), map(float, used.output.split()), strict=True):
+        report.add(f"1,000 ranks, a million packs, {name}: CPU time of the first step", spent, "s", "<= 5")
+
+
+def main() -> None:
+    """Run the benchmarks and print the results."""
+    parser = arguments(__doc__, "scale")
+    parser.add_argument("--records", type=int, default=1_000_000)
+    parser.add_argument("--parts", nargs="*", choices=_STAGES, default=list(_STAGES))
+    options: Any = parser.parse_args()
+    work: Path = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    report = Report("scale", options.json)
+    if "records" in options.parts:
+        bench(report, "records", 100, options.records, partial(run_records, work))
+    if "shards" in options.parts:
+        bench(report, "shards", 10_000, 5_000, partial(run_shards, work))
+    if "members" in options.parts:
+        bench(report, "members", 1_000, 200_000, partial(run_members, work))
+    if "order" in options.parts:
+        bench_order(report)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
