@@ -35,7 +35,7 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank
 parallel_state.initialize_model_parallel(int(tensor), int(pipeline))
 provider = train_valid_test_dataloaders_provider(
     shards, ChatEncoder.from_pretrained(tokenizer), layout=layout, num_workers=0, order=order,
-    order_log=f"{shards}-{layout}-{order}")
+    order_log=f"{store}-log")
 assert provider.is_distributed
 train, valid, test = provider([0, 0, 0])
 print("valid", valid is not None, "test", test is not None)
@@ -60,6 +60,7 @@ def run_ranks(
 ) -> list[str]:  # fmt: skip
     """Real processes in a real process group."""
     (tmp_path / "store").unlink(missing_ok=True)
+    shutil.rmtree(tmp_path / "store-log", ignore_errors=True)
     arguments = [str(tensor), str(pipeline), str(tmp_path / "store"), str(shards), str(tokenizer), layout, order]
     ranks = [Python(RANK, rank, world, *arguments) for rank in range(world)]
     outputs = []
@@ -93,7 +94,7 @@ def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
     shards = pack_demo().shards
     same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
     assert same[0] == same[1]
-    report = check_order(shards.with_name(f"{shards.name}-bridge-global"), LoggedData(shards))
+    report = check_order(tmp_path / "store-log", LoggedData(shards))
     assert (report.problems, report.steps, report.repeated) == ([], 2, 1)
     first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
     assert "first" in first
