@@ -1,11 +1,10 @@
 """Measure how time and memory grow with the number of records, shards and members.
 
-    python tools/bench_scale.py [--records 1000000] [--parts records shards members order]
+    python tools/bench_scale.py [--records 1000000] [--parts records shards members]
 
 records   generated records through lengths, pack, report, verify, metadataset and the loaders
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
 members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
-order     the first batch of every one of 1,000 ranks, from an epoch of a million packs
 
 Each part runs with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases per record:
 from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the increase of
@@ -23,7 +22,7 @@ import numpy as np
 from benchlib import Report, Usage, arguments, bench_tokenizer, command, paragraphs, usage
 
 _SEQ_LEN = 2048
-_STAGES = ("records", "shards", "members", "order")
+_STAGES = ("records", "shards", "members")
 _HEAD = "import logging, sys, time, warnings; warnings.filterwarnings('ignore'); logging.disable(logging.WARNING)\n"
 
 _LOADER = (
@@ -51,34 +50,6 @@ _FIRST = (
 from energon_packed import DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
 next(iter(get_packed_loader(sys.argv[1], num_workers=0)))
 next(iter(DataflowLoader(MapDistributor(PackedDataset(sys.argv[1])), num_workers=0)))
-"""
-)
-
-# The items of the first step of all ranks; each rank of a run computes the same order once.
-_ORDER = (
-    _HEAD
-    + """
-import numpy as np
-from energon_packed.loading.order import Order
-from energon_packed.packing.balance import CostModel, RowSizes
-
-class Packs:
-    def __init__(self, count):
-        tokens = np.random.default_rng(0).integers(8_000, 16_385, count)
-        self.sizes = RowSizes(tokens=tokens, squares=tokens * 2_000, patches=0 * tokens)
-    def __len__(self):
-        return len(self.sizes.tokens)
-    def row_sizes(self):
-        return self.sizes
-
-packs, ranks = Packs(int(sys.argv[1])), 1000
-for cost in (None, CostModel()):
-    start = time.process_time()
-    order = Order(packs, cost=cost)
-    segment = order.segment(ranks, 1)
-    first = [order.numbers(order.places(segment, 0, rank), 0, 0, [segment])[0] for rank in range(ranks)]
-    assert len(set(first)) == ranks
-    print(time.process_time() - start)
 """
 )
 
@@ -224,13 +195,6 @@ def run_members(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
     return measured(lines, count)
 
 
-def bench_order(report: Report) -> None:
-    """Measure the order of an epoch of a million packs for 1,000 ranks."""
-    used = usage([sys.executable, "-c", _ORDER, 1_000_000])
-    for name, spent in zip(("shuffled", "aligned by cost"), map(float, used.output.split()), strict=True):
-        report.add(f"1,000 ranks, a million packs, {name}: CPU time of the first step", spent, "s", "<= 5")
-
-
 def main() -> None:
     """Run the benchmarks and print the results."""
     parser = arguments(__doc__, "scale")
@@ -246,8 +210,6 @@ def main() -> None:
         bench(report, "shards", 10_000, 5_000, partial(run_shards, work))
     if "members" in options.parts:
         bench(report, "members", 1_000, 200_000, partial(run_members, work))
-    if "order" in options.parts:
-        bench_order(report)
     report.finish()
 
 
