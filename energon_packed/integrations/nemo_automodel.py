@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from energon_packed.encoding import ChatEncoder
-from energon_packed.errors import BatchError
+from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
@@ -70,7 +70,16 @@ class AutomodelStream(torch.utils.data.IterableDataset[dict[str, Any]]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of the model for each row, with shifted labels."""
+        """Yield the arguments of the model for each row, with shifted labels.
+
+        Raises:
+            ConfigError: a worker process of the recipe's dataloader reads the stream.
+        """
+        if torch.utils.data.get_worker_info() is not None:
+            raise ConfigError(
+                "`num_workers` of the recipe's dataloader must be 0 with AutomodelStream, which reads its position in "
+                "the training process, got more. Remove it."
+            )
         for batch in self._loader:
             yield _arguments(batch)
 

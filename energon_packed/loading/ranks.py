@@ -47,9 +47,9 @@ def has_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def group_place() -> tuple[int, int]:
-    """(rank, number of processes) of the process group; (0, 1) without a process group."""
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if has_group() else (0, 1)
+def group_place(group: Any = None) -> tuple[int, int]:
+    """(rank, number of processes) of a process group, by default of all processes; (0, 1) without a process group."""
+    return (torch.distributed.get_rank(group), torch.distributed.get_world_size(group)) if has_group() else (0, 1)
 
 
 def launched_processes() -> int:

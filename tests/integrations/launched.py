@@ -54,6 +54,11 @@ def launch(
     ) as process:
         try:
             stderr = process.communicate(timeout=300)[1]
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks, which have sessions of their own
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=60)
+            raise
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # the ranks, if the launcher did not end them

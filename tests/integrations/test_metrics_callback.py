@@ -23,6 +23,7 @@ from energon_packed import (
 from tests import oldest
 from tests.integrations.launched import run_script, tiny_qwen2
 from tests.integrations.metrics_runs import MIXTURE_STEPS, QUIET_RUN, SAVED, samples, strong
+from tests.processes import run_ranks
 
 SCRIPT = "tests.integrations.metrics_runs"
 NAMES = ["perf/tokens_per_s", "perf/targets_per_s", "perf/imbalance", "data/padding", "data/wait_s"]
@@ -148,3 +149,19 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
         train([samples("a", 0)[:2]], PaddingFreeCollator(), WithoutLogits())
     with pytest.raises(ConfigError, match="Unknown reward name 'a'. Known names: 0"):
         train([samples("a", 0)[:2]], PaddingFreeCollator(), tiny_qwen2())
+
+
+GROUPS = """
+from energon_packed import MapDistributor, MixtureCallback, MixtureDistributor
+parts = [MapDistributor(range(4)), MapDistributor(range(4))]
+groups = [torch.distributed.new_group([index]) for index in range(count)]
+callback = MixtureCallback(
+    MixtureDistributor(parts, [1, 1], repeat=True, names=["a", "b"]), every=2, group=groups[rank])
+saved = {"losses": {}, "sums": [{"a": (3.0, 2.0)}]}
+callback.restore(saved, None, None)
+assert callback.state()["sums"] == saved["sums"], callback.state()
+"""
+
+
+def test_losses_are_restored_in_the_group_of_the_ranks_that_read_different_data(tmp_path: Path) -> None:
+    run_ranks(GROUPS, 2, tmp_path / "store")

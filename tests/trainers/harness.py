@@ -148,11 +148,11 @@ def run(name: str, spec: Spec, *, timeout: float = 480) -> Run:
     place |= {"MASTER_PORT": str(port), **_ENVIRONMENT}
     # The packages of the development environment are imported once, for all processes.
     kind = _Started if (Path(__file__).parent / name / "requirements.txt").exists() else _Forked
-    ranks = [
-        kind(name, file, os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(RANKS)
-    ]
+    ranks: list[_Started | _Forked] = []
     end = time.monotonic() + timeout
     try:
+        for rank in range(RANKS):
+            ranks.append(kind(name, file, os.environ | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}))
         while any(rank.status() is None for rank in ranks) and time.monotonic() < end:
             if any(rank.status() for rank in ranks):
                 time.sleep(2)  # the other rank may finish a checkpoint, and report the cause
@@ -160,8 +160,8 @@ def run(name: str, spec: Spec, *, timeout: float = 480) -> Run:
             time.sleep(0.02)
         ended = [rank.status() for rank in ranks]
     finally:
-        for rank in ranks:
-            rank.kill()
+        for started in ranks:
+            started.kill()
     if spec.kill_after:
         assert ended[spec.kill_rank] == -signal.SIGKILL, f"{ended}\n{ranks[spec.kill_rank].output()}"
     else:

@@ -4,6 +4,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from energon_packed import AutomodelStream, BatchError, ConfigError, PackedDataLoader, PackedPlugin, PackedSft
@@ -53,6 +54,11 @@ def test_automodel_refuses_another_dataset(trainer_data: Data) -> None:
     state = AutomodelStream(trainer_data.folder / "packs", seed=1).state_dict()
     with pytest.raises(BatchError, match="seed"):
         AutomodelStream(trainer_data.folder / "packs").load_state_dict(state)
+
+
+def test_automodel_refuses_worker_processes(trainer_data: Data) -> None:
+    with pytest.raises(ConfigError, match="`num_workers` of the recipe's dataloader must be 0"):
+        next(iter(DataLoader(AutomodelStream(trainer_data.folder / "packs"), batch_size=None, num_workers=1)))
 
 
 def test_torchtitan_must_be_installed() -> None:

@@ -24,5 +24,5 @@ def test_an_error_is_found(trainer_data: Data, tmp_path: Path, kind: str) -> Non
 
 
 def test_a_run_that_starts_again_is_found(trainer_data: Data, tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="killed after .*: (resumed after 0 rows|other rows after it)"):
+    with pytest.raises(AssertionError, match="killed after .*: (resumed after|other rows after it|other weights)"):
         prove("ddp", trainer_data, tmp_path, title="", packages=(), kind="start again").assert_resumed()

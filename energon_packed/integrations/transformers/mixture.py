@@ -108,7 +108,7 @@ class MixtureCallback(LoaderState, LogCallback):
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
         """Continue with saved losses; with another number of ranks, each rank continues with some of them."""
-        rank, world_size = group_place()
+        rank, world_size = group_place(self._group)
         self._losses = dict(state["losses"])
         for sums in state["sums"][rank::world_size]:
             for name, (loss, weight) in sums.items():

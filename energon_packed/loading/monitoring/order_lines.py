@@ -216,7 +216,8 @@ class OrderFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.files = [RankFile(file) for file in sorted(folder.glob("order-*.jsonl"))]
+        names = (file for file in folder.glob("order-*.jsonl") if file.stem.removeprefix("order-").isdecimal())
+        self.files = [RankFile(file) for file in sorted(names)]
         self.files = [file for file in self.files if file.processes]
         if not self.files or self.files[0].rank:
             raise FormatError(

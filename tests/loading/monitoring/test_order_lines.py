@@ -70,6 +70,7 @@ def test_a_log_may_start_with_a_resumed_run(tmp_path: Path) -> None:
     loader = DataflowLoader(MapDistributor(FEATURES))
     next(iter(loader))
     logged(tmp_path, loader.state_dict())
+    (tmp_path / "order-00000 (copy).jsonl").write_text("not a log of a rank")
     report = check_order(tmp_path)
     assert (report.problems, report.samples, report.processes) == ([], 12, ["1 rank after epoch 0, step 1"])
 
