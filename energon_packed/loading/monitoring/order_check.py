@@ -124,7 +124,9 @@ class _Tally:
                 if count := _count_twice(hashes):
                     yield f"{scope}: {count} {name} are used twice"
         for shard, items in sorted(self.shards.items()):
-            yield from _of_shard(f"{scope}, shard {shard}", items, complete=shard in self.ended)
+            yield from _of_shard(
+                f"{scope}, shard {shard}", items, complete=shard in self.ended and not self.is_partial
+            )
         yield from self._of_places(scope)
 
     def _of_places(self, scope: str) -> Iterator[str]:
@@ -136,8 +138,7 @@ class _Tally:
         present = np.zeros(self.frontier, dtype=np.bool_)
         present[places[places < self.frontier]] = True
         lost = np.flatnonzero(~present)
-        epoch, step = self.facts["starts"][0][1][0]
-        if epoch == self.epoch and step:  # the log was started in this epoch, and has no line of the earlier steps
+        if self.is_partial:
             lost = lost[lost > places[0]]
         if len(lost):
             yield f"{scope}: {len(lost)} items are lost: {_some(lost.tolist())}"
@@ -154,7 +155,14 @@ class _Tally:
         return size if size is not None and self._is_read() else reached
 
     @property
+    def is_partial(self) -> bool:
+        """Whether the log was started in this epoch, and has no line of its earlier steps."""
+        return any(epoch == self.epoch and step for epoch, step in self.facts["starts"][0][1])
+
+    @property
     def complete(self) -> bool:
+        if self.is_partial:
+            return False
         size = self.facts.get("size")
         if size is not None and not self.facts.get("endless"):
             return len(set(self.places)) == int(size)

@@ -75,6 +75,21 @@ def test_a_log_may_start_with_a_resumed_run(tmp_path: Path) -> None:
     assert (report.problems, report.samples, report.processes) == ([], 12, ["1 rank after epoch 0, step 1"])
 
 
+def test_a_log_that_starts_in_an_epoch_has_not_lost_its_earlier_steps(tmp_path: Path) -> None:
+    packs = energon_folder(tmp_path)
+    for log, make in (
+        (tmp_path / "stream", lambda **given: DataflowLoader(IterableDistributor(lambda: FEATURES), **given)),
+        (tmp_path / "energon", lambda **given: get_packed_loader(packs, epochs=1, num_workers=0, **given)),
+    ):
+        first = make()
+        list(islice(first, 2))
+        resumed = make(order_log=log)
+        resumed.load_state_dict(first.state_dict())
+        list(resumed)
+        report = check_order(log, LoggedData(packs) if log.name == "energon" else None)
+        assert (report.problems, report.complete) == ([], [])
+
+
 def test_ranks_without_lines_are_named(tmp_path: Path) -> None:
     logged(tmp_path, rank=0, world_size=3)
     assert "ranks 1, 2 of 3 have no lines" in check_order(tmp_path).problems[0]
