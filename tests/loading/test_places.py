@@ -31,8 +31,8 @@ def test_a_loader_before_the_process_group_is_refused(
     monkeypatch.delenv("WORLD_SIZE")
     loader = new_loader()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     with pytest.raises(ConfigError, match=r"created as rank 0 of 1, but torch.distributed now reports rank 1 of 2"):
         next(iter(loader))
     loader = new_loader()
