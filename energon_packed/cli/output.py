@@ -72,7 +72,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--quiet", "-q", is_flag=True, cls=DeclaredOption, group=MESSAGES,
                   help="Print only warnings and errors.")  # fmt: skip
     @click.option("--verbose", "-v", is_flag=True, cls=DeclaredOption, group=MESSAGES,
-                  help="Also print inputs, reused work and frequent progress lines.")  # fmt: skip
+                  help="Also print details: inputs, reused work and frequent progress lines.")  # fmt: skip
     @click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES,
                   help="Print the result as one JSON object; all else goes to stderr.")  # fmt: skip
     @wraps(command)

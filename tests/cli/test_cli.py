@@ -213,7 +213,7 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
     assert "demo " in done.stdout
     help_text = run("pack", "--help")
     assert help_text.returncode == 0
-    for option in ("--seq-len", "--tokenizer", "--image-root", "--overlong", "--max-reject-rate", "--resume"):
+    for option in ("--seq-len", "--tokenizer", "--image-root", "--overlong", "--max-reject-rate", "--help-all"):
         assert option in help_text.stdout
 
 
