@@ -132,6 +132,7 @@ PLACES = {
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",
+    "find_records": "inspection.search:find_records",
     "expected_steps": "inspection.steps:expected_steps",
     "read_sizes": "inspection.steps:read_sizes",
     "steps_inspection": "inspection.steps",
