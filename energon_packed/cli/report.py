@@ -4,11 +4,10 @@ from pathlib import Path
 
 import click
 
-from energon_packed.cli.display import format_bytes
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
-from energon_packed.files import atomic_write
+from energon_packed.files import atomic_write, format_bytes
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
