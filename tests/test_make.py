@@ -1,8 +1,10 @@
 """What make, pyproject.toml and the files of versions say of each other."""
 
 import re
+import shutil
 import subprocess
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,24 @@ def test_make_hard_sets_what_the_tests_read() -> None:
     command = run[1].removeprefix("$(shell ").removesuffix(")")
     files = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert set(files.split()) == {str(file) for file in reading}
+
+
+def test_root_gets_the_browser_of_the_tests(tmp_path: Path) -> None:
+    for name, does in (("id", "echo 0"), ("apt-get", 'echo "apt-get $*" >> "$LOG"; test "$1" = update')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("make", "sh", "timeout", "grep"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    log = tmp_path / "log"
+    run = partial(
+        subprocess.run, cwd=ROOT, env={"PATH": str(tmp_path), "LOG": str(log)}, capture_output=True, text=True
+    )
+    assert "cannot install Chromium" in run(["make", "chromium"], check=True).stdout
+    assert log.read_text() == "apt-get update\napt-get install --yes --no-install-recommends chromium\n"
+    log.unlink()
+    (tmp_path / "google-chrome").symlink_to("sh")
+    run(["make", "chromium"], check=True)
+    assert not log.exists()
 
 
 @pytest.mark.parametrize("target", ["hard", "coverage", "test-lowest", "test-trainers"])

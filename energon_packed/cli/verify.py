@@ -25,7 +25,10 @@ from energon_packed.system import available_cores
 _FAST = "--fast"  # why samples are not encoded
 
 
-@click.command(name="verify", cls=GroupedCommand)
+_COMMON = ("fast", "workers", "min_utilization", "media_root", "tokenizer", "processor")
+
+
+@click.command(name="verify", cls=GroupedCommand, common=_COMMON)
 @output_options
 @click.argument("folder", type=InputPath(), metavar="DIR|METADATASET.yaml")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")

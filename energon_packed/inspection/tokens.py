@@ -88,6 +88,15 @@ def map_pack(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None, 
     return MappedPack(key=str(raw["__key__"]), segments=segments)
 
 
+def supervised_spans(mapped: MappedPack, sample: int) -> list[tuple[int, int]] | None:
+    """Spans [start, stop) of the supervised tokens of a sample, counted from its first token; None if unknown."""
+    segment = mapped.segments[sample]
+    if not segment.tokens:
+        return None
+    starts = [(start - segment.start, length) for kind, start, length in segment.runs if kind == "supervised"]
+    return [(start, start + length) for start, length in starts]
+
+
 def _encoded(samples: Sequence[StoredSample], encoder: ChatEncoder) -> list[EncodedSample | str]:
     """Encode each sample without pixels; a string is the reason why a sample cannot be encoded."""
     try:

@@ -373,7 +373,7 @@ def write_shards(
     """
     options, workspace = state.options, state.workspace
     folder = workspace.write_folder(key)
-    shards = {f"{options.prefix}-{shard.number:06d}.tar": shard for shard in plan.shards}
+    shards = {shard.name(options.prefix): shard for shard in plan.shards}
     present = {tar.name for tar in workspace.shards.glob("*.tar")}
     missing = [name for name in shards if name not in present or not state_file(folder, name).exists()]
     needed = sum(shards[name].num_bytes for name in missing)
