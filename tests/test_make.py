@@ -111,4 +111,4 @@ def test_the_workflow_runs_targets_of_make_with_the_versions_of_pyproject() -> N
     commands = [step["run"].split() for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     targets = {target for command in commands if command[0] == "make" for target in command[1:]}
     assert targets == {"lint", "docs", "unit"}  # the parts of `make test`
-    run(["make", "-n", *targets], check=True)
+    subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, check=True)
