@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError
+from energon_packed.system import announced
 
 _SETTINGS = ("tokenizer_config.json", "config.json")
 _GENERIC = "PreTrainedTokenizerFast"
@@ -86,6 +87,7 @@ class TokenizerParts:
         return tuple(sorted(tokens, key=lambda token: (-len(token), token)))
 
 
+@announced("loading the tokenizer")
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the Transformers tokenizer of a folder.
 
