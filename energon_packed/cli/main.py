@@ -165,6 +165,8 @@ def main() -> None:
 
 
 def _run() -> None:
+    if sys.platform == "win32":
+        _fail("energon-packed runs on Linux and macOS, got Windows. Use the Windows Subsystem for Linux (WSL 2).", 1)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # hides its notices about missing backends
     if sys.stdout is None:  # closed by the caller, as by `>&-`; libraries print without a check
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process
