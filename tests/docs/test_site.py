@@ -147,3 +147,23 @@ def test_pages_fit_and_are_readable(scheme: str, site: Path, address: str, tmp_p
                 faults += [f"{page} at {width} px: {fault}" for fault in browser.run(_FAULTS)]
             faults += [f"{page}: {message}" for message in browser.log]
     assert not faults
+
+
+def test_the_isolation_table_is_searched(address: str, tmp_path: Path) -> None:
+    shown = """[...document.querySelectorAll(".searchable tbody tr")].filter(row => row.checkVisibility())
+      .map(row => [...row.cells].map(cell => cell.innerText))"""
+    with Browser(tmp_path) as browser:
+        browser.show(WIDTHS[0])
+        browser.open(address + "isolation/")
+        every = browser.run(shown)
+        assert len(every) > 200
+        browser.run("document.querySelector('.searchable input').focus()")
+        for typed, words in (("Qwen2 ", ["qwen2"]), ("leaks", ["qwen2", "leaks"]), ("x", ["qwen2", "leaksx"])):
+            browser.call("Input.insertText", text=typed)
+            matching = [row for row in every if all(word in " ".join(row).lower() for word in words)]
+            assert browser.run(shown) == matching
+            count = browser.run("document.querySelector('.searchable output').value")
+            assert count == f"{len(matching)} of {len(every)}"
+        browser.run("document.querySelector('.searchable input').select()")
+        browser.call("Input.insertText", text="llamaforcausallm")
+        assert ["llama", "clean", "LlamaForCausalLM"] in browser.run(shown)
