@@ -12,6 +12,7 @@ from typing import Any
 PLACES = {
     # cli: the command line without the cost of a process; texts as a terminal of any size and encoding shows them
     "cli": "cli.main:cli",
+    "Output": "cli.output:Output",
     "TerminalProgress": "cli.progress:TerminalProgress",
     "duration": "cli.progress:duration",
     "as_options": "cli.options:as_options",
@@ -101,6 +102,8 @@ PLACES = {
     "searched_literals": "encoding.special_text:searched_literals",
     "EscapedTokenizer": "encoding.special_text:EscapedTokenizer",
     "OutOfTime": "encoding.template:OutOfTime",
+    "NOTICE": "system:NOTICE",
+    "announced": "system:announced",
     "call_in_child": "system:call_in_child",
     "memory_limit": "system:memory_limit",
     "time_limit": "encoding.template:time_limit",

@@ -2,6 +2,7 @@
 
 - docs/trainers.md: tests/trainers/NAME/result.json, which `make test-trainers` writes.
 - docs/isolation.md: energon_packed/integrations/isolation_table.json, which tools/isolation_table.py writes.
+- docs/install.md: tools/install_sizes.json, which tools/install_sizes.py writes.
 
 The text between the markers of a table is replaced. With --check, pages are not written, and the exit status is 1 if
 a page is out of date.
@@ -23,6 +24,17 @@ _RESULTS = {
     "leaks": "`check_isolation` refuses the class.",
     "refuses": "The model does not accept packed rows.",
     "not tested": "No tiny model could be built or run on text alone; `check_isolation` tests your model.",
+}
+
+_EXTRAS = {
+    "": "`lengths`, `pack`, `inspect`, `nv-meta`, `materialize`, `metadataset`; most checks of `verify`",
+    "train": "loaders; `steps`, `order`, `inspect --tokens`, `verify` with all checks",
+    "megatron": "Megatron-LM and Megatron-Bridge, with `train`",
+    "transformers-train": "`Trainer` of Hugging Face, with `train`",
+    "ray": "`pack --engine ray`, on [many nodes](many-nodes.md)",
+    "report": "[`report`](inspect.md)",
+    "video": "[video files](videos.md)",
+    "s3": "[object stores](object-storage.md)",
 }
 
 
@@ -76,6 +88,17 @@ def images() -> str:
     return _table(["processor", "model", "attention `sdpa`", "`eager`"], cells)
 
 
+def extras() -> str:
+    """Render the use and the installed size of each extra."""
+    file = ROOT / "tools" / "install_sizes.json"
+    sizes: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["extras"]
+    cells = [
+        [f"`{extra}`" if extra else "none", _EXTRAS[extra], f"{size['bytes'] / 1e6:,.0f} MB", str(size["packages"])]
+        for extra, size in sizes.items()
+    ]
+    return _table(["extra", "needed for", "installed size", "packages"], cells)
+
+
 def _isolation() -> dict[str, Any]:
     file = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
     table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -90,6 +113,7 @@ def _table(names: list[str], rows: list[list[str]]) -> str:
 
 TABLES = {
     "results of trainers": ("trainers.md", trainers, "end of results"),
+    "sizes of extras": ("install.md", extras, "end of sizes"),
     "images table": ("isolation.md", images, "end of images table"),
     "isolation table": ("isolation.md", families, "end of isolation table"),
 }

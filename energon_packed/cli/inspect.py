@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from energon_packed.cli.display import format_bytes, turn_text
+from energon_packed.cli.display import turn_text
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import visible
+from energon_packed.files import format_bytes, visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.folder import PackedFolder

@@ -8,6 +8,7 @@ by command-line options. Help, types and defaults are declared once, in the opti
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
@@ -213,8 +214,11 @@ def _flags() -> dict[str, str]:
     from energon_packed.pipeline.options import PackOptions
     from energon_packed.pipeline.survey import LengthsOptions
 
-    commands = [cli.get_command(click.Context(cli), name) for name in COMMANDS]
-    options = [each for command in commands if command for each in command.params if isinstance(each, click.Option)]
+    options: list[click.Option] = []
+    for name in COMMANDS:
+        with suppress(ConfigError):  # a command that needs the extra `train`
+            command = cli.get_command(click.Context(cli), name)
+            options += [each for each in command.params if isinstance(each, click.Option)] if command else []
     declarations = [*declared(LengthsOptions), *declared(PackOptions)]
     return {each.name: each.opts[0] for each in options if each.name} | {
         each.name: each.flags[0].split("/")[0] for each in declarations if each.flags

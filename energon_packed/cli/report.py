@@ -1,19 +1,19 @@
 """Command `energon-packed report`: a dataset or a Metadataset in, one HTML page out."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from energon_packed.cli.display import format_bytes
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import echo
+from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
-from energon_packed.files import atomic_write
+from energon_packed.files import atomic_write, format_bytes
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
 from energon_packed.inspection.report_data import gather
-from energon_packed.inspection.steps import steps_of_ranks
 from energon_packed.metadatasets import read_metadataset
 
 
@@ -42,13 +42,22 @@ def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None
         # A page with totals of only some datasets would look complete.
         if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
-        page = render_report(path.name, None, read_blend(metadataset), steps_of_ranks(path))
+        page = render_report(path.name, None, read_blend(metadataset), _steps(path))
     else:
         folder = PackedFolder.open(path)
         encoder, reason = folder.encoder_or_reason(tokenizer)
         data = gather(folder, encoder, not_encoded=as_options(reason), seed=seed)
-        steps = steps_of_ranks(path, encoder=encoder) if data.is_packed else ((), ())
+        steps = _steps(path, encoder) if data.is_packed else ((), ())
         page = render_report(str(path), data, steps=steps)
     content = page.encode()
     atomic_write(output, content)
     echo(f"{output}: {format_bytes(len(content))}")
+
+
+def _steps(path: Path, encoder: ChatEncoder | None = None) -> Any:
+    """Compute the steps of some numbers of ranks; without Energon, only a note."""
+    try:
+        from energon_packed.inspection.steps import steps_of_ranks
+    except ConfigError as error:
+        return (), (str(error).rstrip("."),)
+    return steps_of_ranks(path, encoder=encoder)

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from megatron.energon import Sample, edataclass
-from megatron.energon.errors import FatalSampleError
 
+from energon_packed.energon_release import check_energon
 from energon_packed.errors import DataChangedError, ResourceError
 from energon_packed.formats import StoredImage, StoredSample
 from energon_packed.records import Conversation
+
+check_energon()  # before Energon is imported
+
+from megatron.energon import Sample, edataclass  # noqa: E402
+from megatron.energon.errors import FatalSampleError  # noqa: E402
 
 
 class TokenRow(NamedTuple):

@@ -8,7 +8,7 @@ import base64
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,11 @@ from energon_packed.errors import ConfigError
 from energon_packed.files import visible
 from energon_packed.inspection.blend import BlendSplit
 from energon_packed.inspection.report_data import ReportData, facts, splits, warnings
-from energon_packed.inspection.steps import ExpectedSteps
 from energon_packed.inspection.tokens import KINDS, MappedPack
 from energon_packed.version import __version__
+
+if TYPE_CHECKING:  # needs Energon
+    from energon_packed.inspection.steps import ExpectedSteps
 
 Edges = npt.NDArray[np.float64]
 """Edges of the bins of a histogram, float64 (bins + 1,)."""
@@ -57,7 +59,7 @@ def render_report(
     title: str,
     data: ReportData | None,
     blend: Sequence[BlendSplit] = (),
-    steps: tuple[Sequence[ExpectedSteps], Sequence[str]] = ((), ()),
+    steps: tuple[Sequence["ExpectedSteps"], Sequence[str]] = ((), ()),
 ) -> str:
     """Render the HTML page.
 

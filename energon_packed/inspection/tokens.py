@@ -15,11 +15,8 @@ import numpy.typing as npt
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Measurement
 from energon_packed.errors import EnergonPackedError
-from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.formats.references import complete_parts
-from energon_packed.loading.collator import PaddingFreeCollator
-from energon_packed.loading.process import encode_pack
 from energon_packed.records import FrameSelection
 from energon_packed.seqlens import round_up, segment_ids_from_cu_seqlens
 
@@ -182,7 +179,14 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
         raw: parts of the pack.
         encoder: encoder of the dataset.
         codec: codec of the flavor; None detects it from the parts.
+
+    Raises:
+        ConfigError: torch or Energon is not installed.
     """
+    from energon_packed.loading.process import encode_pack  # isort: skip - first, as it checks Energon
+    from energon_packed.flavors import load_pack
+    from energon_packed.loading.collator import PaddingFreeCollator
+
     pack = load_pack(codec or codec_of(raw), raw)
     # Dummy images are added for training only; recorded lengths are not checked, so that wrong lengths can be shown.
     batch = PaddingFreeCollator(dummy_images="never").collate(encode_pack(pack, encoder, check_lengths=False))

@@ -20,6 +20,7 @@ from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources
+from energon_packed.system import announced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +167,7 @@ def raw_id(record: Any) -> str | None:
     return str(ident)[:200] if isinstance(ident, str | int | float) else None
 
 
+@announced("opening the input")
 def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | None = None) -> RecordReader:
     """Open the input of a run.
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import re
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tests.cli.test_cli import run, run_installed
-from tests.internals import DemoDataset, TerminalProgress, cli, duration
+from tests.internals import NOTICE, DemoDataset, Output, TerminalProgress, cli, duration
 
 
 @pytest.fixture(scope="module")
@@ -175,3 +176,18 @@ def test_shells_complete_commands_and_options(shell: str) -> None:
         asked["COMP_CWORD"] = "--seq"
     done = subprocess.run([str(TOOL)], env={**os.environ, **asked}, capture_output=True, text=True, check=False)
     assert "--seq-len" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("flags", [{}, {"quiet": True}, {"verbose": True}])
+def test_long_steps_are_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, flags: dict[str, bool]
+) -> None:
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    log = logging.getLogger("energon_packed.test")
+    with Output(**flags).logs():
+        log.log(NOTICE, "loading the tokenizer ...")
+        log.warning("an option is ignored")
+    shown = flags == {"verbose": True} or (is_terminal and not flags)
+    assert stderr.getvalue() == "loading the tokenizer ...\n" * shown + "warning: an option is ignored\n"
