@@ -140,6 +140,7 @@ PLACES = {
     "render_report": "inspection.report:render_report",
     "verify": "inspection.verify:verify",
     "even_bins": "inspection.report:even_bins",
+    "histogram_svg": "inspection.report:histogram_svg",
     "integer_bins": "inspection.report:integer_bins",
     "log_integer_bins": "inspection.report:log_integer_bins",
     "token_rows": "inspection.tokens:token_rows",

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -98,3 +99,16 @@ def test_make_knows_its_targets(target: str) -> None:
     shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert "-m pytest" in shown.stdout
+
+
+def test_the_workflow_runs_targets_of_make_with_the_versions_of_pyproject() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    versions = workflow["jobs"]["test"]["strategy"]["matrix"]["python-version"]
+    prefix = "Programming Language :: Python :: "
+    assert [f"{prefix}{version}" for version in versions] == [
+        name for name in PROJECT["classifiers"] if name.startswith(prefix)
+    ]
+    commands = [step["run"].split() for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    targets = {target for command in commands if command[0] == "make" for target in command[1:]}
+    assert targets == {"lint", "docs", "unit"}  # the parts of `make test`
+    subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, check=True)

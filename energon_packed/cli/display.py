@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.table import Table
 
-from energon_packed.files import visible
+from energon_packed.files import format_bytes, visible
 from energon_packed.pipeline import DryRun, PackResult
 from energon_packed.pipeline.survey import Survey
 from energon_packed.shards import PackingManifest
@@ -174,12 +174,3 @@ def _printable(name: str) -> str:
     """Shorten a name to one line of 60 characters; control characters become escapes, as names come from records."""
     shown = visible(name, keep="")
     return shown if len(shown) <= _MAX_NAME else f"{shown[: _MAX_NAME - 1]}…"
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes, such as `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

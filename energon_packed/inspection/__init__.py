@@ -7,6 +7,7 @@ supervision.py  conversation and its encoder -> a flag per turn, whether it has 
 tokens.py       raw parts and an encoder -> a TokenRow for each token; kinds of tokens
 lengths.py      sample lengths -> drop rate, utilization and attention span of each candidate seq_len
 blend.py        Metadataset -> BlendSplit: counts, shares of draws and epochs of each dataset
+compare.py      two PackedFolders -> Comparison: differences of counts, rejects and settings
 report_data.py  PackedFolder -> ReportData; report.py: ReportData -> HTML page (templates/)
 verify/         PackedFolder -> one Check for each condition
 """

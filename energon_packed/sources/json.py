@@ -430,7 +430,7 @@ def _to_jsonl(data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO
                 out.write(element.replace(b"\n", b"\r") + b"\n")
         except (ValueError, TypeError) as error:
             kind = "a complete JSON array" if records is _elements else "a complete JSON object of records"
-            raise SourceError(f"{path} is not {kind}: {error}") from error
+            raise SourceError(f"{path} is not {kind}: {error}. Write the file again.") from error
 
 
 def _elements(stream: BinaryIO) -> Iterator[bytes]:
