@@ -1,9 +1,6 @@
 """The site of docs/: its links, and each page in Chromium, as wide as a phone and a laptop, light and dark."""
 
-import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,8 +13,6 @@ import pytest
 
 from tests.browser import Browser
 from tests.docs.pages import ROOT
-
-pytest.importorskip("mkdocs", reason="the environment of the oldest versions has no tools for pages")
 
 WIDTHS = (1400, 360)  # CSS pixels
 # Elements that widen the page, that are cut off, that are not loaded, or whose text is hard to read. Contrast is that
@@ -84,14 +79,6 @@ class _Html(HTMLParser):
                 self.anchors.add(value)
             elif name in ("href", "src") and value and tag != "base":
                 self.links.add(value)
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("built") / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, check=True, timeout=300)
-    return folder
 
 
 @pytest.fixture(scope="module")
