@@ -3,15 +3,18 @@
 - docs/trainers.md: tests/trainers/NAME/result.json, which `make test-trainers` writes.
 - docs/isolation.md: energon_packed/integrations/isolation_table.json, which tools/isolation_table.py writes.
 - docs/install.md: tools/install_sizes.json, which tools/install_sizes.py writes.
+- docs/comparison.md and README.md: tools/compare/result.json, which tools/bench_compare.py writes.
 
 The text between the markers of a table is replaced. With --check, pages are not written, and the exit status is 1 if
 a page is out of date.
 """
 
+import functools
 import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,70 @@ def extras() -> str:
     return _table(["extra", "needed for", "installed size", "packages"], cells)
 
 
+def _lost(values: dict[str, Any], kind: str) -> str:
+    bad = values["bad"][kind]
+    others = f", {-bad['others']} others lost" if bad["others"] else ""
+    return f"{bad['result']}{others}; {'a message' if bad['message'] else 'no message'}"
+
+
+def _utilization(values: dict[str, Any]) -> str:
+    return f"{values['utilization']:.1%}" if values["longest"] <= values["seq_len"] else "no limit of a row"
+
+
+_TIME, _LOSS = "CPU seconds until the first step", "largest difference of a sample's loss"
+_BAD = {"too long": "5 records that are too long", "no answer": "5 records without an answer"}
+_BAD |= {"corrupt image": "5 corrupt images", "missing image": "5 missing images"}
+# Rows of the comparison: name, and the cell of a tool.
+_COMPARED: dict[str, Callable[[dict[str, Any]], str]] = {
+    "versions": lambda values: ", ".join(f"{name} {number}" for name, number in values["versions"].items()),
+    _TIME: lambda values: f"{values['prepare_cpu']:.0f}",
+    "the same with its caches": lambda values: f"{values['warm_cpu']:.0f}",
+    "peak memory, MiB": lambda values: f"{values['memory'] / 2**20:,.0f}",
+    "tokens per CPU second of training": lambda values: f"{values['tokens_per_cpu_second']:,.0f}",
+    "rows, and steps of an epoch": lambda values: str(values["rows"]),
+    "utilization": _utilization,
+    "padding in the computed rows": lambda values: f"{values['padding']:.1%}",
+    "longest row, tokens": lambda values: f"{values['longest']:,}",
+    _LOSS: lambda values: f"{values['leakage']:.0e}",
+    "records trained on completely": lambda values: f"{values['whole']} of {values['records']}",
+    "resume from a checkpoint": lambda values: values["resume"],
+    **{title: functools.partial(_lost, kind=kind) for kind, title in _BAD.items()},
+}
+
+
+def comparison(*, short: bool = False) -> str:
+    """Render the comparison of packers, a table for each kind of data; `short`: some rows of the text."""
+    file = ROOT / "tools" / "compare" / "result.json"
+    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    parts = []
+    for kind in ["text"] if short else ["text", "images"]:
+        tools = {name: values for name, values in results[kind].items() if "rows" in values}
+        names = sorted(tools, key=lambda name: (not name.startswith("energon-packed"), name.lower()))
+        if short:
+            names = [name for name in names if name != "energon-packed, stored tokens"]
+        bad = {
+            title for name, title in _BAD.items() if any(name in values.get("bad", ()) for values in tools.values())
+        }
+        wanted = {_TIME, "utilization", _LOSS, _BAD["too long"]} if short else {*_COMPARED} - {*_BAD.values()} | bad
+        cells = [
+            [title, *(_cell(cell, tools[name]) for name in names)]
+            for title, cell in _COMPARED.items()
+            if title in wanted
+        ]
+        parts.append(_table(["" if short else kind, *names], cells))
+        if not short:
+            failed = {name: values["error"] for name, values in sorted(results[kind].items()) if "error" in values}
+            parts += [f"{name}, {kind}: `{error}`" for name, error in failed.items()]
+    return "\n\n".join(parts)
+
+
+def _cell(cell: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> str:
+    try:
+        return cell(values)
+    except KeyError:
+        return "not measured"
+
+
 def _isolation() -> dict[str, Any]:
     file = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
     table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -115,6 +182,8 @@ TABLES = {
     "results of trainers": ("trainers.md", trainers, "end of results"),
     "sizes of extras": ("install.md", extras, "end of sizes"),
     "images table": ("isolation.md", images, "end of images table"),
+    "comparison": ("comparison.md", comparison, "end of comparison"),
+    "short comparison": ("../README.md", functools.partial(comparison, short=True), "end of short comparison"),
     "isolation table": ("isolation.md", families, "end of isolation table"),
 }
 
