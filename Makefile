@@ -3,6 +3,7 @@
 # make lint   checks only          make docs   the pages, into site/          make bench   benchmarks
 # make test-trainers   every trainer in an environment of its own; test-trainers-NAME: one folder of tests/trainers
 # make test-lowest   all tests with the oldest versions that pyproject.toml allows, in an environment of their own
+# make chromium   install the browser that the tests need, as root on Debian; `make test` does it too
 # make hard     the tests that have a long form, in that form: hours
 # make coverage   all tests with line coverage of every process; fails below the limit in pyproject.toml
 PYTHON ?= python3
@@ -21,7 +22,7 @@ HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAM
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest hard coverage lint docs unit bench setup clean
+.PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest hard coverage lint docs unit bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -47,8 +48,14 @@ docs: setup
 	$(BIN)/python tools/make_diagrams.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-unit: setup
+unit: setup chromium
 	$(BIN)/python -m pytest -n 2
+
+# Tests open pages in this browser, and fail without it. Root on Debian gets it here.
+chromium:
+	@{ command -v chromium || command -v google-chrome || command -v chromium-browser; } > /dev/null || \
+	  test "$$(id -u)" != 0 || timeout 600 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' > /dev/null 2>&1 || \
+	  echo "apt-get cannot install Chromium; its tests fail"
 
 test: lint docs unit
 
@@ -80,14 +87,14 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints-lowest.txt
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
 	touch $@
 
-test-lowest: $(LOWEST_VENV)/.installed
+test-lowest: $(LOWEST_VENV)/.installed chromium
 	$(LOWEST_VENV)/bin/python -m pytest -n 2 $(TESTS)
 
 hard: setup
 	$(HARD) $(BIN)/python -m pytest -n 2 $(HARD_TESTS)
 
 coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
-coverage: setup
+coverage: setup chromium
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -n 2 $(TESTS)
 	$(BIN)/coverage combine --quiet

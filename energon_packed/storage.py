@@ -57,6 +57,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 _PACKAGES = {
     "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
+    "multistorageclient": "energon-packed[s3]",
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
 }  # fmt: skip
 _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL

@@ -7,9 +7,11 @@
 | most_open | the number of files that a cache wants to keep open to the number that `ulimit -n` affords |
 | call_in_child | a function to its result, from a process that can be killed |
 | memory_limit | a block of code, whose allocations are limited |
+| announced | a block of code that may take long, to a log message |
 """
 
 import errno
+import logging
 import mmap
 import multiprocessing
 import os
@@ -45,7 +47,30 @@ ABSENT = (
     *(errno.EINVAL, errno.EILSEQ),  # the file system cannot store such a name
 )
 """Errors of `open` that mean that there is no file of that name."""
+NOTICE = 25
+"""Log level of steps that take long, between INFO and WARNING: the command line prints them on a terminal."""
+_log = logging.getLogger(__name__)
 _statm: dict[int, int] = {}  # process id -> its /proc/self/statm, kept open: opening it is as slow as rendering
+
+
+@contextmanager
+def announced(step: str, *, after: float = 1.0) -> Iterator[None]:
+    """Log a step at level NOTICE if it runs for longer than `after` seconds: a context manager and a decorator.
+
+    Args:
+        step: the work, such as `loading the tokenizer`.
+        after: seconds.
+    """
+    if not _log.isEnabledFor(NOTICE):
+        yield
+        return
+    timer = threading.Timer(after, _log.log, (NOTICE, "%s ...", step))
+    timer.daemon = True  # an error that ends the process must not wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def available_cores() -> int:

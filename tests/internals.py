@@ -12,6 +12,7 @@ from typing import Any
 PLACES = {
     # cli: the command line without the cost of a process; texts as a terminal of any size and encoding shows them
     "cli": "cli.main:cli",
+    "Output": "cli.output:Output",
     "TerminalProgress": "cli.progress:TerminalProgress",
     "duration": "cli.progress:duration",
     "as_options": "cli.options:as_options",
@@ -67,7 +68,7 @@ PLACES = {
     "ChatTemplate": "encoding.template:ChatTemplate",
     "Renderer": "encoding.rendering:Renderer",
     "IGNORE_INDEX": "encoding.sample:IGNORE_INDEX",
-    "supervised_turns": "encoding.supervision:supervised_turns",
+    "supervised_turns": "inspection.supervision:supervised_turns",
     "TextTokenizer": "encoding.tokenizer:TextTokenizer",
     "FastokensEngine": "encoding.engines:FastokensEngine",
     "HuggingFaceEngine": "encoding.engines:HuggingFaceEngine",
@@ -101,6 +102,8 @@ PLACES = {
     "searched_literals": "encoding.special_text:searched_literals",
     "EscapedTokenizer": "encoding.special_text:EscapedTokenizer",
     "OutOfTime": "encoding.template:OutOfTime",
+    "NOTICE": "system:NOTICE",
+    "announced": "system:announced",
     "call_in_child": "system:call_in_child",
     "memory_limit": "system:memory_limit",
     "time_limit": "encoding.template:time_limit",
@@ -129,6 +132,7 @@ PLACES = {
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
     "PackedFolder": "inspection.folder:PackedFolder",
+    "find_records": "inspection.search:find_records",
     "expected_steps": "inspection.steps:expected_steps",
     "read_sizes": "inspection.steps:read_sizes",
     "steps_inspection": "inspection.steps",
@@ -136,6 +140,7 @@ PLACES = {
     "render_report": "inspection.report:render_report",
     "verify": "inspection.verify:verify",
     "even_bins": "inspection.report:even_bins",
+    "histogram_svg": "inspection.report:histogram_svg",
     "integer_bins": "inspection.report:integer_bins",
     "log_integer_bins": "inspection.report:log_integer_bins",
     "token_rows": "inspection.tokens:token_rows",
@@ -178,7 +183,7 @@ PLACES = {
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.workspace:FolderLock",
     "run_status": "pipeline.run:run_status",
-    "loading_code": "pipeline.loading_code:loading_code",
+    "loading_code": "shards.loading_code:loading_code",
     "keys": "pipeline.run_state",
     "split_ranges": "pipeline.plan:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",

@@ -65,3 +65,18 @@ def restore(backup: Path, folder: Path) -> None:
     """Make `folder` a copy of `backup`, which has the same times of change."""
     shutil.rmtree(folder)
     shutil.copytree(backup, folder, copy_function=shutil.copy2)
+
+
+def pack_and_move(folder: Path, tokenizer: Path) -> tuple[Path, Path]:
+    """Pack images of files and of a tar as `folder/copy` and `folder/reference`, and then move the inputs.
+
+    Returns:
+        the folder of the inputs before, and now.
+    """
+    old, new = folder / "old", folder / "new"
+    jsonl = write_files(old, range(6))
+    write_tar(old / "tar.tar", range(100, 106))
+    for media in ("copy", "reference"):
+        pack_media(folder / media, tokenizer, [jsonl, old / "tar.tar"], media=media)
+    old.rename(new)
+    return old, new

@@ -1,11 +1,14 @@
 """What make, pyproject.toml and the files of versions say of each other."""
 
 import re
+import shutil
 import subprocess
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -23,7 +26,8 @@ def pins(name: str) -> dict[str, Version]:
 
 def requirements(*extras: str) -> list[Requirement]:
     lists = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
-    return [Requirement(one) for group in lists for one in group]
+    found = [Requirement(one) for group in lists for one in group]
+    return [one for one in found if one.name != PROJECT["name"]]
 
 
 def test_the_tested_versions_are_allowed_and_complete() -> None:
@@ -37,7 +41,7 @@ def test_the_tested_versions_are_allowed_and_complete() -> None:
 def test_the_lowest_versions_are_those_of_pyproject() -> None:
     lowest, tested = pins("constraints-lowest.txt"), pins("constraints.txt")
     floors: dict[str, Version] = {}
-    for one in requirements("ray", "megatron", "transformers-train", "report", "s3", "dev"):
+    for one in requirements("train", "ray", "megatron", "transformers-train", "report", "video", "s3", "dev"):
         (floor,) = [Version(s.version) for s in one.specifier if s.operator == ">="] or [None]
         name = canonicalize_name(one.name)
         assert floor is None or floors.setdefault(name, floor) == floor, f"{name} has two floors"
@@ -47,7 +51,8 @@ def test_the_lowest_versions_are_those_of_pyproject() -> None:
         else:  # the first release of 3.2 may be 3.2.0.post0
             assert version.release[: len(floors[name].release)] == floors[name].release, name
     needed = {
-        canonicalize_name(one.name) for one in requirements("ray", "megatron", "transformers-train", "report", "s3")
+        canonicalize_name(one.name)
+        for one in requirements("train", "ray", "megatron", "transformers-train", "report", "s3")
     }
     assert needed <= set(lowest)
 
@@ -71,8 +76,39 @@ def test_make_hard_sets_what_the_tests_read() -> None:
     assert set(files.split()) == {str(file) for file in reading}
 
 
+def test_root_gets_the_browser_of_the_tests(tmp_path: Path) -> None:
+    for name, does in (("id", "echo 0"), ("apt-get", 'echo "apt-get $*" >> "$LOG"; test "$1" = update')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("make", "sh", "timeout", "grep"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    log = tmp_path / "log"
+    run = partial(
+        subprocess.run, cwd=ROOT, env={"PATH": str(tmp_path), "LOG": str(log)}, capture_output=True, text=True
+    )
+    assert "cannot install Chromium" in run(["make", "chromium"], check=True).stdout
+    assert log.read_text() == "apt-get update\napt-get install --yes --no-install-recommends chromium\n"
+    log.unlink()
+    (tmp_path / "google-chrome").symlink_to("sh")
+    run(["make", "chromium"], check=True)
+    assert not log.exists()
+
+
 @pytest.mark.parametrize("target", ["hard", "coverage", "test-lowest", "test-trainers"])
 def test_make_knows_its_targets(target: str) -> None:
     shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert "-m pytest" in shown.stdout
+
+
+def test_the_workflow_runs_targets_of_make_with_the_versions_of_pyproject() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    versions = workflow["jobs"]["test"]["strategy"]["matrix"]["python-version"]
+    prefix = "Programming Language :: Python :: "
+    assert [f"{prefix}{version}" for version in versions] == [
+        name for name in PROJECT["classifiers"] if name.startswith(prefix)
+    ]
+    commands = [step["run"].split() for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    targets = {target for command in commands if command[0] == "make" for target in command[1:]}
+    assert targets == {"lint", "docs", "unit"}  # the parts of `make test`
+    subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, check=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import energon_packed
-from tests.internals import energon_release
+from tests.internals import energon_release, main
 
 
 def test_every_public_name_loads() -> None:
@@ -26,3 +26,12 @@ def test_releases_of_energon_with_other_names_are_refused(monkeypatch: pytest.Mo
     message = f"`megatron-energon` must be a version before 8, got {installed}. Run pip install 'megatron-energon<8'"
     with pytest.raises(energon_packed.ConfigError, match=message):
         energon_release.check_energon()
+
+
+def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sys, "argv", ["energon-packed", "--version"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    message = "energon-packed runs on Linux and macOS, got Windows. Use the Windows Subsystem for Linux (WSL 2)."
+    assert capsys.readouterr().err == f"error: {message}\n"

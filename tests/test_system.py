@@ -4,10 +4,12 @@ import errno
 import gzip
 import io
 import json
+import logging
 import os
 import resource
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +37,9 @@ from energon_packed import (
 )
 from tests.conftest import Packer
 from tests.internals import (
+    NOTICE,
     PackedFolder,
+    announced,
     atomic_path,
     check_patch_positions,
     images,
@@ -417,3 +421,24 @@ def test_an_error_of_a_file_is_not_its_own_cause(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, "disk is full", str(tmp_path / "other"))
     assert raised.value.__cause__ is not raised.value
     assert temporary.parent == tmp_path
+
+
+def test_a_step_is_logged_only_if_it_is_long(caplog: pytest.LogCaptureFixture) -> None:
+    def timers() -> list[threading.Timer]:
+        threads = threading.enumerate()  # pytest-timeout has a timer, too
+        return [each for each in threads if isinstance(each, threading.Timer) and NOTICE in each.args]
+
+    caplog.set_level(NOTICE, logger="energon_packed")
+    with announced("loading A", after=0):
+        for timer in timers():
+            timer.join()
+    assert [record.getMessage() for record in caplog.records] == ["loading A ..."]
+    with announced("loading B", after=3600):
+        waiting = timers()
+    for timer in waiting:
+        timer.join()  # a timer that was not cancelled would last an hour
+    assert len(waiting) == 1
+    assert len(caplog.records) == 1
+    caplog.set_level(logging.WARNING, logger="energon_packed")
+    with announced("loading C", after=3600):
+        assert not timers()

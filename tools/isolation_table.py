@@ -26,6 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import make_tables  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
@@ -37,18 +38,8 @@ from energon_packed.errors import BatchError  # noqa: E402
 from energon_packed.integrations.isolation import IsolationResult, measure, short_row  # noqa: E402
 
 DATA = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
-PAGE = ROOT / "docs" / "isolation.md"
 # Limits of one family: processor time, wall time, memory.
 SECONDS, MAX_SECONDS, GIGABYTES = 60, 900, 12
-IMAGES_START, IMAGES_END = "<!-- images table -->", "<!-- end of images table -->"
-START, END = "<!-- isolation table -->", "<!-- end of isolation table -->"
-GROUPS = {
-    "Clean": "clean",
-    "Need a kernel; refused by Transformers without it, not tested with it": "kernel",
-    "Leak, refused by `check_isolation`": "leaks",
-    "Do not accept packed rows": "refuses",
-    "Not tested: no tiny model could be built or run on text alone; `check_isolation` tests yours": "not_tested",
-}
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -179,17 +170,6 @@ def write_images(results: dict[str, dict[str, Any]]) -> None:
     before = table.get("images", {})
     rows = {name: before.get(name, row) if "not_tested" in row else row for name, row in results.items()}
     _write_data(table, table["families"], rows)
-    lines = ["| processor | model | attention `sdpa` | `eager` |", "|---|---|---|---|"]
-    for row in rows.values():
-        results = [row.get(attention, "not tested") for attention in ("sdpa", "eager")]
-        lines.append(f"| `{row['processor']}` | `{row['class']}` | {results[0]} | {results[1]} |")
-    _between(IMAGES_START, IMAGES_END, "\n".join(lines))
-
-
-def _between(start: str, end: str, content: str) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    before, after = text.split(start)[0], text.split(end)[1]
-    PAGE.write_text(f"{before}{start}\n\n{content}\n\n{end}{after}", encoding="utf-8")
 
 
 def _write_data(table: dict[str, Any], results: dict[str, Any], images: dict[str, Any]) -> None:
@@ -199,6 +179,7 @@ def _write_data(table: dict[str, Any], results: dict[str, Any], images: dict[str
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         parts.append(f'"{key}": {{\n{lines}\n}}')
     DATA.write_text("{\n" + ",\n".join([head, *parts]) + "\n}\n", encoding="utf-8")
+    make_tables.main([])
 
 
 def write(rows: list[dict[str, Any]], *, keep: bool) -> None:
@@ -214,24 +195,6 @@ def write(rows: list[dict[str, Any]], *, keep: bool) -> None:
             results[name] = {key: value for key, value in row.items() if key != "class"}
     table = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
     _write_data(table, results, before.get("images", {}))
-    _between(START, END, page(results))
-
-
-def page(results: dict[str, dict[str, Any]]) -> str:
-    """Render the Markdown list of families by result."""
-    parts = [f"Transformers {transformers.__version__}: {len(results)} classes."]
-    for title, wanted in GROUPS.items():
-        names = {row["model_type"] for row in results.values() if _group(row) == wanted}
-        listed = ", ".join(f"`{name}`" for name in sorted(names))
-        parts.append(f"**{title}** ({len(names)}): {listed or 'none'}")
-    return "\n\n".join(parts)
-
-
-def _group(row: dict[str, Any]) -> str:
-    if "not_tested" in row:
-        return "not_tested"
-    results = {row[name] for name in ("sdpa", "eager") if name in row}
-    return next(name for name in ("leaks", "kernel", "refuses", "clean") if name in results)
 
 
 if __name__ == "__main__":

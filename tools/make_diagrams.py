@@ -24,7 +24,7 @@ _STYLE = """
 .d-text { fill: var(--md-default-fg-color, #1f2328); font: 14px system-ui, sans-serif; text-anchor: middle }
 .d-code { font: 13px ui-monospace, monospace }
 .d-note { fill: var(--md-default-fg-color--light, #59636e); font-size: 12px }
-.d-left { text-anchor: start } .d-bold { font-weight: 600 } .d-dark { fill: #1f2328 } .d-pale { opacity: .45 }
+.d-left { text-anchor: start } .d-bold { font-weight: 600 } .d-dark { fill: #1f2328 } .d-pale { opacity: .65 }
 .d-box { fill: none; stroke: var(--md-default-fg-color--light, #59636e) }
 .d-line { fill: none; stroke: var(--md-default-fg-color--light, #59636e); stroke-width: 1.5 }
 .d-cut { stroke: #d1242f; stroke-width: 2 } .d-dash { stroke-dasharray: 4 4 }
@@ -153,7 +153,7 @@ def row() -> Drawing:
             drawing.rectangle(
                 left + column * cell, top, cell - 2, height, f"d-{sample_of[column]}" + " d-pale" * is_pale
             )
-            drawing.text(left + column * cell + cell / 2 - 1, top + height / 2, value, "" if is_pale else "d-dark")
+            drawing.text(left + column * cell + cell / 2 - 1, top + height / 2, value, "d-dark")
     for boundary in boundaries:
         x = min(max(left + boundary * cell - 1, left), WIDTH - 9)
         for number in range(len(rows)):

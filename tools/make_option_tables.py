@@ -6,6 +6,7 @@ written, and the exit status is 1 if a page is out of date.
 
 import re
 import sys
+from html import escape
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,13 @@ def table(cls: type[Any]) -> str:
 def _flags(option: Declaration) -> str:
     flags = [flag for pair in option.flags for flag in pair.split("/")]
     value = "" if option.is_flag else f" {option.metavar or {int: 'N', float: 'X'}.get(option.kind, 'NAME')}"
-    text = ", ".join(f"`{flag}{value}`" for flag in flags)
-    return f"`INPUT...`, {text}" if option.name == "inputs" else text.replace("|", "\\|")
+    text = ", ".join(_code(f"{flag}{value}") for flag in flags)
+    return f"`INPUT...`, {text}" if option.name == "inputs" else text
+
+
+def _code(text: str) -> str:
+    # GitHub needs \| in a table and shows |, Python-Markdown shows both characters.
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
 
 
 def _default(option: Declaration) -> str:
@@ -65,7 +71,8 @@ def _default(option: Declaration) -> str:
 
 
 def _meaning(option: Declaration) -> str:
-    return option.help + (f" One of {', '.join(f'`{value}`' for value in option.valid)}." if option.valid else "")
+    valid = f" One of {', '.join(f'`{value}`' for value in option.valid)}." if option.valid else ""
+    return escape(option.help, quote=False) + valid
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ from rich.console import Console
 from energon_packed.cli.pack import show_run
 from energon_packed.cli.terminal import SafeConsole
 from energon_packed.demo import write_dataset, write_tokenizer
+from energon_packed.energon_release import NO_ENERGON, has_energon
 from energon_packed.errors import ConfigError
 from energon_packed.options import make, refuse_remote
 from energon_packed.pipeline import PackOptions
@@ -47,7 +48,12 @@ def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
     console.print(f"\n$ energon-packed {shlex.join(map(str, arguments))}\n", soft_wrap=True)
     settings = {"tokenizer": tokenizer, "seq_len": seq_len, "max_reject_rate": _MAX_REJECT_RATE, "overwrite": True}
     show_run(make(PackOptions, {"inputs": (str(data.jsonl),), "output_dir": output_dir, **settings}))
-    _load(console, output_dir, tokenizer)
+    if has_energon():
+        _load(console, output_dir, tokenizer)
+    else:
+        console.print(
+            f"\nThe batches are not shown: {NO_ENERGON}. Run pip install 'energon-packed[train]'.", soft_wrap=True
+        )
 
 
 def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:

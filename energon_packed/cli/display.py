@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from energon_packed.files import visible
+from energon_packed.files import format_bytes, visible
 from energon_packed.pipeline import DryRun, PackResult
 from energon_packed.pipeline.survey import Survey
 from energon_packed.shards import PackingManifest
@@ -180,12 +180,3 @@ def _printable(name: str) -> str:
 def shown_path(path: str | Path) -> str:
     """Shorten a path inside the current folder to its relative path; Energon resolves the paths of a Metadataset."""
     return str(path).removeprefix(f"{Path.cwd()}/")
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes, such as `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +12,33 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from energon_packed.cli.display import format_bytes, shown_path, turn_text
+from energon_packed.cli.display import shown_path, turn_text
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import SafeConsole, echo_json
+from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import visible
+from energon_packed.files import format_bytes, visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.search import FoundRecord, find_records
+from energon_packed.inspection.tokens import map_pack, supervised_spans, token_rows
 from energon_packed.inspection.view import ImageView, PackView, SampleView, VideoView, extract_pack, view_pack
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
-from energon_packed.pipeline.loading_code import loading_code
+from energon_packed.shards.loading_code import loading_code
 from energon_packed.shards.scan import scan_tar
 
 _MAX_TARS = 20  # tars of a folder that are listed
+_MAX_FOUND = 20  # samples of --id or --source that are shown
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yellow"}
 
 
 @click.command(name="inspect")
 @click.argument("path", type=InputPath())
 @click.option("--pack", "key", metavar="KEY", help="Show only this pack.")
+@click.option("--id", "ident", metavar="ID", help="Show only the sample of the record with this id.")
+@click.option("--source", "location", metavar="FILE:LINE",
+              help="Show only the sample of this record; FILE:ROW of files without lines.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Number of packs to show.")
 @click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -39,7 +48,15 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yel
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, one per tar, pack or dataset.")
 @media_root_option
 def command(
-    path: Path, key: str | None, limit: int, tokens: bool, tokenizer: Path | None, extract: Path | None, as_json: bool
+    path: Path,
+    key: str | None,
+    ident: str | None,
+    location: str | None,
+    limit: int,
+    tokens: bool,
+    tokenizer: Path | None,
+    extract: Path | None,
+    as_json: bool,
 ) -> None:
     """Show the contents of a tar, a dataset folder or a Metadataset YAML.
 
@@ -48,23 +65,33 @@ def command(
     \b
     energon-packed inspect out/webdataset/out-000000.tar
     energon-packed inspect out --pack out_00000007 --tokens
+    energon-packed inspect out --source data.jsonl:18
     energon-packed inspect mix.yaml
     """
     console = SafeConsole(highlight=False, markup=False)
+    chosen = [flag for flag, value in (("--pack", key), ("--id", ident), ("--source", location)) if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} must not be combined. Pass one of them.")
     if is_metadataset(path):
-        if key is not None or tokens or extract is not None:
-            raise ConfigError(f"{path} is a Metadataset. Use --pack, --tokens and --extract with one of its datasets.")
+        if chosen or tokens or extract is not None:
+            used = chosen[0] if chosen else "--tokens and --extract"
+            raise ConfigError(f"{path} is a Metadataset. Use {used} with one of its datasets.")
         _show_blend(console, path, as_json)
         return
     folder = PackedFolder.of_tars(path)
-    if key is None:
+    found = find_records(folder, ident=ident, location=location) if {"--id", "--source"} & {*chosen} else ()
+    if not chosen:
         for tar in folder.tars[:_MAX_TARS]:
             _show_tar(console, tar, as_json)
         if len(folder.tars) > _MAX_TARS:
             console.print(f"and {len(folder.tars) - _MAX_TARS:,} more tars")
         if not as_json and (folder.path / NV_META).is_dir():
             _show_manifest(console, folder)
-    shown = [folder.pack(key)] if key is not None else list(folder.first(limit))
+    if found:
+        folder = replace(folder, tar=None)  # the sample may be in another tar of the dataset
+        shown = [folder.pack(str(record.pack)) for record in found[:_MAX_FOUND]]
+    else:
+        shown = [folder.pack(key)] if key is not None else list(folder.first(limit))
     if extract is not None:
         # All members are checked before the first file is written.
         folder.check_extractable()
@@ -74,11 +101,13 @@ def command(
         raise ConfigError(problem)
     if problem and not as_json:
         console.print(f"supervised text is not marked: {as_options(problem)}\n", soft_wrap=True)
-    for raw in shown:
+    for raw, record in zip_longest(shown, found[: len(shown)]):
         # Without packing.json, the flavor is detected for each pack.
         view = view_pack(raw, codec_for(folder.manifest.sample_class) if folder.manifest else None, encoder)
         if tokens:
-            _show_tokens(console, raw, encoder, view, as_json)
+            _show_tokens(console, raw, encoder, view, as_json, record)
+        elif record is not None:
+            _show_found(console, raw, encoder, view, record, as_json)
         elif as_json:
             echo_json(view.as_dict())
         else:
@@ -86,6 +115,8 @@ def command(
         if extract is not None:
             written = extract_pack(raw, extract)
             console.print(f"{len(written)} files in {written[0].parent}", soft_wrap=True)
+    if len(found) > len(shown):
+        console.print(f"and {len(found) - len(shown):,} more samples")
 
 
 def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
@@ -150,6 +181,25 @@ def _show_pack(console: Console, view: PackView, seq_len: int | None) -> None:
     console.print()
 
 
+def _show_found(
+    console: Console, raw: Mapping[str, Any], encoder: Any, view: PackView, record: FoundRecord, as_json: bool
+) -> None:
+    sample, index = record.sample_in(view), int(record.sample or 0)
+    spans = None
+    if isinstance(encoder, ChatEncoder):
+        spans = supervised_spans(map_pack(raw, codec_for(view.sample_class), encoder), index)
+    if as_json:
+        echo_json(asdict(record) | {"supervised_spans": spans, "content": asdict(sample)})
+        return
+    console.print(f"{record.place}, {record.status}", style="bold", markup=False, soft_wrap=True)
+    console.print(f"sample {index} of {len(view.samples)} in {view.key}, {record.shard}", markup=False, soft_wrap=True)
+    _show_sample(console, index, sample)
+    if spans is not None:
+        listed = ", ".join(f"[{start:,}, {stop:,})" for start, stop in spans)
+        console.print(f"  supervised tokens of the sample: {listed or 'none'}", style="green", soft_wrap=True)
+    console.print()
+
+
 def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     span = ""
     if sample.length is not None:
@@ -179,10 +229,17 @@ def _place(media: ImageView | VideoView) -> str:
     return "" if media.file is None else f", {media.file} from byte {media.offset:,}"
 
 
-def _show_tokens(console: Console, raw: Mapping[str, Any], encoder: Any, view: PackView, as_json: bool) -> None:
-    from energon_packed.inspection.tokens import token_rows  # imports torch, which the other views do not need
-
+def _show_tokens(
+    console: Console,
+    raw: Mapping[str, Any],
+    encoder: Any,
+    view: PackView,
+    as_json: bool,
+    record: FoundRecord | None = None,
+) -> None:
     rows = token_rows(raw, encoder, codec_for(view.sample_class))
+    if record is not None and record.sample_in(view):
+        rows = [row for row in rows if row.segment == record.sample]
     if as_json:
         for row in rows:
             fields = {name: getattr(row, name) for name in row.__slots__ if name != "weight" or row.weight is not None}

@@ -37,7 +37,11 @@ _COLUMNS = {  # attribute of a Candidate and its format, by title
 _NUMBER = re.compile(r"[0-9.]+k?", re.IGNORECASE)
 
 
-@click.command(name="lengths", cls=GroupedCommand)
+_COMMON = ("image_root", "tokenizer", "processor", "max_pixels", "seq_lens", "sample", "output_dir", "output",
+           "workers", "config")  # fmt: skip
+
+
+@click.command(name="lengths", cls=GroupedCommand, common=_COMMON)
 @click.argument("inputs", nargs=-1, metavar="INPUT...")
 @click.option("--jsonl", multiple=True, metavar="FILE", cls=DeclaredOption, group="Input", help="Same as INPUT.")
 @click.option("--seq-len", "seq_lens", multiple=True, metavar="N [N...]", cls=DeclaredOption, group="Packing",

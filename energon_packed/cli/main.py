@@ -23,6 +23,7 @@ from energon_packed.errors import EnergonPackedError
 from energon_packed.system import described
 from energon_packed.version import __version__
 
+_SILENT = 1.0  # seconds of imports until a line is printed
 _GRACE_PERIOD = 3.0  # seconds after which another signal ends the process at once
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
@@ -126,9 +127,21 @@ class _LazyGroup(click.Group):
         """Import the command of module `energon_packed.cli.{name}`."""
         if name not in COMMANDS:
             return None
-        module = importlib.import_module(f"energon_packed.cli.{name.replace('-', '_')}")
+        # The first import after an installation reads and compiles some thousand files. Logs are not shown yet.
+        timer = threading.Timer(_SILENT, click.echo, ("loading the libraries ...",), {"err": True})
+        timer.daemon = True
+        if _shows_steps() and not context.resilient_parsing:  # as it is for shell completion
+            timer.start()
+        try:
+            module = importlib.import_module(f"energon_packed.cli.{name.replace('-', '_')}")
+        finally:
+            timer.cancel()
         command: click.Command = module.command
         return command
+
+
+def _shows_steps() -> bool:
+    return sys.stderr is not None and sys.stderr.isatty() and {"-q", "--quiet"}.isdisjoint(sys.argv)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -152,6 +165,8 @@ def main() -> None:
 
 
 def _run() -> None:
+    if sys.platform == "win32":
+        _fail("energon-packed runs on Linux and macOS, got Windows. Use the Windows Subsystem for Linux (WSL 2).", 1)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # hides its notices about missing backends
     if sys.stdout is None:  # closed by the caller, as by `>&-`; libraries print without a check
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for the rest of the process

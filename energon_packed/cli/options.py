@@ -8,6 +8,7 @@ by command-line options. Help, types and defaults are declared once, in the opti
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
@@ -21,28 +22,75 @@ from energon_packed.pipeline.config_file import read_config
 from energon_packed.storage import as_path, is_remote
 
 MESSAGES = "Messages"
+_ALL = "energon_packed.help_all"  # key of `click.Context.meta`
+_CLAUSE = re.compile(r"(?:[^.,;:]|[.:](?=\w))*")  # the dot of a file name is part of a clause
+_DEFAULT = re.compile(r"\[(default: .*|required)\]$")
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
 _GROUPS = ("Options", "Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run", "Table", MESSAGES)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class GroupedCommand(click.Command):
-    """A command whose help text lists options in groups."""
+    """A command whose help text lists options in groups.
+
+    Args:
+        common: names of the options that `--help` shows, one line each, in addition to the group Messages;
+            `--help-all` shows all options. Empty: `--help` shows all options.
+    """
+
+    # click passes every keyword of `click.command` to this class, so they cannot be listed here.
+    def __init__(self, *arguments: Any, common: Collection[str] = (), **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self._common = common
+        if common:
+            show_all = DeclaredOption(
+                ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all, group=MESSAGES,
+                help="Show all options and exit.",
+            )  # fmt: skip
+            self.params.append(show_all)
 
     def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one section per group, in the order of `_GROUPS`; `--help` is the last line."""
-        groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
-        for parameter in self.get_params(context):
-            if not isinstance(parameter, click.Option):
-                continue
-            if (record := parameter.get_help_record(context)) is not None:
-                group = MESSAGES if "--help" in parameter.opts else "Options"
-                groups[getattr(parameter, "group", None) or group].append(record)
+        """Write one section per group, in the order of `_GROUPS`; `--help` is the last option."""
+        groups: dict[str, list[click.Option]] = defaultdict(list)
+        options = [each for each in self.get_params(context) if isinstance(each, click.Option) and not each.hidden]
+        is_brief = self._common and _ALL not in context.meta
+        for option in options:
+            group = getattr(option, "group", None) or (MESSAGES if "--help" in option.opts else "Options")
+            if not is_brief or group == MESSAGES or option.name in self._common:
+                groups[group].append(option)
         # Groups of other packages are before `Table`.
         order = {name: place for place, name in enumerate(_GROUPS)}
         for name in sorted(groups, key=lambda name: order.get(name, len(_GROUPS) - 2)):
+            records = [record for each in groups[name] if (record := each.get_help_record(context))]
             with formatter.section(name):
-                formatter.write_dl(groups[name])
+                formatter.write_dl(_brief(groups[name], records, formatter.width) if is_brief else records)
+        if is_brief:
+            formatter.write_paragraph()
+            formatter.write_text(f"All {len(options)} options: {context.command_path} --help-all")
+
+
+def _show_all(context: click.Context, option: click.Parameter, value: bool) -> None:
+    """Callback of --help-all."""
+    if value:
+        context.meta[_ALL] = True
+        click.echo(context.get_help())
+        context.exit()
+
+
+def _brief(options: Sequence[click.Option], records: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:
+    """Shorten the help records of a group to one line each: the first clause, with choices or default if they fit."""
+    names = [
+        f"{', '.join(option.opts)} NAME" if isinstance(option.type, click.Choice) else shown
+        for option, (shown, _) in zip(options, records, strict=True)
+    ]
+    room = width - max(map(len, names)) - 4  # the indent and the space between the columns
+    lines = []
+    for option, (_, text) in zip(options, records, strict=True):
+        clause = _CLAUSE.match(text)[0]  # type: ignore[index]  # it also matches an empty string
+        longer = [f"{clause}: {', '.join(option.type.choices)}"] if isinstance(option.type, click.Choice) else []
+        longer += [f"{clause} {default[0]}"] if (default := _DEFAULT.search(text)) else []
+        lines.append(next((line for line in longer if len(line) <= room), clause))
+    return list(zip(names, lines, strict=True))
 
 
 class InputPath(click.Path):
@@ -93,7 +141,7 @@ def options_of(
         if config:
             decorated = click.option(
                 "--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), cls=DeclaredOption,
-                group="Run", metavar="FILE.yaml", help="Options by name; the command line overrides them.",
+                group="Run", metavar="FILE.yaml", help="YAML file of options; the command line overrides them.",
             )(decorated)  # fmt: skip
         # Decorators are applied from the bottom up: reversed, so that the help text has the order of declaration.
         for declaration in reversed(declarations):
@@ -166,8 +214,11 @@ def _flags() -> dict[str, str]:
     from energon_packed.pipeline.options import PackOptions
     from energon_packed.pipeline.survey import LengthsOptions
 
-    commands = [cli.get_command(click.Context(cli), name) for name in COMMANDS]
-    options = [each for command in commands if command for each in command.params if isinstance(each, click.Option)]
+    options: list[click.Option] = []
+    for name in COMMANDS:
+        with suppress(ConfigError):  # a command that needs the extra `train`
+            command = cli.get_command(click.Context(cli), name)
+            options += [each for each in command.params if isinstance(each, click.Option)] if command else []
     declarations = [*declared(LengthsOptions), *declared(PackOptions)]
     return {each.name: each.opts[0] for each in options if each.name} | {
         each.name: each.flags[0].split("/")[0] for each in declarations if each.flags

@@ -58,6 +58,8 @@ def check(folder: Path, data: Path | None, output: Output) -> None:
         f"{', '.join(map(str, summary.complete)) or 'none'}",
         soft_wrap=True,
     )
+    if summary.left_out:
+        output.console.print(f"{summary.left_out:,} samples of {data} were in dropped items", soft_wrap=True)
     if len(summary.processes) > 1:
         output.console.print("; ".join(summary.processes), soft_wrap=True)
     for name, count in sorted(summary.sources.items()):

@@ -4,6 +4,7 @@
 """
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from energon_packed.cli.options import MESSAGES, DeclaredOption, as_options
 from energon_packed.cli.progress import TerminalProgress
 from energon_packed.cli.terminal import SafeConsole, echo, echo_json
 from energon_packed.pipeline.engine import Progress
+from energon_packed.system import NOTICE
 
 _VERBOSE_INTERVAL = 10.0  # seconds between two progress lines
 
@@ -53,11 +55,15 @@ class Output:
 
     @contextmanager
     def logs(self) -> Iterator[None]:
-        """Context manager that prints warnings of the library on stderr; with `verbose`, also INFO messages."""
+        """Context manager that prints warnings of the library on stderr; with `verbose`, also INFO messages.
+
+        On a terminal, steps that take long are printed too, unless `quiet`.
+        """
         logger, handler = logging.getLogger("energon_packed"), _ToStderr()
         before = logger.level
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO if self.verbose else logging.WARNING)
+        shows_steps = not self.quiet and sys.stderr is not None and sys.stderr.isatty()
+        logger.setLevel(logging.INFO if self.verbose else NOTICE if shows_steps else logging.WARNING)
         try:
             yield
         finally:
@@ -72,7 +78,7 @@ def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--quiet", "-q", is_flag=True, cls=DeclaredOption, group=MESSAGES,
                   help="Print only warnings and errors.")  # fmt: skip
     @click.option("--verbose", "-v", is_flag=True, cls=DeclaredOption, group=MESSAGES,
-                  help="Also print inputs, reused work and frequent progress lines.")  # fmt: skip
+                  help="Also print details: inputs, reused work and frequent progress lines.")  # fmt: skip
     @click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES,
                   help="Print the result as one JSON object; all else goes to stderr.")  # fmt: skip
     @wraps(command)
@@ -92,5 +98,5 @@ class _ToStderr(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message on stderr."""
-        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        level = "" if record.levelno <= NOTICE else f"{record.levelname.lower()}: "
         echo(level + " ".join(as_options(record.getMessage()).split()), err=True)

@@ -12,13 +12,16 @@ from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
-from energon_packed.pipeline.loading_code import RANKS, loading_code
 from energon_packed.pipeline.run import run_status
+from energon_packed.shards.loading_code import RANKS, loading_code
 from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path
 
+_COMMON = ("image_root", "tokenizer", "loss_on", "processor", "max_pixels", "seq_len", "overlong", "split",
+           "output_dir", "sample_class", "workers", "max_reject_rate", "overwrite", "config", "is_dry")  # fmt: skip
 
-@click.command(cls=GroupedCommand)
+
+@click.command(cls=GroupedCommand, common=_COMMON)
 @output_options
 @click.argument("inputs", nargs=-1, metavar="INPUT...")
 @click.option("--jsonl", multiple=True, metavar="FILE", cls=DeclaredOption, group="Input", help="Same as INPUT.")
@@ -30,7 +33,7 @@ from energon_packed.storage import as_path
 @click.option("--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, cls=DeclaredOption,
               group="Table", help="Loader workers per rank, for the table and the code.")  # fmt: skip
 @click.option("--dry-run", "is_dry", is_flag=True, cls=DeclaredOption, group="Run",
-              help="Show what would be measured, reused, planned and written, without writing.")  # fmt: skip
+              help="Show the work of a run without writing: what it would reuse, measure and write.")  # fmt: skip
 @click.option("--status", "is_status", is_flag=True, cls=DeclaredOption, group="Run",
               help="Show the progress of the run in --output-dir; needs no other option.")  # fmt: skip
 def command(

@@ -14,6 +14,7 @@ from energon_packed.cli.options import GroupedCommand, InputPath, as_options, me
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import EncoderSettings
+from energon_packed.energon_release import NO_ENERGON, has_energon
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import NO_MANIFEST, Check, verify
@@ -25,7 +26,10 @@ from energon_packed.system import available_cores
 _FAST = "--fast"  # why samples are not encoded
 
 
-@click.command(name="verify", cls=GroupedCommand)
+_COMMON = ("fast", "workers", "min_utilization", "media_root", "tokenizer", "processor")
+
+
+@click.command(name="verify", cls=GroupedCommand, common=_COMMON)
 @output_options
 @click.argument("folder", type=InputPath(), metavar="DIR|METADATASET.yaml")
 @click.option("--fast", is_flag=True, help="Do not encode the samples again.")
@@ -66,7 +70,7 @@ def command(
         dataset = PackedFolder.open(path)
         # Without packing.json, no tokenizer is known, so samples are encoded only with explicit settings.
         no_tokenizer = "" if values or dataset.manifest is not None else f"{NO_MANIFEST}, and no `tokenizer` is set"
-        not_encoded = _FAST if fast else no_tokenizer
+        not_encoded = _FAST if fast else no_tokenizer if has_energon() else NO_ENERGON
         encoder = None if not_encoded else dataset.load_encoder(values)
         if encoder is not None and (changes := dataset.overridden(values)):
             changed = f"{dataset.path} is checked with settings that differ from packing.json: {', '.join(changes)}"

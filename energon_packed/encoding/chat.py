@@ -52,6 +52,7 @@ from energon_packed.options import declared, make, plain_values
 from energon_packed.records import Conversation
 from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED, TIMESTAMPS_WRITTEN
 from energon_packed.seqlens import position_ids_from_cu_seqlens
+from energon_packed.system import announced
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
@@ -92,6 +93,7 @@ class ChatEncoder(Processor):
             engine that cannot be used.
     """
 
+    @announced("analyzing the chat template")
     def __init__(
         self,
         tokenizer: Any,

@@ -32,7 +32,7 @@ class EncoderSettings:
     """
 
     tokenizer: Path | None = _token_option(
-        None, help="Folder with tokenizer.json and a chat template, or a model in the Hugging Face cache.",
+        None, help="Folder with tokenizer and chat template, or a model in the Hugging Face cache.",
         metavar="DIR|NAME", needed=True,
     )  # fmt: skip
     processor: Path | None = _image_option(

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from megatron.energon import Sample, edataclass
-from megatron.energon.errors import FatalSampleError
 
+from energon_packed.energon_release import check_energon
 from energon_packed.errors import DataChangedError, ResourceError
 from energon_packed.formats import StoredImage, StoredSample
 from energon_packed.records import Conversation
+
+check_energon()  # before Energon is imported
+
+from megatron.energon import Sample, edataclass  # noqa: E402
+from megatron.energon.errors import FatalSampleError  # noqa: E402
 
 
 class TokenRow(NamedTuple):
@@ -44,10 +48,6 @@ class PackSample(Sample):
     def conversations(self) -> list[Conversation]:
         """Return the conversations in order."""
         return [sample.conversation for sample in self.stored_samples()]
-
-    def expected_lengths(self) -> list[int | None]:
-        """Return the recorded tokens of each sample, or None for each."""
-        return [sample.length for sample in self.stored_samples()]
 
     def token_row(self) -> TokenRow | None:
         """Return the row if it is tokenized text without images and videos; None otherwise."""

@@ -15,11 +15,8 @@ import numpy.typing as npt
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Measurement
 from energon_packed.errors import EnergonPackedError
-from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.formats.references import complete_parts
-from energon_packed.loading.collator import PaddingFreeCollator
-from energon_packed.loading.process import encode_pack
 from energon_packed.records import FrameSelection
 from energon_packed.seqlens import round_up, segment_ids_from_cu_seqlens
 
@@ -89,6 +86,15 @@ def map_pack(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None, 
         # Padding after the last sample belongs to no segment, and is drawn as free space.
         start += int(round_up(np.array([segments[-1].length]), multiple)[0])
     return MappedPack(key=str(raw["__key__"]), segments=segments)
+
+
+def supervised_spans(mapped: MappedPack, sample: int) -> list[tuple[int, int]] | None:
+    """Spans [start, stop) of the supervised tokens of a sample, counted from its first token; None if unknown."""
+    segment = mapped.segments[sample]
+    if not segment.tokens:
+        return None
+    starts = [(start - segment.start, length) for kind, start, length in segment.runs if kind == "supervised"]
+    return [(start, start + length) for start, length in starts]
 
 
 def _encoded(samples: Sequence[StoredSample], encoder: ChatEncoder) -> list[EncodedSample | str]:
@@ -173,7 +179,14 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
         raw: parts of the pack.
         encoder: encoder of the dataset.
         codec: codec of the flavor; None detects it from the parts.
+
+    Raises:
+        ConfigError: torch or Energon is not installed.
     """
+    from energon_packed.loading.process import encode_pack  # isort: skip - first, as it checks Energon
+    from energon_packed.flavors import load_pack
+    from energon_packed.loading.collator import PaddingFreeCollator
+
     pack = load_pack(codec or codec_of(raw), raw)
     # Dummy images are added for training only; recorded lengths are not checked, so that wrong lengths can be shown.
     batch = PaddingFreeCollator(dummy_images="never").collate(encode_pack(pack, encoder, check_lengths=False))

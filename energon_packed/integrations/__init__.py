@@ -14,3 +14,7 @@
 | transformers/ | Trainer: arguments, streams, evaluation, callbacks |
 | megatron/ | Megatron-LM and Megatron-Bridge |
 """
+
+from energon_packed.energon_release import check_energon
+
+check_energon()  # before modules of this folder import torch

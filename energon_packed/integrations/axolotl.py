@@ -40,6 +40,11 @@ class PackedPlugin(_BasePlugin):
         for name in ("sample_packing", "rl", "reward_model", "process_reward_model", "pretraining_dataset"):
             if cfg.get(name):
                 raise ConfigError(f"`{name}` must not be set with PackedPlugin, got {cfg[name]!r}. Remove it.")
+        if (size := cfg.get("context_parallel_size") or 1) != 1:
+            raise ConfigError(
+                f"`context_parallel_size` must be 1 with PackedPlugin, got {size}: no test shows that axolotl keeps "
+                "the samples of a split row apart. Remove it."
+            )
         if not cfg.get("datasets"):
             cfg["datasets"] = [{"path": str(cfg["packed_dataset"]), "type": "packed"}]
 

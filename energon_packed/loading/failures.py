@@ -128,7 +128,8 @@ class FailureLog:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The first 1,000 failures, as lines of rejects.jsonl: `source`, `row`, `id`, `reason` and `detail`.
+        """The first 1,000 failures, as lines of rejects.jsonl: `source`, `row`, `line`, `id`, `reason` and
+        `detail`.
 
         They are in input order. `row` is None for items that are not records of an input file. Reading this property
         counts the rows of JSONL files and tars, which reads these files.
@@ -139,7 +140,7 @@ class FailureLog:
             source, path, address, ident, reason, detail = line  # as `_SharedLines.add` was called
             reader = self._reader_of(source, path)
             if reader is None:
-                others.append(Rejected(path, None, ident, reason, detail))
+                others.append(Rejected(path, None, None, ident, reason, detail))
             else:
                 records.setdefault((reader, source), []).append((address, ident, reason, detail))
         of_records: list[Rejected] = []
@@ -202,7 +203,7 @@ class FailureLog:
         limits = replace(self.limits, max_failures=self.limit, overlong=overlong)
         if limits.strict or overlong == "error":
             reader = self._reader_of(at.source, path)
-            rejected = Rejected(path, None, str(at.id), reject.reason.value, reject.detail)
+            rejected = Rejected(path, None, None, str(at.id), reject.reason.value, reject.detail)
             if reader is not None:
                 entry = (at.address, at.id, reject.reason.value, reject.detail)
                 rejected = self._readers[reader].rejected(at.source, [entry])[0]

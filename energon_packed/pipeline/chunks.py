@@ -591,15 +591,18 @@ def string_column(values: Sequence[str | None]) -> Any:
     return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
 
 
-def dictionary_column(codes: npt.NDArray[Any], names: Sequence[str], dtype: Any) -> Any:
+def dictionary_column(
+    codes: npt.NDArray[Any], names: Sequence[str], dtype: Any, valid: npt.NDArray[np.bool_] | None = None
+) -> Any:
     """Build a dictionary column: `names[code]` for each code.
 
     Args:
         codes: shape (n,).
         names: strings.
         dtype: numpy type in which the codes are stored.
+        valid: as in `numeric_column`.
     """
-    return pa.DictionaryArray.from_arrays(numeric_column(codes, dtype), string_column(names))
+    return pa.DictionaryArray.from_arrays(numeric_column(codes, dtype, valid), string_column(names))
 
 
 def as_numpy(column: Any, dtype: Any) -> npt.NDArray[Any]:

@@ -289,7 +289,7 @@ class InputOptions(EncoderSettings):
         (), help="Inputs with per-source settings.", group=INPUT, flags=()
     )
     image_root: Path | None = option(
-        None, help="Folder that paths of images and videos start from and must stay in.", group=INPUT,
+        None, help="Folder of images and videos: their paths start from it and must stay in it.", group=INPUT,
         shown_default="the folder of each input", metavar="DIR",
     )  # fmt: skip
     source_split: str | None = option(
@@ -439,7 +439,7 @@ class RejectOptions(InputOptions):
     """
 
     overlong: Overlong = option(
-        "drop", help="How to handle samples longer than a row; split divides documents and token records.",
+        "drop", help="Samples longer than a row; split divides documents and token records.",
         group=PACKING, choices=("drop", "error", "truncate", "split"), decides="tars",
     )  # fmt: skip
     split_overlap: int = option(
@@ -447,7 +447,10 @@ class RejectOptions(InputOptions):
         group=PACKING, minimum=1, metavar="N",
     )  # fmt: skip
     max_reject_rate: float | None = option(
-        0.05, help="Stop before writing when a larger share of the records is rejected.", group=RUN, minimum=0
+        0.05,
+        help="Maximum share of rejected records; a larger share stops the run before writing.",
+        group=RUN,
+        minimum=0,
     )
     max_failures: int | None = option(
         None, help="Stop when more records than this are rejected; overlong samples do not count.", group=RUN,

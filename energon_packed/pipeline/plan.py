@@ -5,17 +5,18 @@ and the reports lengths.parquet and rejects.jsonl.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding import EncodedSample
 from energon_packed.encoding.fragments import Fragments, split_sample, text_fragments
-from energon_packed.errors import Reason, RecordError, Reject
+from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
 from energon_packed.packing import PackPlan, pack_lengths
 from energon_packed.pipeline.chunks import (
     KINDS,
@@ -31,7 +32,7 @@ from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.options import PackOptions, RejectOptions
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.rejects import TableRejects, write_reports
+from energon_packed.pipeline.rejects import SamplePlaces, TableRejects, write_reports
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable
 
@@ -63,6 +64,10 @@ class ShardPlan:
     rows: Int64
     offsets: Int64
     num_bytes: int
+
+    def name(self, prefix: str) -> str:
+        """File name of the tar."""
+        return f"{prefix}-{self.number:06d}.tar"
 
 
 def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
@@ -262,9 +267,12 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     state.progress.start("plan", len(table), "records")
     kept = None if options.truncate is None else kept_tokens(state, table)
     rejects, entries = plan_rejects(table, options, state.reader, state.engine, kept=kept)
-    # The reports are written first, so that they exist when the limits stop the run.
-    write_reports(rejects, entries.fragments, usable_len=options.usable_len, workspace=workspace)
-    rejects.check(options.limits, str(workspace.rejects))
+    report = partial(write_reports, rejects, entries.fragments, usable_len=options.usable_len, workspace=workspace)
+    try:
+        rejects.check(options.limits, str(workspace.rejects))
+    except RejectLimitError:
+        report(places=sample_places(len(entries), None, [], options))
+        raise
     packs = plan_packs(entries, options)
     ungrouped = None
     if options.group_by != "none":
@@ -272,8 +280,27 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     shards = plan_shards(packs, entries, options)
     if sum(len(shard.rows) for shard in shards) != len(packs.indices):
         raise AssertionError("the shards do not contain every packed sample")
+    report(places=sample_places(len(entries), packs, shards, options))
     state.progress.advance(len(table), len(table))
     return Plan(status=rejects.status, entries=entries, packs=packs, shards=shards, utilization_ungrouped=ungrouped)
+
+
+def sample_places(
+    count: int, packs: PackPlan | None, shards: Sequence[ShardPlan], options: PackOptions
+) -> SamplePlaces:
+    """Find the place in the dataset of each of `count` entries; without packs, none has a place."""
+    pack, sample = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.int32)
+    if packs is not None:
+        sizes = np.diff(packs.offsets)
+        pack[packs.indices] = np.repeat(np.arange(packs.num_packs, dtype=np.int32), sizes)
+        sample[packs.indices] = np.arange(len(packs.indices)) - np.repeat(packs.offsets[:-1], sizes)
+    return SamplePlaces(
+        pack=pack,
+        sample=sample,
+        first_packs=np.array([shard.first_pack for shard in shards], dtype=np.int64),
+        shards=[shard.name(options.prefix) for shard in shards],
+        prefix=options.prefix,
+    )
 
 
 def plan_rejects(

@@ -10,6 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from energon_packed.errors import IgnoredEntries, Reason, RecordError
 from energon_packed.formats import codec_for
 from energon_packed.formats.references import MediaRoot, moved_folders, moved_here, moved_path
@@ -18,6 +20,7 @@ from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources
+from energon_packed.system import announced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,17 +133,21 @@ class RecordReader:
                 of the address.
         """
         # An address may be a byte offset; the index of the record is known only after counting lines up to it.
-        numbers = self.sources[source].row_numbers([address for address, *_ in records])
+        addresses = np.array([address for address, *_ in records], dtype=np.int64)
+        numbers, in_order = self.sources[source].row_numbers(addresses.tolist()), np.argsort(addresses)
+        lines = np.zeros(len(records), dtype=np.int64)
+        lines[in_order] = self.sources[source].line_numbers(addresses[in_order], np.zeros_like(addresses))
         path = str(self.sources[source].path)
         return [
             Rejected(
                 source=path,
                 row=row,
+                line=line or None,
                 id=self.default_id(source, row) if ident in (None, self.default_id(source, address)) else str(ident),
                 reason=reason,
                 detail=detail,
             )
-            for row, (address, ident, reason, detail) in zip(numbers, records, strict=True)
+            for row, line, (address, ident, reason, detail) in zip(numbers, lines.tolist(), records, strict=True)
         ]
 
     @cached_property
@@ -160,6 +167,7 @@ def raw_id(record: Any) -> str | None:
     return str(ident)[:200] if isinstance(ident, str | int | float) else None
 
 
+@announced("opening the input")
 def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | None = None) -> RecordReader:
     """Open the input of a run.
 

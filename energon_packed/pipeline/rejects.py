@@ -11,13 +11,15 @@ lengths.parquet and rejects.jsonl, a RejectReport in memory, or a RejectLimitErr
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import cached_property
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packed.encoding.fragments import Fragments, fragment_id
@@ -65,12 +67,18 @@ _SCHEMA = pa.schema(
     {
         "source": pa.dictionary(pa.int32(), pa.string()),
         "row": pa.int64(),
+        "line": pa.int64(),
         "id": pa.string(),
         "length": pa.int32(),
         "num_images": pa.int32(),
         "status": pa.dictionary(pa.int8(), pa.string()),
+        "pack": pa.string(),
+        "sample": pa.int32(),
+        "shard": pa.dictionary(pa.int32(), pa.string()),
     }
 )
+_FEW_VALUES = [name for name in _SCHEMA.names if name not in ("row", "line", "id", "pack")] + ["num_videos"]
+_DELTAS = {"row": "DELTA_BINARY_PACKED", "line": "DELTA_BINARY_PACKED"}
 
 
 class Rejected(NamedTuple):
@@ -79,12 +87,14 @@ class Rejected(NamedTuple):
     Attributes:
         source: path of the file.
         row: index of the record in the file; None for an item that is not a record of an input file.
+        line: its line in the file, from 1; None if records are not lines, or it is not known.
         id: id of the record.
         reason, detail: as in `Reject`.
     """
 
     source: str
     row: int | None
+    line: int | None
     id: str
     reason: str
     detail: str
@@ -96,8 +106,8 @@ class RejectReport:
 
     Attributes:
         counts: rejected records by reason; only reasons that occur.
-        rows: the first 1,000 rejected records in input order, as lines of rejects.jsonl with `source`, `row`, `id`,
-            `reason` and `detail`.
+        rows: the first 1,000 rejected records in input order, as lines of rejects.jsonl with `source`, `row`,
+            `line`, `id`, `reason` and `detail`.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
@@ -184,7 +194,7 @@ class RejectLimits:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class TableRejects:
     """Rejected records of a measured input.
 
@@ -209,15 +219,24 @@ class TableRejects:
         """Rejected records by reason; only reasons that occur."""
         return reject_counts(self.status)
 
+    @cached_property
+    def lines(self) -> npt.NDArray[np.int64]:
+        """Line of each record in its file, as `Source.line_numbers`: int64 (n,)."""
+        ranges = zip(self.reader.sources, pairwise(self.table.source_starts.tolist()), strict=True)
+        columns = self.table.address, self.table.size.astype(np.int64)
+        found = [source.line_numbers(*(column[start:stop] for column in columns)) for source, (start, stop) in ranges]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
     def report(self) -> RejectReport:
         """Return the counts and the first rejected records."""
         return RejectReport(self.counts, [rejected._asdict() for rejected in islice(self.rows(), MOST_ROWS)])
 
-    def rows(self, reason: str | None = None) -> Iterator[Rejected]:
+    def rows(self, reason: str | None = None, *, is_sample: bool = False) -> Iterator[Rejected]:
         """Yield the rejected records in input order.
 
         Args:
             reason: yield only records with this reason; None for all.
+            is_sample: as in `summary`.
         """
         wanted = self.status != 0 if reason is None else self.status == STATUSES.index(reason)
         for file, start, stop in zip(
@@ -228,13 +247,16 @@ class TableRejects:
             rows = read_rows(file)
             ids, details = rows["id"], rows["detail"]
             for index in np.flatnonzero(wanted[start:stop]).tolist():
-                yield self.row(int(start) + index, ids[index].as_py(), details[index].as_py())
+                record = int(start) + index
+                line = 0 if is_sample else int(self.lines[record])
+                yield self.row(record, line, ids[index].as_py(), details[index].as_py())
 
-    def row(self, record: int, ident: str | None, detail: str | None) -> Rejected:
+    def row(self, record: int, line: int, ident: str | None, detail: str | None) -> Rejected:
         """Describe a rejected record.
 
         Args:
             record: index of the record in the table.
+            line: its line, as in `lines`.
             ident, detail: its columns in the chunk file.
         """
         sources, rows = self.table.locate(np.array([record]))
@@ -242,6 +264,7 @@ class TableRejects:
         return Rejected(
             source=str(self.reader.sources[source].path),
             row=row,
+            line=line or None,
             id=self.reader.default_id(source, row) if ident is None else ident,
             reason=STATUSES[int(self.status[record])],
             detail=detail or self.details.get(record) or self._limit(record),
@@ -285,7 +308,7 @@ class TableRejects:
         return summary(self.counts, lambda reason: self._example(reason, is_sample=is_sample))
 
     def _example(self, reason: str, *, is_sample: bool = False) -> str:
-        return example_of(next(self.rows(reason)), is_sample=is_sample)
+        return example_of(next(self.rows(reason, is_sample=is_sample)), is_sample=is_sample)
 
 
 class NamedRecords(NamedTuple):
@@ -350,7 +373,7 @@ def images_detail(images: int, max_images: int, what: str = "images") -> str:
 def summary(counts: Mapping[str, int], example: Callable[[str], str], *, advise: bool = False) -> str:
     """List all reasons with their counts, the most common first; the first five have an example.
 
-    For example `40 x missing_field, e.g. row 0 of data.jsonl: no messages`; "" if no record is rejected.
+    For example `40 x missing_field, e.g. line 1 of data.jsonl: no messages`; "" if no record is rejected.
 
     Args:
         counts: rejected records by reason.
@@ -366,10 +389,10 @@ def summary(counts: Mapping[str, int], example: Callable[[str], str], *, advise:
 
 
 def example_of(rejected: Rejected, *, is_sample: bool = False) -> str:
-    """Describe a rejected record in a message; without its row, if `is_sample`."""
+    """Describe a rejected record in a message; without its line or row, if `is_sample`."""
     detail = " ".join(rejected.detail.split())
     detail = detail if len(detail) <= _MAX_DETAIL else f"{detail[: _MAX_DETAIL - 1]}…"
-    name = "a record" if is_sample else f"row {rejected.row}"
+    name = "a record" if is_sample else f"line {rejected.line}" if rejected.line else f"row {rejected.row}"
     return f"{name} of {rejected.source}: {detail}"
 
 
@@ -420,13 +443,49 @@ def _ranked(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (item[0] in REQUESTED_REJECTS, -item[1], item[0]))
 
 
+class SamplePlaces(NamedTuple):
+    """Place of each of n records and fragments in the dataset.
+
+    Attributes:
+        pack: int32 (n,), index of its pack; -1 if it is in none.
+        sample: int32 (n,), index of the sample in its pack.
+        first_packs: int64 (shards,), index of the first pack of each shard.
+        shards: names of the tars.
+        prefix: prefix of the keys of packs.
+    """
+
+    pack: npt.NDArray[np.int32]
+    sample: npt.NDArray[np.int32]
+    first_packs: npt.NDArray[np.int64]
+    shards: list[str]
+    prefix: str
+
+    def columns(self, rows: npt.NDArray[np.int64]) -> list[Any]:
+        """Arrow columns `pack` (the key), `sample` and `shard` of k of the records and fragments."""
+        pack = self.pack[rows]
+        is_packed = pack >= 0
+        number = pc.utf8_lpad(numeric_column(pack, np.int32, valid=is_packed).cast(pa.string()), 8, "0")
+        shard = np.searchsorted(self.first_packs, pack, side="right") - 1
+        return [
+            pc.binary_join_element_wise(self.prefix, number, "_"),
+            numeric_column(self.sample[rows], np.int32, valid=is_packed),
+            dictionary_column(shard, self.shards, np.int32, valid=is_packed),
+        ]
+
+
 def write_reports(
-    rejects: TableRejects, fragments: Fragments | None, *, usable_len: int, workspace: Workspace
+    rejects: TableRejects,
+    fragments: Fragments | None,
+    *,
+    usable_len: int,
+    workspace: Workspace,
+    places: SamplePlaces,
 ) -> None:
     """Write lengths.parquet and rejects.jsonl.
 
-    lengths.parquet has source, row, id, length (tokens, null if unknown), num_images and status of every record, and
-    num_videos if any record has videos; rejects.jsonl has source, row, id, reason and detail of the rejected records.
+    lengths.parquet has source, row, line (null if it is not known), id, length (tokens, null if unknown), num_images
+    and status of every record, pack (its key), sample (index in the pack) and shard of packed records, and num_videos
+    if any record has videos; rejects.jsonl has source, row, line, id, reason and detail of the rejected records.
     The fragments of a record follow the records of its chunk in lengths.parquet.
 
     Args:
@@ -434,6 +493,7 @@ def write_reports(
         fragments: fragments of split records, by ascending `record`, or None.
         usable_len: tokens of a row; packed records with more tokens get the status `truncated`.
         workspace: paths of both files.
+        places: place of each record, then of each fragment.
     """
     table, reader, status = rejects.table, rejects.reader, rejects.status
     names_of = (*STATUSES, TRUNCATED, *((SPLIT, FRAGMENT) if fragments is not None else ()))
@@ -446,7 +506,8 @@ def write_reports(
     with (
         atomic_path(workspace.lengths) as lengths_file,
         atomic_path(workspace.rejects) as rejects_file,
-        pq.ParquetWriter(lengths_file, schema) as writer,
+        # The other columns have a value of their own in each row; differences of the numbers need few bytes.
+        pq.ParquetWriter(lengths_file, schema, use_dictionary=_FEW_VALUES, column_encoding=_DELTAS) as writer,
         rejects_file.open("wb") as out,
     ):
         # A row group per chunk file: the ids of all records need not fit in memory.
@@ -454,11 +515,13 @@ def write_reports(
             chunk_status, measured = status[chunk.rows], table.length[chunk.rows]
             shown = np.where((chunk_status == 0) & (measured > usable_len), cut, chunk_status)
             source, local, names, images = chunk.source, chunk.local, chunk.names, table.num_images[chunk.rows]
+            rows, lines = chunk.rows, rejects.lines[chunk.rows]
             if fragments is not None:
                 first, last = np.searchsorted(fragments["record"], [chunk.rows[0], chunk.rows[-1] + 1])
                 of_chunk = fragments[first:last]
                 parent = of_chunk["record"] - chunk.rows[0]
-                source, local = np.append(source, source[parent]), np.append(local, local[parent])
+                source, local, lines = (np.append(own, own[parent]) for own in (source, local, lines))
+                rows = np.append(rows, np.arange(len(table) + first, len(table) + last))
                 names = [*names, *map(fragment_id, [names[i] for i in parent.tolist()], of_chunk["number"].tolist())]
                 measured = np.append(measured, of_chunk["stop"] - of_chunk["start"])
                 images = np.append(images, of_chunk["last_image"] - of_chunk["first_image"])
@@ -466,15 +529,18 @@ def write_reports(
             columns = [
                 dictionary_column(path_of[source], list(index_of), np.int32),
                 numeric_column(local, np.int64),
+                numeric_column(lines, np.int64, valid=lines > 0),
                 string_column(names),
                 numeric_column(measured, np.int32, valid=measured >= 0),
                 numeric_column(images, np.int32),
                 dictionary_column(shown, names_of, np.int8),
+                *places.columns(rows),
             ]
             if has_videos:
                 videos = table.num_videos[chunk.rows]  # fragments have no videos
                 columns.append(numeric_column(np.append(videos, [0] * (len(names) - len(videos))), np.int32))
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
             for index in np.flatnonzero(chunk_status).tolist():
-                rejected = rejects.row(int(chunk.rows[index]), chunk.names[index], chunk.details[index])
+                record = int(chunk.rows[index])
+                rejected = rejects.row(record, int(lines[index]), chunk.names[index], chunk.details[index])
                 out.write(orjson.dumps(rejected._asdict(), option=orjson.OPT_APPEND_NEWLINE))

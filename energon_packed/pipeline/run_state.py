@@ -16,6 +16,7 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.workspace import ENCODER, Workspace
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
+from energon_packed.system import announced
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 # Increase it when a release reads or measures the same record differently: old restart state is then not used.
@@ -54,7 +55,8 @@ def compute_fingerprints(
         part: input part (I, N), or None.
     """
     encoder = options.encoder_loader.load().fingerprint()
-    files = digest([source.fingerprint() for source in sources])
+    with announced("computing the fingerprint of the input files"):
+        files = digest([source.fingerprint() for source in sources])
     read_as = [(source.reading.config, source.reading.copy) for source in sources]
     content = [UNWEIGHTED_FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
     # `extract_frames` decodes the selected frames: it rejects records whose frames are damaged, and estimates bytes.

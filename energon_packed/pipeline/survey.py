@@ -136,7 +136,7 @@ class LengthsOptions(InputOptions):
         metavar="DIR", shown_default="energon-packed in the cache folder of the user",
     )  # fmt: skip
     output: Path | None = option(
-        None, help="Write one line NAME:LENGTH for every record that can be packed.", group=OUTPUT, metavar="FILE"
+        None, help="Write a line NAME:LENGTH per record that can be packed.", group=OUTPUT, metavar="FILE"
     )
 
     def __post_init__(self) -> None:

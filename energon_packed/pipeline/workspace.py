@@ -23,6 +23,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.files import (
     atomic_write,
     error_of_path,
+    format_bytes,
     move,
     open_regular,
     remove_if_possible,
@@ -340,16 +341,16 @@ class Workspace:
             ConfigError: the disk is too small; the message has both sizes.
         """
         free = self.free_bytes(key)
+        space = f"has {format_bytes(free)} free"
         if is_remote(self.root) and min(needed, unfinished) > free:
             raise ConfigError(
-                f"unfinished shards need about {_gib(min(needed, unfinished))}, but the file system of {self.work} "
-                f"has {_gib(free)} free; use another `work_dir`, fewer `workers` or a smaller "
-                "`max_shard_bytes`"
+                f"unfinished shards need about {format_bytes(min(needed, unfinished))}, but the file system of "
+                f"{self.work} {space}. Use another `work_dir`, fewer `workers` or a smaller `max_shard_bytes`."
             )
         if not is_remote(self.root) and needed > free:
             raise ConfigError(
-                f"the tars need about {_gib(needed)}, but the file system of {self.root} has {_gib(free)} free; free "
-                "some space, or use another `output_dir`"
+                f"the tars need about {format_bytes(needed)}, but the file system of {self.root} {space}. "
+                "Free some space, or use another `output_dir`."
             )
 
     def free_bytes(self, key: str | None) -> int:
@@ -458,7 +459,3 @@ class Workspace:
             else:  # options have values to read; the others are digests
                 shown.append(f"{name} was {saved.get(name)}, now {value}" if name[0] == "`" else f"the {name} differs")
         return ", ".join(shown) or "another release, or an encoder without a fingerprint"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:,.2f} GiB"

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from energon_packed.errors import Reject
 from energon_packed.sources.config import Reading
 from energon_packed.storage import is_remote, recent_status
@@ -135,6 +138,14 @@ class Source(ABC):
         """
         chunks = self.chunks()
         return [address - chunks[0][0] for address in addresses]
+
+    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Line of `path` that each record is on, from 1: int64 (k,), 0 if records are not lines or it is not known.
+
+        Args:
+            addresses, sizes: int64 (k,), of records in ascending order, as in `SourceRecord`.
+        """
+        return np.zeros(len(addresses), dtype=np.int64)
 
     def fingerprint(self) -> str:
         """Hex digest of the size and of samples of the bytes, so that a copy has the same fingerprint."""

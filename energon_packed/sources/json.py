@@ -28,6 +28,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
@@ -36,6 +38,7 @@ from energon_packed.records.fields import ARRAY_REMEDY, parse_json
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted, local_copy
+from energon_packed.storage import is_remote
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
 
@@ -58,6 +61,7 @@ _BLOCK = 1 << 20
 # Complete strings with their colons, a quote that opens an unfinished string, or structure.
 _TOKEN = re.compile(rb'(?:"[^"\\]*(?:\\.[^"\\]*)*"(?:\s*:\s*)?)+|["\[\]{},]', re.DOTALL)
 _SPACE = b" \t\r\n"
+_ELEMENTS = ".lines.jsonl"  # suffix of a copy with a line for each element of an array or object
 _OBJECT_OF_RECORDS = re.compile(
     rb'\{\s*"(data|annotations|samples|records|rows|items|examples|instances)"\s*:\s*\[\s*\{'
 )
@@ -145,6 +149,24 @@ class JsonlSource(Source):
         start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
         return indices_of(addresses, (offset for offset, _ in self._lines(start, stop)))
 
+    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Count the lines of the records, and read the bytes between them, for which a remote file is not read.
+
+        They are not known for elements of an array or object, nor in an input part that starts within the file.
+        """
+        is_copied = self.data != self.path and self.data.name.endswith(_ELEMENTS)
+        before = np.append(0, (addresses + sizes)[:-1])  # end of the record before
+        gaps = np.flatnonzero(addresses > before)
+        if is_copied or self.share[0] > 0 or (len(gaps) and is_remote(self.data)):
+            return super().line_numbers(addresses, sizes)
+        # A longer line has not its whole size in `sizes`; the rest of it, with its end, is a gap.
+        lines = np.append(1, (sizes > 0) & (sizes < _LONGEST_LINE))[:-1].astype(np.int64)
+        if len(gaps):
+            with self.data.open("rb") as stream:
+                for gap in gaps.tolist():
+                    lines[gap] += _line_ends(stream, int(before[gap]), int(addresses[gap]))
+        return np.cumsum(lines)
+
     def read(self, address: int, size: int) -> SourceRecord:
         """Read the record in bytes [address, address + size)."""
         return self.row((address, read_range(self._streams.get(self.data), address, size)))
@@ -163,7 +185,7 @@ class JsonSource(JsonlSource):
             SourceError: the file is a single object, or an array that cannot be read.
         """
         data = local_copy(super()._in_lines(path, work_dir), work_dir)
-        lines = partial(converted, data, work_dir, ".lines.jsonl")
+        lines = partial(converted, data, work_dir, _ELEMENTS)
         with data.open("rb") as stream:
             head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
         if head[:1] == b"[":
@@ -215,6 +237,12 @@ def check_text(path: Path, data: Path) -> None:
     # A single long line is valid, so a CR must also separate two objects.
     if b"\n" not in head and _CR_ENDS.search(head):
         raise SourceError(f"the lines of {path} end in CR alone. Write it with LF: tr '\\r' '\\n'")
+
+
+def _line_ends(stream: BinaryIO, start: int, stop: int) -> int:
+    """Number of line ends in bytes [start, stop)."""
+    stream.seek(start)
+    return sum(stream.read(min(_BLOCK, stop - at)).count(b"\n") for at in range(start, stop, _BLOCK))
 
 
 def _row(offset: int, line: bytes) -> SourceRecord:
@@ -402,7 +430,7 @@ def _to_jsonl(data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO
                 out.write(element.replace(b"\n", b"\r") + b"\n")
         except (ValueError, TypeError) as error:
             kind = "a complete JSON array" if records is _elements else "a complete JSON object of records"
-            raise SourceError(f"{path} is not {kind}: {error}") from error
+            raise SourceError(f"{path} is not {kind}: {error}. Write the file again.") from error
 
 
 def _elements(stream: BinaryIO) -> Iterator[bytes]:

@@ -213,14 +213,14 @@ def test_help_is_instant_and_imports_nothing_heavy() -> None:
     assert "demo " in done.stdout
     help_text = run("pack", "--help")
     assert help_text.returncode == 0
-    for option in ("--seq-len", "--tokenizer", "--image-root", "--overlong", "--max-reject-rate", "--resume"):
+    for option in ("--seq-len", "--tokenizer", "--image-root", "--overlong", "--max-reject-rate", "--help-all"):
         assert option in help_text.stdout
 
 
 def test_rejects_can_be_read_as_json(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
     run("pack", demo.jsonl, "-o", tmp_path, "--seq-len", "1024", "--tokenizer", tokenizer_dir)
     rows = [json.loads(line) for line in (tmp_path / "rejects.jsonl").open()]
-    assert {tuple(row) for row in rows} == {("source", "row", "id", "reason", "detail")}
+    assert {tuple(row) for row in rows} == {("source", "row", "line", "id", "reason", "detail")}
     reasons = {"bad_json", "bad_role", "corrupt_image", "image_count_mismatch", "missing_image"}
     assert {row["reason"] for row in rows} == {*reasons, "no_supervised_tokens"}
 

@@ -2,16 +2,18 @@
 
 import io
 import json
+import logging
 import re
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from rich.console import Console
 
 from tests.cli.test_cli import run, run_installed
-from tests.internals import DemoDataset, TerminalProgress, duration
+from tests.internals import NOTICE, DemoDataset, Output, TerminalProgress, cli, duration
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,7 @@ def test_object_stores_are_refused_at_once(packed: Any, tmp_path: Path, argument
 
 
 def test_help_has_groups_and_marks_what_is_required() -> None:
-    shown = run("pack", "--help").stdout
+    shown = run("pack", "--help-all").stdout
     heads = re.findall(r"^(\w+):$", shown, re.MULTILINE)
     assert heads == ["Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run", "Table", "Messages"]
     for flag in ("--seq-len", "--tokenizer", "-o, --output-dir|--output-dir, -o"):
@@ -138,6 +140,20 @@ def test_help_has_groups_and_marks_what_is_required() -> None:
         text = run(command, "--help").stdout
         assert "Other:" not in text
         assert "--json" in text
+
+
+@pytest.mark.parametrize("command", ["pack", "lengths", "verify"])
+def test_the_short_help_has_a_line_per_option_and_names_the_long_help(command: str) -> None:
+    runner = CliRunner()
+    flags = ("--help", "--help-all")
+    short, long = (runner.invoke(cli, [command, flag], terminal_width=80).output for flag in flags)
+    lines = short.splitlines()
+    assert lines[-1].endswith(f" {command} --help-all")
+    options = lines[next(i for i, line in enumerate(lines) if re.fullmatch(r"\w+:", line)) : -1]
+    assert all(re.fullmatch(r"|\w+:|  -\S.*  \S.*", line) and len(line) < 80 for line in options), short
+    shown, known = (set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)) for text in (short, long))
+    assert shown < known
+    assert len(shown) <= 21
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
@@ -160,3 +176,18 @@ def test_shells_complete_commands_and_options(shell: str) -> None:
         asked["COMP_CWORD"] = "--seq"
     done = subprocess.run([str(TOOL)], env={**os.environ, **asked}, capture_output=True, text=True, check=False)
     assert "--seq-len" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+@pytest.mark.parametrize("flags", [{}, {"quiet": True}, {"verbose": True}])
+def test_long_steps_are_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, flags: dict[str, bool]
+) -> None:
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
+    log = logging.getLogger("energon_packed.test")
+    with Output(**flags).logs():
+        log.log(NOTICE, "loading the tokenizer ...")
+        log.warning("an option is ignored")
+    shown = flags == {"verbose": True} or (is_terminal and not flags)
+    assert stderr.getvalue() == "loading the tokenizer ...\n" * shown + "warning: an option is ignored\n"

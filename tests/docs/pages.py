@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from tests.processes import CONTEXT, become_main, energon_packed  # noqa: E402
 from tests.storage import start_store  # noqa: E402
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)

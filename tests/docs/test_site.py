@@ -1,89 +1,156 @@
-"""The site of docs/ in a browser: no page is wider than a phone or a laptop window."""
+"""The site of docs/: its links, and each page in Chromium, as wide as a phone and a laptop, light and dark."""
 
-import json
-import os
-import queue
-import shutil
-import signal
-import subprocess
-import sys
+import re
 import threading
+from collections.abc import Iterator
 from functools import partial
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.browser import Browser
 from tests.docs.pages import ROOT
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-WIDTHS = (360, 1400)  # CSS pixels
-# Loads each page in a frame of each width, and writes the names of elements that are cut off or widen the page.
-_MEASURE = """
-<body><script>
-const pages = PAGES, widths = WIDTHS, found = [];
-async function measure() {
-  for (const width of widths) for (const page of pages) {
-    const frame = document.createElement("iframe");
-    frame.style.cssText = `width:${width}px;height:900px;border:0`;
-    const loaded = new Promise(done => frame.onload = done);
-    frame.src = page; document.body.append(frame); await loaded;
-    const doc = frame.contentDocument, root = doc.documentElement;
-    if (root.scrollWidth > width) found.push(`${page} is ${root.scrollWidth} px wide at ${width} px`);
-    for (const text of doc.querySelectorAll("svg text")) {
-      const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
-      if (inner.left < outer.left || inner.right > outer.right + 1)
-        found.push(`${page}: "${text.textContent}" is cut off at ${width} px`);
-    }
-    frame.remove();
+WIDTHS = (1400, 360)  # CSS pixels
+# Elements that widen the page, that are cut off, that are not loaded, or whose text is hard to read. Contrast is that
+# of WCAG 2.1, section 1.4.3.
+_FAULTS = """(() => {
+  const faults = new Set(), root = document.documentElement;
+  const color = text => { const parts = text.match(/[\\d.]+/g).map(Number); return [...parts, 1].slice(0, 4); };
+  const over = (top, below) => [0, 1, 2].map(i => top[i] * top[3] + below[i] * (1 - top[3]));
+  const light = rgb => rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  if (root.scrollWidth > root.clientWidth) faults.add(`is ${root.scrollWidth} px wide at ${root.clientWidth} px`);
+  for (const image of document.images) if (!image.naturalWidth) faults.add(`${image.src} is not loaded`);
+  for (const text of document.querySelectorAll("svg text")) {
+    const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
+    if (inner.left < outer.left || inner.right > outer.right + 1) faults.add(`"${text.textContent}" is cut off`);
   }
-  await fetch("/result", {method: "POST", body: JSON.stringify({pages: pages.length, found})});
-}
-measure();
-</script></body>
-"""
+  const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (texts.nextNode()) {
+    const element = texts.currentNode.parentElement, style = getComputedStyle(element);
+    if (!texts.currentNode.data.trim() || /^(SCRIPT|STYLE|TITLE|NOSCRIPT)$/i.test(element.tagName)) continue;
+    if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
+    if (root.clientWidth < 600 && element.closest(".md-sidebar, .md-search")) continue;  // closed
+    const ink = color(element instanceof SVGElement ? style.fill : style.color), layers = [];
+    for (let parent = element; parent; parent = parent.parentElement) {
+      const shown = getComputedStyle(parent);
+      ink[3] *= shown.opacity;
+      layers.unshift(color(shown.backgroundColor));
+    }
+    if (element instanceof SVGElement) {
+      const box = element.getBoundingClientRect(), x = (box.left + box.right) / 2, y = (box.top + box.bottom) / 2;
+      for (const rect of element.ownerSVGElement.querySelectorAll("rect")) {
+        const area = rect.getBoundingClientRect(), shown = getComputedStyle(rect);
+        if (area.left <= x && x <= area.right && area.top <= y && y <= area.bottom && shown.fill != "none")
+          layers.push([...color(shown.fill).slice(0, 3), Number(shown.opacity)]);
+      }
+    }
+    const paper = layers.reduce((below, layer) => over(layer, below), [255, 255, 255]);
+    const [dark, bright] = [light(over(ink, paper)), light(paper)].sort((a, b) => a - b);
+    const contrast = (bright + 0.05) / (dark + 0.05);
+    if (contrast < 4.5) faults.add(`"${texts.currentNode.data.trim().slice(0, 40)}" (${element.tagName}.` +
+      `${element.getAttribute("class")}) has a contrast of ${contrast.toFixed(2)}`);
+  }
+  return [...faults].slice(0, 9);
+})()"""
 
 
-class Site(SimpleHTTPRequestHandler):
-    """Serve a folder, and put the posted result into a queue."""
-
-    results: "queue.Queue[bytes]" = queue.Queue()
-
+class _Quiet(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *values: object) -> None:
         pass
 
-    def do_POST(self) -> None:
-        self.results.put(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(204)
-        self.end_headers()
+
+class _Html(HTMLParser):
+    """Targets of the links of a page, and its anchors."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.anchors: set[str] = {"", "__comments"}
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("id", "name") and value:
+                self.anchors.add(value)
+            elif name in ("href", "src") and value and tag != "base":
+                self.links.add(value)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
-def test_pages_fit_a_phone_and_a_laptop(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", site],
-        cwd=ROOT,
-        env={"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"},
-        check=True,
-        timeout=300,
-    )
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    """The address of the site, with a slash at the end."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+def test_links_and_anchors_exist(site: Path) -> None:
+    pages = {file: _Html(file) for file in site.rglob("*.html")}
+    checked, broken = 0, []
+    for file, page in pages.items():
+        for link in page.links:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            checked += 1
+            path = unquote(parts.path)
+            target = site / path[1:] if path.startswith("/") else file.parent / path if path else file
+            target = (target / "index.html" if target.is_dir() else target).resolve()
+            if not target.exists() or (target in pages and unquote(parts.fragment) not in pages[target].anchors):
+                broken.append(f"{file.relative_to(site)}: {link}")
+    assert checked > 1000
+    assert not broken
+
+
+def test_anchors_of_pages_outside_the_site_exist(site: Path) -> None:
+    checked = 0
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for page, anchor in re.findall(r"\]\(docs/([\w/-]+)\.md#([^)]+)\)", (ROOT / name).read_text(encoding="utf-8")):
+            folder = site / page.removesuffix("index")
+            assert anchor in _Html(folder / "index.html").anchors, f"{name}: docs/{page}.md#{anchor}"
+            checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_and_are_readable(scheme: str, site: Path, address: str, tmp_path: Path) -> None:
     pages = sorted(str(file.parent.relative_to(site)) + "/" for file in site.rglob("index.html"))
     assert len(pages) >= 25
-    measure = _MEASURE.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS))
-    (site / "measure.html").write_text(measure, encoding="utf-8")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Site, directory=str(site)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    flags = ["headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-background-networking"]
-    flags += ["disable-component-update", "disable-sync", "remote-debugging-port=0", f"user-data-dir={tmp_path}"]
-    url = f"http://127.0.0.1:{server.server_port}/measure.html"
-    browser = subprocess.Popen(
-        [str(CHROMIUM), *(f"--{flag}" for flag in flags), url], stderr=subprocess.DEVNULL, start_new_session=True
-    )
-    try:
-        result = json.loads(Site.results.get(timeout=300))
-    finally:
-        os.killpg(browser.pid, signal.SIGKILL)
-        browser.wait()
-        server.shutdown()
-    assert result == {"pages": len(pages), "found": []}
+    faults = []
+    with Browser(tmp_path) as browser:
+        for page in pages:
+            browser.show(WIDTHS[0], scheme=scheme)
+            browser.open(address + page)
+            colors = browser.run("document.body.dataset.mdColorScheme")
+            assert colors == {"light": "default", "dark": "slate"}[scheme]
+            for width in WIDTHS:
+                browser.show(width, scheme=scheme)
+                faults += [f"{page} at {width} px: {fault}" for fault in browser.run(_FAULTS)]
+            faults += [f"{page}: {message}" for message in browser.log]
+    assert not faults
+
+
+def test_the_isolation_table_is_searched(address: str, tmp_path: Path) -> None:
+    shown = """[...document.querySelectorAll(".searchable tbody tr")].filter(row => row.checkVisibility())
+      .map(row => [...row.cells].map(cell => cell.innerText))"""
+    with Browser(tmp_path) as browser:
+        browser.show(WIDTHS[0])
+        browser.open(address + "isolation/")
+        every = browser.run(shown)
+        assert len(every) > 200
+        browser.run("document.querySelector('.searchable input').focus()")
+        for typed, words in (("Qwen2 ", ["qwen2"]), ("leaks", ["qwen2", "leaks"]), ("x", ["qwen2", "leaksx"])):
+            browser.call("Input.insertText", text=typed)
+            matching = [row for row in every if all(word in " ".join(row).lower() for word in words)]
+            assert browser.run(shown) == matching
+            count = browser.run("document.querySelector('.searchable output').value")
+            assert count == f"{len(matching)} of {len(every)}"
+        browser.run("document.querySelector('.searchable input').select()")
+        browser.call("Input.insertText", text="llamaforcausallm")
+        assert ["llama", "clean", "LlamaForCausalLM"] in browser.run(shown)

@@ -1,13 +1,8 @@
-"""The page of `report`: charts, gallery and warnings; scripts and links in the data are neither run nor fetched.
+"""The page of `report`: charts, gallery and warnings; scripts and links in the data are neither run nor fetched."""
 
-With Chromium, the page is tested in a browser too.
-"""
-
-import html
 import json
 import re
 import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +12,7 @@ import pytest
 from click.testing import Result
 
 from energon_packed import ConfigError, pack
+from tests.browser import Browser
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import METADATASET_V2, damaged
 from tests.internals import DemoDataset, PackedFolder, ShardReader, _zoomed, codec_for, gather
@@ -24,7 +20,6 @@ from tests.printed import invoke
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>"
 RECORD = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Blue."}]}
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 def run(*arguments: object) -> Result:
@@ -92,42 +87,24 @@ def test_markup_in_data_is_text(evil: Path) -> None:
     assert all(value.startswith(("data:", "#")) for value in fetched)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 def test_the_page_works_in_a_browser_and_blocks_other_scripts(evil: Path, tmp_path: Path) -> None:
-    done = _browse(evil, tmp_path)
-    assert "CONSOLE" not in done.stderr
-    page = _Page(done.stdout)
-    assert "<title>" in done.stdout
-    title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
-    assert title is not None
-    assert title[1] == str(evil.parent / "out")  # what the planted script would have changed
-    assert sum(tag == "figure" for tag, _ in page.tags) == 4
-    packs = page.packs()
-    hidden = [attrs for attrs in packs if "hidden" in attrs]
-    assert len(packs) - len(hidden) == 10
-    assert re.search(r"page 1 of \d", done.stdout)
-
-    # The same page without its policy, so that a script of ours may press the button.
-    pressed = tmp_path / "pressed.html"
-    text = re.sub(r"<meta http-equiv=.*?>", "", evil.read_text(), count=1)
-    pressed.write_text(
-        text.replace("</body>", "<script>document.querySelector('button[value=\"1\"]').click()</script>")
-    )
-    after = _browse(pressed, tmp_path)
-    assert re.search(r"page 2 of \d", after.stdout)
-    packs = _Page(after.stdout).packs()
-    assert all("hidden" in attrs for attrs in packs[:10])
-    assert "hidden" not in packs[10]
-
-
-def _browse(page: Path, profile: Path) -> subprocess.CompletedProcess[str]:
-    """The page as Chromium has it after a while, and what it logged."""
-    assert CHROMIUM is not None
-    arguments = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
-    arguments += ["--enable-logging=stderr", "--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
-    done = subprocess.run([CHROMIUM, *arguments], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done
+    with Browser(tmp_path) as browser:
+        browser.open(evil.as_uri())
+        assert not browser.log
+        assert browser.run("document.title") == str(evil.parent / "out")  # what the planted script would have changed
+        assert browser.run("document.querySelectorAll('figure').length") == 4
+        page = "({number: /page (\\d+) of \\d/.exec(document.body.innerText)[1]," + (
+            "hidden: [...document.querySelectorAll('details.pack')].map((pack) => pack.hidden)})"
+        )
+        first = browser.run(page)
+        assert first["number"] == "1"
+        assert not any(first["hidden"][:10])
+        assert all(first["hidden"][10:])
+        browser.run("document.querySelector('button[value=\"1\"]').click()")
+        second = browser.run(page)
+        assert second["number"] == "2"
+        assert all(second["hidden"][:10])
+        assert not second["hidden"][10]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -150,19 +127,18 @@ def test_the_page_contains_the_counts_of_every_flavor(pack_demo: Packer, flavor:
     assert (tmp_path / "again.html").read_bytes() == (tmp_path / "r.html").read_bytes()
 
 
-NARROW = """<script>
-const clipped = [...document.body.querySelectorAll("*")].filter((e) => {
-  const box = e.getBoundingClientRect(), style = getComputedStyle(e);
-  const cut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
-  return !e.closest("svg *, thead") && (cut || box.right > innerWidth + 1 || box.left < -1);
-});
-parent.document.title = JSON.stringify({width: innerWidth, page: document.documentElement.scrollWidth,
-  cells: getComputedStyle(document.querySelector("td")).display,
-  clipped: clipped.map((e) => e.outerHTML.slice(0, 200))});
-</script>"""
+CLIPPED = """(() => {
+  const clipped = [...document.body.querySelectorAll("*")].filter((e) => {
+    const box = e.getBoundingClientRect(), style = getComputedStyle(e);
+    const cut = style.overflowX !== "visible" && e.scrollWidth > e.clientWidth + 1;
+    return !e.closest("svg *, thead") && (cut || box.right > innerWidth + 1 || box.left < -1);
+  });
+  return {width: innerWidth, page: document.documentElement.scrollWidth,
+    cells: getComputedStyle(document.querySelector("td")).display,
+    clipped: clipped.map((e) => e.outerHTML.slice(0, 200))};
+})()"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 def test_nothing_is_clipped_on_narrow_screens(evil: Path, pack_demo: Packer, tmp_path: Path) -> None:
     shards = pack_demo(max_packs_per_shard=8, split={"train": 0.8, "val": 0.2}).shards
     mix = tmp_path / "mix.yaml"
@@ -173,18 +149,12 @@ def test_nothing_is_clipped_on_narrow_screens(evil: Path, pack_demo: Packer, tmp
     mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n{entries}  val:\n    path: {shards}\n")
     assert run(shards, "-o", tmp_path / "packed.html").exit_code == 0
     assert run(mix, "-o", tmp_path / "mixed.html").exit_code == 0
-    for page in (evil, tmp_path / "packed.html", tmp_path / "mixed.html"):
-        for width, cells in ((360, "grid"), (1280, "table-cell")):
-            measured = tmp_path / "measured.html"
-            text = re.sub(r"<meta http-equiv=.*?>", "", page.read_text(), count=1)
-            frame = html.escape(text.replace("</body>", f"{NARROW}</body>"))  # windows have a minimum width
-            style = f"width: {width}px; height: 800px; border: 0"
-            measured.write_text(f'<title></title><iframe style="{style}" scrolling="no" srcdoc="{frame}"></iframe>')
-            done = _browse(measured, tmp_path / "profile")
-            title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
-            assert title is not None
-            found = json.loads(html.unescape(title[1]))
-            assert found == {"width": width, "page": width, "cells": cells, "clipped": []}
+    with Browser(tmp_path / "profile") as browser:
+        for page in (evil, tmp_path / "packed.html", tmp_path / "mixed.html"):
+            for width, cells in ((360, "grid"), (1280, "table-cell")):
+                browser.show(width)
+                browser.open(page.as_uri())
+                assert browser.run(CLIPPED) == {"width": width, "page": width, "cells": cells, "clipped": []}
 
 
 def test_the_least_utilized_packs_are_listed_and_the_chart_shows_the_others(pack_demo: Packer, tmp_path: Path) -> None:
@@ -318,3 +288,75 @@ def test_without_matplotlib_the_error_names_the_pip_command(
     result = run(shards, "-o", tmp_path / "r.html")
     assert isinstance(result.exception, ConfigError)
     assert "pip install 'energon-packed[report]'" in str(result.exception)
+
+
+def test_images_are_in_their_places_in_the_text(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
+    images = sorted(path.name for path in (demo.jsonl.parent / "images").iterdir() if path.stat().st_size > 1000)[:2]
+    turns = [
+        {"role": "user", "content": "before <image> between <image> after"},
+        {"role": "assistant", "content": "long " * 1000 + "end"},
+        {"role": "user", "content": "More?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "<image>", "arguments": {}}}]},
+    ]
+    record = {"messages": turns, "images": [f"images/{name}" for name in images]}
+    data = demo.jsonl.with_name("placed.jsonl")
+    data.write_text(json.dumps(record) + "\n")
+    options: dict[str, Any] = {"tokenizer": tokenizer_dir, "seq_len": 8192, "workers": 1}
+    for flavor in ("PackedMultiMixQASample", "PackedTokensSample"):
+        result = pack(data, output_dir=tmp_path / flavor, sample_class=flavor, **options)
+        assert run(result.shards, "-o", tmp_path / "r.html").exit_code == 0
+        page = (tmp_path / "r.html").read_text()
+        (article,) = re.findall(r"<article>(.*?)</article>", page, re.S)
+        shown = " ".join(re.sub(r'<img[^>]*title="(\w+)\.[^>]*>', r"[\1]", article).split())
+        if flavor == "PackedTokensSample":
+            assert "<b>tokens</b> <div>[img0_0][img0_1]" in shown
+            continue
+        assert "<b>user</b> <div>before [img0_0] between [img0_1] after</div>" in shown
+        assert 'long <i class="note"> ... 1,003 more characters</i>' in shown
+        assert "tool_calls: [{&#34;function&#34;:{&#34;name&#34;:&#34;&lt;image&gt;&#34;" in shown
+        assert "<b>user</b> <div>More?</div>" in shown
+
+
+def test_a_relative_tokenizer_is_found_from_other_folders(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    shutil.copytree(tokenizer_dir, tmp_path / "work" / "models" / "tokenizer")
+    monkeypatch.chdir(tmp_path / "work")
+    Path("d.jsonl").write_text(json.dumps(RECORD) + "\n")
+    pack("d.jsonl", output_dir="runs/out", tokenizer="models/tokenizer", seq_len=512, workers=1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").rename("moved")
+    text = _report(Path("moved/runs/out"), tmp_path)
+    assert "kinds of tokens, by their ids and labels" in text
+    shutil.rmtree(tmp_path / "moved" / "models")
+    missing = "the tokenizer models/tokenizer of packing.json does not exist here"
+    assert missing in _report(Path("moved/runs/out"), tmp_path)
+
+
+def test_two_runs_are_compared(pack_demo: Packer, tmp_path: Path) -> None:
+    one = pack_demo(max_packs_per_shard=3).manifest
+    shards, other = pack_demo(max_packs_per_shard=3).shards, pack_demo(max_packs_per_shard=3, seq_len=512)
+    result = run(shards, other.shards, "-o", tmp_path / "r.html")
+    assert result.exit_code == 0, result.output
+    text = " ".join(" ".join(_Page((tmp_path / "r.html").read_text()).text).split())
+    change = other.manifest.packs - one.packs
+    packs = f"{one.packs} -> {other.manifest.packs}, {change:+} ({change / one.packs:+.2%})"
+    assert f"packs: {packs}\n" in result.output
+    assert "records:" not in result.output  # are equal
+    points = 100 * (other.manifest.utilization - one.utilization)
+    utilization = f"utilization {one.utilization:.2%} {other.manifest.utilization:.2%} {points:+.2f} points"
+    for expected in (
+        f"packs {one.packs} {other.manifest.packs} {change:+}",
+        f"records {one.records} {one.records} ",
+        utilization,
+        "corrupt_image 1 1 ",
+        "seq_len 1024 512",
+    ):
+        assert expected in text
+    same = run(shards, shards, "-o", tmp_path / "r.html")
+    assert same.output.splitlines() == [same.output.strip()]
+    copy = tmp_path / "third-party"
+    shutil.copytree(shards, copy, ignore=shutil.ignore_patterns("packing.json"))
+    refused = run(shards, copy, "-o", tmp_path / "r.html")
+    assert "third-party must have a packing.json to be compared" in str(refused.exception)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests import optimizer_files  # noqa: F401
 from tests.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,7 +20,6 @@ from energon_packed import (
     PackedDataset,
     PaddingFreeCollator,
 )
-from tests import oldest
 from tests.integrations.launched import run_script, tiny_qwen2
 from tests.integrations.metrics_runs import MIXTURE_STEPS, QUIET_RUN, SAVED, samples, strong
 from tests.processes import run_ranks
@@ -35,12 +34,7 @@ def ranks(text_packs: list[Path], image_packs: Path, tokenizer_dir: Path, tmp_pa
     out = tmp_path_factory.mktemp("metrics")
     data = (text_packs[0], text_packs[2], image_packs, tokenizer_dir)
     run_script(SCRIPT, "killed", *data, out=out, status=-signal.SIGKILL)
-    try:
-        return run_script(SCRIPT, "all", *data, out=out)
-    except AssertionError as error:
-        if oldest.TRANSFORMERS and "don't know how to restore data location" in str(error):
-            pytest.skip("Transformers 5.16 cannot resume on several CPUs with torch 2.13")
-        raise
+    return run_script(SCRIPT, "all", *data, out=out)
 
 
 def tokens_of(logs: list[Any]) -> float:

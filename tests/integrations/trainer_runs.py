@@ -1,5 +1,7 @@
 """What users of transformers.Trainer write, in one process group: run by 2 ranks in test_trainer_runs.py.
 
+tests/trainers/huggingface has the stock Trainer over a PackedDataset, and over a TrainerStream of one epoch.
+
 ARGUMENTS: OUT PACKS BLEND TOKENIZER IMAGES IMAGE_TOKENIZER
 """
 
@@ -243,7 +245,6 @@ def main() -> None:
     torch.set_num_threads(1)
     map_style = {"per_device_train_batch_size": 1, "num_train_epochs": 2}
     result: dict[str, Any] = {
-        "map": twice(folder / "map", lambda: PackedDataset(packs), **map_style),
         "ordered": twice(folder / "ordered", lambda: PackedDataset(packs), packed=True, **map_style),
         "grouped": twice(folder / "grouped", lambda: PackedDataset(packs), packed=True, by_length=True, **map_style),
         "ordered_blend": twice(
@@ -255,11 +256,6 @@ def main() -> None:
             **map_style | {"num_train_epochs": 3},
         ),
         "blend": twice(folder / "blend", lambda: PackedDataset(blend), **map_style),
-        "stream": twice(
-            folder / "stream",
-            lambda: TrainerStream(lambda: get_packed_loader(packs, epochs=1, num_workers=0)),
-            num_train_epochs=2,
-        ),
         "stream_of_blend": twice(
             folder / "stream_of_blend",
             lambda: TrainerStream(lambda: get_packed_loader(blend, num_workers=0)),

@@ -2,10 +2,11 @@
 
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from energon_packed import (
@@ -44,7 +45,19 @@ def part_of(numbers: range) -> Iterator[dict[str, Any]]:
 
 def energon_folder(folder: Path, count: int = ITEMS) -> Path:
     """Each sample a pack of its own, so that items are the same as those of the others."""
-    data, features = folder / "data.jsonl", map(feature, range(count))
+    return _packed(folder, map(feature, range(count)))
+
+
+def energon_folders(factory: pytest.TempPathFactory, packs: dict[str, int]) -> dict[str, Path]:
+    """For each name, a folder of so many packs, with a sample `NAME0`, `NAME1`, ... of 3 tokens in each."""
+    return {
+        name: _packed(factory.mktemp(name), ({"id": f"{name}{n}", "input_ids": [n] * 3} for n in range(count)))
+        for name, count in packs.items()
+    }
+
+
+def _packed(folder: Path, features: Iterable[dict[str, Any]]) -> Path:
+    data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(one | {"labels": one["input_ids"]}) + "\n" for one in features))
     options: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_samples_per_pack": 1, "workers": 1}
     return pack(

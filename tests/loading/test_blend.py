@@ -2,11 +2,9 @@
 
 import collections
 import itertools
-import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,31 +16,18 @@ from energon_packed import (
     DataflowLoader,
     MapDistributor,
     PackedDataset,
-    PackOptions,
     get_packed_loader,
-    pack,
     steps_per_epoch,
 )
-from tests.internals import StoredTokens, cli
-from tests.loading.flows import check_every_step
+from tests.internals import cli
+from tests.loading.flows import check_every_step, energon_folders
 
 PACKS = {"a": 40, "b": 12, "c": 8}
 
 
 @pytest.fixture(scope="session")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, packs in PACKS.items():
-        folder = tmp_path_factory.mktemp(name)
-        rows = [{"id": f"{name}{n}", "input_ids": [n, n, n], "labels": [n, n, n]} for n in range(packs)]
-        (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        options: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_samples_per_pack": 1, "workers": 1}
-        found[name] = pack(
-            PackOptions(
-                inputs=(str(folder / "d.jsonl"),), output_dir=folder, seq_len=4, encoder=StoredTokens(), **options
-            )
-        ).shards
-    return found
+    return energon_folders(tmp_path_factory, PACKS)
 
 
 def metadataset(file: Path, split: str) -> Path:

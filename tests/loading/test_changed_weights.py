@@ -14,11 +14,9 @@ from energon_packed import (
     MapDistributor,
     MixtureDistributor,
     PackedDataset,
-    PackOptions,
-    pack,
 )
-from tests.internals import StoredTokens, ratio
-from tests.loading.flows import PACKERS, feature
+from tests.internals import ratio
+from tests.loading.flows import PACKERS, energon_folders, feature
 from tests.loading.test_elastic import Ranks
 
 PACKS = {"a": 60, "b": 20}
@@ -26,17 +24,7 @@ PACKS = {"a": 60, "b": 20}
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, packs in PACKS.items():
-        folder = tmp_path_factory.mktemp(name)
-        rows = [{"id": f"{name}{n}", "input_ids": [n, n, n], "labels": [n, n, n]} for n in range(packs)]
-        (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        options: dict[str, Any] = {"sample_class": "PackedTokensSample", "max_samples_per_pack": 1, "workers": 1}
-        inputs = (str(folder / "d.jsonl"),)
-        found[name] = pack(
-            PackOptions(inputs=inputs, output_dir=folder, seq_len=4, encoder=StoredTokens(), **options)
-        ).shards
-    return found
+    return energon_folders(tmp_path_factory, PACKS)
 
 
 def blend(outputs: dict[str, Path], file: Path, *weights: int) -> PackedDataset:

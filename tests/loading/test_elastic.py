@@ -24,13 +24,8 @@ from energon_packed import (
     get_packed_loader,
 )
 from tests.internals import check_order, redistribute
-from tests.loading.flows import DISTRIBUTORS, FEATURES, ITEMS, PACKERS, energon_folder, feature
+from tests.loading.flows import DISTRIBUTORS, FEATURES, ITEMS, PACKERS, feature
 from tests.processes import run_ranks
-
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return energon_folder(tmp_path_factory.mktemp("tokens"))
 
 
 class Ranks:

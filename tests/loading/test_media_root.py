@@ -23,7 +23,7 @@ from energon_packed import (
 )
 from tests.internals import ordered_loader
 from tests.loading.test_changed_media import plain_energon
-from tests.media import pack_media, write_files, write_tar
+from tests.media import pack_and_move
 from tests.processes import CONTEXT
 
 
@@ -42,13 +42,7 @@ class Moved(NamedTuple):
 
 @pytest.fixture
 def moved(tokenizer_dir: Path, tmp_path: Path) -> Moved:
-    old, new = tmp_path / "old", tmp_path / "new"
-    jsonl = write_files(old, range(6))
-    write_tar(old / "tar.tar", range(100, 106))
-    for name in ("reference", "copy"):
-        pack_media(tmp_path / name, tokenizer_dir, [jsonl, old / "tar.tar"], media=name)
-    old.rename(new)
-    return Moved(tmp_path / "reference", tmp_path / "copy", old, new)
+    return Moved(tmp_path / "reference", tmp_path / "copy", *pack_and_move(tmp_path, tokenizer_dir))
 
 
 Loader = Callable[..., Any]

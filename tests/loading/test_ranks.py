@@ -28,14 +28,8 @@ from energon_packed import (
 )
 from tests.conftest import Packer
 from tests.internals import cli, make_blend, write_metadataset
-from tests.loading.flows import FEATURES, ITEMS, energon_folder
+from tests.loading.flows import FEATURES, ITEMS
 from tests.processes import run_ranks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Path:
-    """Thirteen packs of one sample."""
-    return energon_folder(tmp_path_factory.mktemp("packs"))
 
 
 def test_a_rank_or_worker_without_packs_is_refused(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:

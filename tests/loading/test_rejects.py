@@ -117,7 +117,8 @@ def test_every_reason_has_the_same_counts_and_rows(mode: Any, options: Options, 
     assert in_order(counts) == in_order(dict.fromkeys(BAD, 1) | {"bad_json": 2})
     assert [row["row"] for row in rows] == [*range(1, len(records), 3), len(records)]
     assert [row["id"] for row in rows[:3]] == ["data:1", "7", "data:7"]
-    assert list(rows[0]) == ["source", "row", "id", "reason", "detail"]
+    assert list(rows[0]) == ["source", "row", "line", "id", "reason", "detail"]
+    assert [row["line"] for row in rows] == [2 * row["row"] + 1 for row in rows]  # blank lines between
 
 
 def test_the_demo_has_the_same_rows(mode: Any, demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -207,9 +208,9 @@ REFUSALS = [
     (
         {"max_reject_rate": 0},
         [GOOD, GOOD, GOOD, LONG],
-        "1 of 4 .* 1 x overlong, e.g. row 3 of .*: .* seq_len 256 \\(raise",
+        "1 of 4 .* 1 x overlong, e.g. line 7 of .*: .* seq_len 256 \\(raise",
     ),
-    ({}, ["{broken", LONG, LONG], r"none of 3 records can be packed: 2 x overlong, e.g. row 1 of .*; 1 x bad_json"),
+    ({}, ["{broken", LONG, LONG], r"none of 3 records can be packed: 2 x overlong, e.g. line 3 of .*; 1 x bad_json"),
 ]
 
 

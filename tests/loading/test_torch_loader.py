@@ -37,12 +37,6 @@ from tests.loading.flows import (
     signature,
 )
 
-
-@pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return energon_folder(tmp_path_factory.mktemp("tokens"))
-
-
 COMBINATIONS = [
     (distributor, list(PACKERS)[(shift + number) % len(PACKERS)])
     for shift in range(len(PACKERS))

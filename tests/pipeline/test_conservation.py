@@ -11,7 +11,7 @@ import pytest
 
 from energon_packed import ChatEncoder, PackOptions, get_packed_loader, pack
 from tests.conftest import FLAVORS, Packer
-from tests.internals import DemoDataset
+from tests.internals import DemoDataset, codec_for, scan_tar
 
 
 def packed_samples(folder: Path, encoder: ChatEncoder) -> dict[str, list[Any]]:
@@ -48,6 +48,24 @@ def test_every_record_is_packed_or_rejected(
     assert collections.Counter(r["reason"] for r in rejects) == result.manifest.rejects
     assert len(rejects) == demo.broken
     assert result.manifest.packed == sum(in_packs.values())
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+def test_the_table_has_the_place_of_every_sample(pack_demo: Packer, encoder: ChatEncoder, flavor: str) -> None:
+    result = pack_demo(sample_class=flavor, max_packs_per_shard=3, split={"train": 0.7, "val": 0.3})
+    ledger = pq.read_table(result.lengths).to_pylist()
+    found = {(row["shard"], row["pack"], row["sample"]): row["id"] for row in ledger if row["pack"] is not None}
+    stored = {
+        (shard.name, pack["__key__"], index): sample.conversation.id
+        for shard in result.manifest.shards
+        for pack in scan_tar(result.shards / shard.name).packs()
+        for index, sample in enumerate(codec_for(flavor).read(pack))
+    }
+    assert len(result.manifest.shards) > 3
+    assert found == stored
+    places = ("pack", "sample", "shard")
+    assert {row["status"] == "packed" for row in ledger if all(row[name] is None for name in places)} == {False}
+    assert [row["line"] for row in ledger] == [row["row"] + 1 for row in ledger]
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

@@ -8,7 +8,7 @@ import pytest
 
 from energon_packed import PackingManifest, materialize
 from tests.conftest import FLAVORS, Packer
-from tests.media import pack_media, write_files, write_tar
+from tests.media import pack_and_move
 from tests.processes import energon_packed
 
 
@@ -52,12 +52,7 @@ def test_materialize_fills_an_empty_folder_that_is_a_link(pack_demo: Packer, tmp
 
 
 def test_materialize_reads_moved_images_and_refuses_changed_ones(tokenizer_dir: Path, tmp_path: Path) -> None:
-    old, new = tmp_path / "old", tmp_path / "new"
-    jsonl = write_files(old, range(6))
-    write_tar(old / "tar.tar", range(100, 106))
-    for media in ("copy", "reference"):
-        pack_media(tmp_path / media, tokenizer_dir, [jsonl, old / "tar.tar"], media=media)
-    old.rename(new)
+    old, new = pack_and_move(tmp_path, tokenizer_dir)
     out = tmp_path / "reference"
     missing = energon_packed("materialize", out, "-o", tmp_path / "out", "--workers", 2)
     assert missing.returncode == 1

@@ -133,7 +133,7 @@ def test_patch_positions_are_stored_or_ignored(build: Any, tmp_path: Path, demo:
     record = {"images": [image], "captions": ["c"], "patch_positions": ["none.npy"]}
     options = {"image_root": Path("/"), "max_reject_rate": 1}
     with pytest.raises(
-        RejectLimitError, match=r"1 x missing_patch_positions, e.g. row 0 of .*`use_patch_positions=False`"
+        RejectLimitError, match=r"1 x missing_patch_positions, e.g. line 1 of .*`use_patch_positions=False`"
     ):
         build([record], **options)
     assert build([record], use_patch_positions=False, overwrite=True, **options).manifest.packed == 1
@@ -157,7 +157,7 @@ def test_what_a_flavor_cannot_hold_is_rejected_with_the_remedy(build: Any) -> No
 def test_too_many_rejects_stop_before_writing(build: Any, tmp_path: Path) -> None:
     records = [{"messages": TURNS}] * 8 + ["{broken"] * 2
     with pytest.raises(
-        RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05\): 2 x bad_json, e.g. row 8"
+        RejectLimitError, match=r"2 of 10 records \(20.0%\) .* `max_reject_rate` 0.05\): 2 x bad_json, e.g. line 9"
     ):
         build(records, max_reject_rate=0.05)
     assert not list((tmp_path / "out" / "webdataset").glob("*"))
@@ -210,7 +210,7 @@ def test_an_image_removed_between_runs_is_missing_and_the_dataset_stays(
     before = {path: path.read_bytes() for path in shards.rglob("*") if path.is_file()}
     (tmp_path / "a.png").unlink()
     for options in ({}, {"seq_len": 300, "overwrite": True}):
-        with pytest.raises(RejectLimitError, match=r"1 x missing_image, e.g. row 0 of .*data.jsonl: a.png: No such"):
+        with pytest.raises(RejectLimitError, match=r"1 x missing_image, e.g. line 1 of .*data.jsonl: a.png: No such"):
             build(records, **options)
     assert {path: path.read_bytes() for path in shards.rglob("*") if path.is_file()} == before
 

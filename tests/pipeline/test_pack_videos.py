@@ -147,7 +147,8 @@ def test_data_without_videos_has_no_trace_of_them(data: VideoDemo, tmp_path: Pat
     text = (result.shards / ".nv-meta" / "packing.json").read_text()
     assert (result.manifest.packed > 10, result.manifest.format_version) == (True, 1)
     assert not re.search(r'"(videos|frames|extract_frames)"', text)
-    assert pq.read_table(result.lengths).column_names == ["source", "row", "id", "length", "num_images", "status"]
+    columns = ["source", "row", "line", "id", "length", "num_images", "status", "pack", "sample", "shard"]
+    assert pq.read_table(result.lengths).column_names == columns
     assert not list(tmp_path.rglob("*.frames"))
     (chunk,) = tmp_path.glob("out/.work/measure-*/*.arrow")
     assert not [name for name in pa.ipc.open_file(chunk).schema.names if "video" in name or "frame" in name]

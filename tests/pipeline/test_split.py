@@ -94,6 +94,10 @@ def test_fragments_of_packed_documents_join_to_the_documents(
     statuses = Counter(row["status"] for row in lengths)
     assert statuses["fragment"] == manifest.fragments
     assert statuses["split"] == manifest.records_split
+    places = {(row["pack"], row["sample"]): row["id"] for row in lengths if row["pack"] is not None}
+    assert places == {
+        (f"out_{pack:08d}", index): sample.id for pack, row in enumerate(rows) for index, sample in enumerate(row)
+    }
     packed = {row["id"]: row["length"] for row in lengths if row["status"] in ("packed", "fragment")}
     assert packed == {sample.id: len(sample) for row in rows for sample in row}
     (reject,) = map(json.loads, (tmp_path / "out" / "rejects.jsonl").read_text().splitlines())

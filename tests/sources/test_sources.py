@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import datasets
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.feather
@@ -79,6 +80,11 @@ def test_formats_read_in_order_and_one_by_one(tmp_path: Path, name: str) -> None
         assert [source.row(one) for chunk in source.chunks() for one in source.held(*chunk)] == rows
         for row in rows[::97]:
             assert source.read(row.address, row.size) == row
+        addresses, sizes = (
+            np.array(column) for column in zip(*((row.address, row.size) for row in rows), strict=True)
+        )
+        has_lines = ".jsonl" in name
+        assert source.line_numbers(addresses, sizes).tolist() == [has_lines * line for line in range(1, len(rows) + 1)]
 
 
 @given(
@@ -98,6 +104,12 @@ def test_any_cut_into_ranges_gives_every_line_once(
     assert len(rows) == sum(bool(line.strip()) for line in lines)
     assert [row.address for row in rows] == sorted({row.address for row in rows})
     assert sum(row.reject is not None for row in rows) == lines.count("broken")
+    numbers = [line for line, text in enumerate(lines, start=1) if text.strip()]
+    places = np.array([[row.address, row.size] for row in rows], dtype=np.int64).reshape(-1, 2)
+    assert source.line_numbers(*places.T).tolist() == numbers
+    some = places[1::2] * [1, 0]  # sizes need not be known
+    assert source.line_numbers(*some.T).tolist() == numbers[1::2]
+    assert source.line_numbers(*places[:0].T).tolist() == []
 
 
 def bytes_read() -> int:
@@ -193,8 +205,12 @@ def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(SourceError, match="listed twice"):
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
-    with pytest.raises(SourceError, match="nothing matches"):
+    with pytest.raises(SourceError, match="nothing matches .* Check the folder and the pattern."):
         open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"b.jsonl: no such file. Did you mean a.jsonl\?"):
+        open_sources([str(tmp_path / "b.jsonl")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"none/a.jsonl: no such file. Check the path."):
+        open_sources([str(tmp_path / "none" / "a.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="no input file"):
         open_sources([], work_dir=tmp_path)
     (tmp_path / "state.json").write_text("{}")

@@ -22,7 +22,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -132,6 +131,22 @@ class Run:
     gradients: list[tuple[int, dict[str, torch.Tensor]]]
 
 
+def rendezvous() -> tuple[torch.distributed.TCPStore, dict[str, str]]:
+    """Return the store through which the ranks of a run meet, and their environment, as torchrun does.
+
+    This process has the port from the start, and until the last rank has ended: otherwise another process may take it
+    before rank 0 listens, or rank 0 may end before the other ranks are done.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
+    place |= {
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    return store, place
+
+
 def run(name: str, spec: Spec, *, timeout: float = 480) -> Run:
     """Run `tests/trainers/NAME/run.py` as 2 ranks.
 
@@ -141,11 +156,8 @@ def run(name: str, spec: Spec, *, timeout: float = 480) -> Run:
     out = Path(spec.out)
     out.mkdir(parents=True)
     file = spec.write(out / "spec.json")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": str(port), **_ENVIRONMENT}
+    store, place = rendezvous()
+    place |= _ENVIRONMENT
     # The packages of the development environment are imported once, for all processes.
     kind = _Started if (Path(__file__).parent / name / "requirements.txt").exists() else _Forked
     ranks: list[_Started | _Forked] = []
@@ -162,6 +174,7 @@ def run(name: str, spec: Spec, *, timeout: float = 480) -> Run:
     finally:
         for started in ranks:
             started.kill()
+        del store
     if spec.kill_after:
         assert ended[spec.kill_rank] == -signal.SIGKILL, f"{ended}\n{ranks[spec.kill_rank].output()}"
     else:

@@ -31,12 +31,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-IGNORED = -100
+from tests import optimizer_files  # noqa: F401
 
-# Transformers 5.16 loads the optimizer to `cpu:0` if several processes train on the CPU, and torch knows only `cpu`.
-torch.serialization.register_package(
-    0, lambda storage: None, lambda storage, device: storage if device == "cpu:0" else None
-)
+IGNORED = -100
 
 
 @dataclasses.dataclass

@@ -86,6 +86,8 @@ def test_axolotl_must_not_pack_again() -> None:
         register(None, {})
     with pytest.raises(ConfigError, match="`sample_packing` must not be set with PackedPlugin, got True. Remove it."):
         register(None, {"packed_dataset": "out", "sample_packing": True})
-    settings: dict[str, Any] = {"packed_dataset": "out", "sample_packing": False}
+    with pytest.raises(ConfigError, match="`context_parallel_size` must be 1 with PackedPlugin, got 2"):
+        register(None, {"packed_dataset": "out", "context_parallel_size": 2})
+    settings: dict[str, Any] = {"packed_dataset": "out", "sample_packing": False, "context_parallel_size": 1}
     register(None, settings)
     assert settings["datasets"] == [{"path": "out", "type": "packed"}]

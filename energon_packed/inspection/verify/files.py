@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import orjson
 
+from energon_packed.energon_release import NO_ENERGON, has_energon
 from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.names import UInt64, joined, name_hashes, repeated
-from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import shard_counts
@@ -254,11 +254,6 @@ def energon_loads(folder: PackedFolder) -> Check:
     Energon runs `sample_loader.py`, so it is called only if this file is exactly the generated file. If dataset.yaml
     names a class of another package, the dataset is loaded with crude.yaml instead.
     """
-    from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
-
-    from energon_packed.loading.energon.task_encoder import cook_pack
-    from energon_packed.loading.failures import in_one_line
-
     check = Check("sample_loader.py is unmodified, and Energon loads the dataset", remedy="nv-meta")
     module = folder.manifest.dataset_module if folder.manifest else None
     for name, content in loader_files(folder.codec, module).items():
@@ -267,6 +262,16 @@ def energon_loads(folder: PackedFolder) -> Check:
             check.fail(f"{name} is missing. Run energon-packed nv-meta.")
         elif file.read_bytes() != content:
             check.fail(f"{name} differs from the generated file, so it was not executed. Review it, or run nv-meta.")
+    if not has_energon():
+        check.not_checked = NO_ENERGON
+        return check
+
+    from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+
+    from energon_packed.loading.energon.task_encoder import cook_pack
+    from energon_packed.loading.failures import in_one_line
+    from energon_packed.loading.trust import check_trusted
+
     try:
         # Energon imports code from these files; `check_trusted` looks for references to other code.
         check_trusted(folder.path, dataset_config=CRUDE if module is not None else None)

@@ -16,20 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.vision.images import load_image
 from energon_packed.encoding.vision.video_file import read_video_info
+from energon_packed.energon_release import has_energon
 from energon_packed.errors import EnergonPackedError, Reason, RecordError, Reject, ResourceError
-from energon_packed.flavors import load_pack
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.formats.references import complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, repeated, with_values
-from energon_packed.loading.process import checked_sample
 from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
 from energon_packed.records import Conversation, VideoReference
 from energon_packed.seqlens import round_up
@@ -37,6 +35,12 @@ from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import scan_tar
 from energon_packed.system import raise_resource_error
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
+
+if _HAS_ENERGON := has_energon():  # otherwise, there is no encoder
+    import torch
+
+    from energon_packed.flavors import load_pack
+    from energon_packed.loading.process import checked_sample
 
 
 @dataclass(slots=True)
@@ -114,7 +118,8 @@ class PackChecker:
                 contents.counts["references"] += len(located_names(raw))
                 # Once for both functions below, as media are read here.
                 raw = complete_parts(raw, changes, with_paths=True)
-                load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
+                if _HAS_ENERGON:
+                    load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
                 samples = self.codec.read(raw)
             except ResourceError:
                 raise
@@ -239,6 +244,9 @@ def _check_video(video: VideoReference) -> None:
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Limit torch to this thread: its thread pool does not survive a fork, and each core already has a process."""
+    if not _HAS_ENERGON:
+        yield
+        return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

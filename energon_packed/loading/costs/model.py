@@ -158,7 +158,7 @@ class CostModel:
             seconds: time of each row, forward and backward, shape (P,), above 0.
 
         Raises:
-            ConfigError: too few times, or a time that is not above 0.
+            ConfigError: too few times, a time that is not above 0, or sizes that are all 0.
         """
         times = np.asarray(seconds, dtype=np.float64)
         columns = sizes.columns()
@@ -167,6 +167,8 @@ class CostModel:
             raise ConfigError(
                 f"`seconds` must be a time above 0 for each of 3 or more rows, got {shown} for {len(columns)} rows."
             )
+        if not columns.any():
+            raise ConfigError(f"`sizes` must have tokens or patches, got 0 for all {len(columns)} rows.")
         # Dividing by the times makes the errors relative. The best non-negative solution is the unconstrained solution
         # of some subset of the columns, and there are only 15 subsets, so no solver is needed. Scaled columns of
         # different magnitudes (squares are 10,000 times tokens) would lose digits.

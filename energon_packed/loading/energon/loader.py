@@ -279,7 +279,9 @@ class PackedLoader:
 
     def _order_facts(self) -> dict[str, Any]:
         identity = digest(self._identity())
-        return {"loader": _NAME, "identity": identity, "repeats": self.repeats, "steps": self.epoch_steps}
+        drops = self._source.config.epoch_end == "drop" and self.epoch_steps is not None
+        facts = {"loader": _NAME, "identity": identity, "repeats": self.repeats, "steps": self.epoch_steps}
+        return facts | ({"drops": True} if drops else {})
 
     save_state_rank = state_dict
     restore_state_rank = load_state_dict

@@ -151,7 +151,8 @@ def _segments(
         padded = bounds if padded is None else padded.flatten().long()
         lengths = bounds.diff()
         if padding is not None:  # a segment that starts with padding is the tail
-            lengths = lengths * ~padding.flatten().to(lengths.device)[padded[:-1]]
+            starts = padded[:-1].clamp(max=tokens.numel() - 1)  # repeated entries at the end are empty segments
+            lengths = lengths * ~padding.flatten().to(lengths.device)[starts]
         return padded.diff(), lengths
     rows, width = tokens.shape
     positions = given.get("position_ids")

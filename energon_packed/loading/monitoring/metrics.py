@@ -1,7 +1,7 @@
 """ThroughputMetrics: the batches of a training loop in, a dict of throughput values for its log out."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -15,6 +15,8 @@ from energon_packed.loading.monitoring.counts import BatchCounts, CountedBatch, 
 from energon_packed.loading.ranks import all_gather_object
 
 _Batch = TypeVar("_Batch")
+_MOST_UNREAD = 1024  # steps whose batches are kept as they are
+_MOST_STEPS = 16384  # steps for the values over ranks
 
 
 @dataclass(slots=True)
@@ -22,13 +24,15 @@ class _RankCounts:
     """Counts of a rank since the last summary.
 
     Attributes:
+        steps: number of steps.
         batches, samples, tokens, targets, padding: sums over the batches.
         wait: seconds that the loop waited for batches.
         seconds: seconds of the steps.
         sources: tokens by dataset.
-        step_tokens, step_costs: tokens and cost of each optimizer step.
+        step_tokens, step_costs: tokens and cost of each of the last `_MOST_STEPS` optimizer steps.
     """
 
+    steps: int = 0
     batches: int = 0
     samples: int = 0
     tokens: int = 0
@@ -37,8 +41,8 @@ class _RankCounts:
     wait: float = 0.0
     seconds: float = 0.0
     sources: Counter[str] = field(default_factory=Counter)
-    step_tokens: list[int] = field(default_factory=list)
-    step_costs: list[float] = field(default_factory=list)
+    step_tokens: deque[int] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
+    step_costs: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_STEPS))
 
 
 class ThroughputMetrics:
@@ -89,7 +93,7 @@ class ThroughputMetrics:
     @property
     def steps(self) -> int:
         """Optimizer steps of this rank since the last summary."""
-        return len(self._steps) + (len(self._step) >= self.micro_batches)
+        return self._counts.steps + len(self._steps) + (len(self._step) >= self.micro_batches)
 
     def watch(self, batches: Iterable[_Batch]) -> Iterator[_Batch]:
         """Iterate over the same batches, and count each with the time spent waiting for it.
@@ -132,6 +136,8 @@ class ThroughputMetrics:
         if self._step:
             self._steps.append(self._step)
             self._step = []
+        if len(self._steps) >= _MOST_UNREAD:  # `summary` is seldom called, or never
+            self._fold()
         now = time.perf_counter()
         self._counts.seconds += now - (now if self._time is None else self._time)
         self._time = now
@@ -149,14 +155,16 @@ class ThroughputMetrics:
         """Return values of the steps since the last call, equal on all ranks of the group; {} without a step.
 
         Every rank of the group must call it. It is one collective operation. The page Metrics defines the names; a
-        share is a sum over all ranks and steps, divided by a sum.
+        share is a sum over all ranks and steps, divided by a sum. Lengths and imbalance of the ranks are of the last
+        16,384 steps.
         """
         if self._step:
             self.end_step()
-        ranks: list[_RankCounts] = all_gather_object(self._folded(), self.group)
-        self._steps, self._counts = [], _RankCounts()
+        self._fold()
+        ranks: list[_RankCounts] = all_gather_object(self._counts, self.group)
+        self._counts = _RankCounts()
         self.restart_timer()
-        steps = max(len(rank.step_tokens) for rank in ranks)
+        steps = max(rank.steps for rank in ranks)
         if not steps:
             return {}
         # A rank without a step that others have counts as 0.
@@ -188,9 +196,10 @@ class ThroughputMetrics:
         known = max(1, sources.total())
         return values | {f"data/source/{name}": count / known for name, count in sorted(sources.items())}
 
-    def _folded(self) -> _RankCounts:
-        """The counts of all steps, read from their device."""
+    def _fold(self) -> None:
+        """Add the ended steps to the counts, read from their device."""
         counts = self._counts
+        counts.steps += len(self._steps)
         for step in self._steps:
             batches = [batch.read() if isinstance(batch, CountedBatch) else batch for batch in step]
             counts.batches += len(batches)
@@ -209,4 +218,4 @@ class ThroughputMetrics:
             }
             rows = RowSizes(**{name: np.array(values, dtype=np.int64) for name, values in sizes.items()})
             counts.step_costs.append(float(self.cost.costs(rows).sum()))
-        return counts
+        self._steps.clear()

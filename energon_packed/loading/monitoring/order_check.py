@@ -6,17 +6,19 @@
 | a stream | in each shard, each item occurs once; and each id of a dataset once |
 | packs that Energon chooses | each pack occurs once; `order_data.py` finds lost packs |
 
-Memory: 16 bytes for each sample of an epoch, and one epoch at a time.
+Memory: about 40 bytes for each sample of an epoch, and one epoch at a time.
 """
 
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 from energon_packed.loading.monitoring.order_data import Epoch, LoggedData
@@ -33,7 +35,8 @@ class OrderReport:
         steps: batches of all ranks, each counted once.
         repeated: batches that a resumed run trained on again, in place of batches that were lost with a kill.
         samples: samples in these batches.
-        dropped: items that were read, but are in no batch.
+        dropped: items that were read or left out, but are in no batch.
+        left_out: samples of the data that are missing because their items were dropped; 0 without data.
         complete: epochs that every rank has read to the end.
         epochs: epochs with a line.
         sources: samples of each dataset.
@@ -45,6 +48,7 @@ class OrderReport:
     repeated: int
     samples: int
     dropped: int
+    left_out: int
     complete: list[int]
     epochs: list[int]
     sources: dict[str, int]
@@ -61,7 +65,8 @@ class _Tally:
         self.sources: Counter[str] = Counter()
         self.ids, self.pairs, self.places = array("q"), array("q"), array("q")
         self.packs = array("q")
-        self.shards: dict[int, list[int | str]] = defaultdict(list)
+        self.shards: dict[int, array[int]] = defaultdict(lambda: array("q"))
+        self.fragments: dict[int, list[str]] = defaultdict(list)  # "12#1/3": items of a shard that were split
         self.num_shards: int | None = None
         self.at_end: dict[int, set[int]] = defaultdict(set)  # ranks that have read the epoch to its end, by world size
         self.reached: dict[int, int] = {}  # last place of each rank
@@ -97,7 +102,8 @@ class _Tally:
         self.dropped += len(dropped)
         items = [*entries.get("items", ()), *dropped]
         if "shard" in entries:
-            self.shards[entries["shard"]] += items
+            self.shards[entries["shard"]].extend([item for item in items if isinstance(item, int)])
+            self.fragments[entries["shard"]] += [item for item in items if isinstance(item, str)]
             self.num_shards = entries.get("num_shards", self.num_shards)
             if entries.get("end"):
                 self.ended.add(entries["shard"])
@@ -121,19 +127,18 @@ class _Tally:
             )
         if not self.facts.get("repeats"):
             for name, hashes in (("samples", self.pairs), ("packs", self.packs)):
-                if count := _count_twice(hashes):
+                if count := len(_repeated(_sorted(hashes))):
                     yield f"{scope}: {count} {name} are used twice"
         for shard, items in sorted(self.shards.items()):
-            yield from _of_shard(
-                f"{scope}, shard {shard}", items, complete=shard in self.ended and not self.is_partial
-            )
+            complete = shard in self.ended and not self.is_partial
+            yield from _of_shard(f"{scope}, shard {shard}", items, self.fragments[shard], complete=complete)
         yield from self._of_places(scope)
 
     def _of_places(self, scope: str) -> Iterator[str]:
         if not self.places:
             return
-        places = np.sort(np.frombuffer(self.places, dtype=np.int64))
-        if len(twice := np.unique(places[1:][places[1:] == places[:-1]])):
+        places = _sorted(self.places)
+        if len(twice := _repeated(places)):
             yield f"{scope}: {len(twice)} items are used twice: {_some(twice.tolist())}"
         present = np.zeros(self.frontier, dtype=np.bool_)
         present[places[places < self.frontier]] = True
@@ -159,13 +164,15 @@ class _Tally:
         """Whether the log was started in this epoch, and has no line of its earlier steps."""
         return any(epoch == self.epoch and step for epoch, step in self.facts["starts"][0][1])
 
-    @property
+    @cached_property
     def complete(self) -> bool:
+        """Whether the log has each item of the epoch: all places, all shards, or the end of each rank."""
         if self.is_partial:
             return False
         size = self.facts.get("size")
         if size is not None and not self.facts.get("endless"):
-            return len(set(self.places)) == int(size)
+            places = _sorted(self.places)
+            return len(places) - int(np.count_nonzero(places[1:] == places[:-1])) == int(size)
         if self.num_shards is not None:
             return len(self.ended) == self.num_shards
         return self._is_read()
@@ -182,29 +189,41 @@ class _Tally:
         if size is not None and self.facts.get("endless"):
             least, most = self.frontier // size, max(self.places, default=0) // size + 1
         repeats = bool(self.facts.get("repeats"))
-        return Epoch(self.epoch, samples, self.unnamed, repeats, size is not None, least, most)
+        is_left_out = self.facts.get("drops") and self.steps == self.facts["steps"] * self.facts["world_size"]
+        packs = len(self.packs) if is_left_out else None
+        return Epoch(self.epoch, samples, self.unnamed, repeats, size is not None, least, most, self.dropped, packs)
 
 
-def _of_shard(scope: str, items: list[int | str], *, complete: bool) -> Iterator[str]:
-    """Yield a line for repeated items of a shard and a line for lost items."""
-    if twice := sorted([item for item, count in Counter(items).items() if count > 1], key=str):
+def _of_shard(scope: str, whole: "array[int]", fragments: list[str], *, complete: bool) -> Iterator[str]:
+    """Yield a line for repeated items of a shard and a line for lost items.
+
+    Args:
+        scope: start of the lines.
+        whole: items that were not split.
+        fragments: "ITEM#FRAGMENT/COUNT" of the other items.
+        complete: the shard has ended. Until then, gaps are items that wait in the buffer of the packer.
+    """
+    indices = _sorted(whole)
+    twice = [*_repeated(indices).tolist(), *sorted(name for name, count in Counter(fragments).items() if count > 1)]
+    if twice:
         yield f"{scope}: {len(twice)} items are used twice: {_some(twice)}"
-    expected: set[int | str] = set()
-    indices = {item for item in items if isinstance(item, int)}
-    for item in set(items) - indices:
-        index, count = str(item).split("#")[0], int(str(item).split("/")[1])
-        indices.add(int(index))
-        expected |= {f"{index}#{fragment}/{count}" for fragment in range(count)}
-    # Until a shard has ended, gaps are items that wait in the buffer of the packer.
-    lost = sorted((set(range(max(indices, default=-1) + 1)) - indices) | (expected - set(items)), key=str)
+    counts = {int(name.split("#")[0]): int(name.split("/")[1]) for name in fragments}
+    expected = {f"{item}#{number}/{count}" for item, count in counts.items() for number in range(count)}
+    present = np.zeros(1 + max([*indices[-1:].tolist(), *counts], default=-1), dtype=np.bool_)
+    present[indices] = True
+    present[list(counts)] = True
+    lost = [*np.flatnonzero(~present).tolist(), *sorted(expected.difference(fragments))]
     if lost and complete:
         yield f"{scope}: {len(lost)} items are lost: {_some(lost)}"
 
 
-def _count_twice(hashes: "array[int]") -> int:
-    """Return the number of values that occur several times."""
-    values = np.sort(np.frombuffer(hashes, dtype=np.int64)) if hashes else np.zeros(0, dtype=np.int64)
-    return len(np.unique(values[1:][values[1:] == values[:-1]]))
+def _sorted(values: "array[int]") -> npt.NDArray[np.int64]:
+    return np.sort(np.frombuffer(values, dtype=np.int64)) if values else np.zeros(0, dtype=np.int64)
+
+
+def _repeated(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the values that occur several times in sorted values."""
+    return np.unique(values[1:][values[1:] == values[:-1]])
 
 
 def _some(items: list[Any]) -> str:
@@ -239,12 +258,14 @@ def check_order(folder: Path, data: LoggedData | None = None) -> OrderReport:
             continue
         problems += tally.problems()
         if data is not None:
-            problems += data.differences(tally.result())
+            differences, left_out = data.compare(tally.result())
+            problems += differences
+            total["left_out"] += left_out
         complete += [epoch] if tally.complete else []
         total.update(steps=tally.steps, repeated=tally.repeated, samples=tally.samples, dropped=tally.dropped)
         sources.update(tally.sources)
     return OrderReport(
-        **{name: total[name] for name in ("steps", "repeated", "samples", "dropped")},
+        **{name: total[name] for name in ("steps", "repeated", "samples", "dropped", "left_out")},
         complete=complete,
         epochs=files.epochs,
         sources=dict(sources),

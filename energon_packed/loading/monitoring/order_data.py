@@ -1,7 +1,7 @@
 """A dataset in, the ids of its samples out; an order log is compared with them: lost, repeated and unknown samples."""
 
 from array import array
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,8 @@ class Epoch:
         repeats: samples may be drawn several times.
         has_order: the epoch has a global order.
         least, most: passes over the data that all ranks have finished, and that a rank has started.
+        dropped: items that are in no batch.
+        packs: used packs, if `epoch_end="drop"` of Energon left out the other packs without a line; otherwise None.
     """
 
     number: int
@@ -39,6 +41,8 @@ class Epoch:
     has_order: bool
     least: int
     most: int
+    dropped: int
+    packs: int | None
 
 
 class LoggedData:
@@ -70,30 +74,57 @@ class LoggedData:
         for row in range(self._rows):
             yield from (sample for sample in self._samples(row) if sample[0] in ids)
 
-    def differences(self, epoch: Epoch) -> Iterator[str]:
-        """Yield a line for the samples that are lost, used too often, or not in the data.
+    def compare(self, epoch: Epoch) -> tuple[list[str], int]:
+        """Return a line for the samples that are lost, used too often, or not in the data.
 
         Lost samples are reported for complete epochs. If samples are drawn by weight, any number of uses is correct.
+
+        Returns:
+            the lines, and the number of samples that are missing because their items were dropped.
         """
-        scope = f"epoch {epoch.number}"
+        scope, problems = f"epoch {epoch.number}", list[str]()
         ids, unnamed, _ = self._hashes
         used, counts = np.unique(epoch.samples, return_counts=True)
         if foreign := len(np.setdiff1d(used, ids)):
-            yield f"{scope}: {foreign} samples are not in {self.path}. Pass the data of the run."
+            problems.append(f"{scope}: {foreign} samples are not in {self.path}. Pass the data of the run.")
         blend = self._data if isinstance(self._data, PackedDataset) and self._data.repeats else None
         by_weight = blend is not None and blend.weights is not None
         if by_weight or (epoch.repeats and not epoch.has_order) or (blend is not None and epoch.most > 1):
-            return
-        known, expected = np.unique(ids if blend is None else self._drawn(blend, epoch.number), return_counts=True)
+            return problems, 0
+        rows = range(self._rows) if blend is None else blend.epoch_items(epoch.number, None)
+        known, expected = np.unique(ids if blend is None else self._of_rows(rows), return_counts=True)
         times = np.zeros(len(known), dtype=np.int64)
         _, at, of_used = np.intersect1d(known, used, return_indices=True)
         times[at] = counts[of_used]
-        if len(lost := known[times < expected * epoch.least]):
-            yield f"{scope}: {len(lost)} samples of {self.path} are lost: {self._named(lost)}"
+        missing = np.maximum(expected * epoch.least - times, 0)
+        dropped = epoch.dropped if epoch.packs is None else len(rows) - epoch.packs
+        is_dropped = self._are_items(known, missing, dropped)
+        if len(lost := known[missing > 0]) and not is_dropped:
+            problems.append(f"{scope}: {len(lost)} samples of {self.path} are lost: {self._named(lost)}")
         if len(twice := known[times > expected * epoch.most]):
-            yield f"{scope}: {len(twice)} samples are used too often: {self._named(twice)}"
-        if blend is None and not unnamed * epoch.least <= epoch.unnamed <= unnamed * epoch.most:
-            yield f"{scope}: {epoch.unnamed} samples without an id are used, and {self.path} has {unnamed}."
+            problems.append(f"{scope}: {len(twice)} samples are used too often: {self._named(twice)}")
+        fewest = 0 if dropped else unnamed * epoch.least
+        if blend is None and not fewest <= epoch.unnamed <= unnamed * epoch.most:
+            problems.append(f"{scope}: {epoch.unnamed} samples without an id are used, and {self.path} has {unnamed}.")
+        return problems, int(missing.sum()) if is_dropped else 0
+
+    def _are_items(self, known: Hashes, missing: Hashes, dropped: int) -> bool:
+        """Return whether at most `dropped` items contain all missing samples, each item a sample or a whole row.
+
+        Args:
+            known: int64 `(n,)` sorted hashes of ids.
+            missing: int64 `(n,)` uses that are missing.
+            dropped: number of items.
+        """
+        ids, _, starts = self._hashes
+        if missing.sum() <= dropped or not dropped:
+            return bool(missing.sum() <= dropped)
+        at = np.minimum(np.searchsorted(known, ids), len(known) - 1)
+        of_id = np.where(known[at] == ids, missing[at], 0)
+        begins = starts[:-1][np.diff(starts) > 0]
+        of_row = np.maximum.reduceat(of_id, begins)
+        is_whole = bool((of_row == np.minimum.reduceat(of_id, begins)).all())
+        return is_whole and int(of_row.sum()) <= dropped
 
     @cached_property
     def _hashes(self) -> tuple[Hashes, int, Hashes]:
@@ -107,10 +138,10 @@ class LoggedData:
             starts.append(len(ids))
         return np.array(ids, dtype=np.int64), unnamed, np.array(starts, dtype=np.int64)
 
-    def _drawn(self, blend: PackedDataset, epoch: int) -> Hashes:
-        """Hashes of the ids of an epoch of a blend by repetitions, each as often as it is drawn."""
+    def _of_rows(self, rows: Iterable[int]) -> Hashes:
+        """Hashes of the ids of rows, each as often as it is drawn."""
         ids, _, starts = self._hashes
-        return np.concatenate([ids[starts[item] : starts[item + 1]] for item in blend.epoch_items(epoch, None)])
+        return np.concatenate([ids[starts[row] : starts[row + 1]] for row in rows])
 
     def _samples(self, row: int) -> list[tuple[str | None, Conversation]]:
         """(id, conversation) of the samples of a row."""

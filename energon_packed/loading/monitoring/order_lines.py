@@ -23,7 +23,9 @@ batch follows:
 | `shard`, `num_shards` | of a stream |
 | `end` | the epoch of this rank ended, or the shard |
 
-A header of a stream may have `ended`, an epoch and its shards that had no more items when the process started.
+A header of a stream may have `ended`, an epoch and its shards that had no more items when the process started. A
+header with `again` is of a run that started again at step 0, as the earlier processes saved no state. The
+empty file `saved-2` shows that 2 ranks saved a state.
 
 A line without a batch has the `step` null, and its position in `after`. Lines after the point at which a later process
 started were lost with the process that wrote them: the later process replaces them.
@@ -45,6 +47,8 @@ FORMAT = 1
 Point = tuple[int, int]
 """(epoch, step) after a batch."""
 _HEADER, _LINE = b'{"order_log":', b'{"epoch":'
+_HEADER_ENTRIES = {"start", "run", "rank", "world_size", "starts"}
+_LINE_ENTRIES = {"epoch", "step", "rank", "start", "ids", "sources"}
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -53,11 +57,26 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def first_header(file: Path) -> dict[str, Any] | None:
-    """Return the first header of a file; None if it has none."""
+    """Return the first header of a file; None if the file has no header.
+
+    Raises:
+        FormatError: the file has another format.
+    """
     if not file.is_file():
         return None
     with file.open("rb") as lines:
-        return next((header for line in lines if (header := _parsed(line)) and "order_log" in header), None)
+        header = next((header for line in lines if (header := _parsed(line)) and "order_log" in header), None)
+    return None if header is None else _checked(file, header)
+
+
+def saved_marker(folder: Path, world_size: int) -> Path:
+    """Return the empty file which shows that a run of this world size saved a state."""
+    return folder / f"saved-{world_size}"
+
+
+def saved_worlds(folder: Path) -> list[int]:
+    """Return the world sizes whose runs saved a state."""
+    return [int(size) for file in folder.glob("saved-*") if (size := file.name.removeprefix("saved-")).isdecimal()]
 
 
 def is_order_log(folder: Path) -> bool:
@@ -145,6 +164,8 @@ class RankFile:
                 if not text.endswith(b"\n"):
                     break  # a kill has cut the last line, whose batch is after each saved state
                 if text.startswith(_HEADER) and (header := _parsed(text)) is not None:
+                    if not _checked(file, header).keys() >= _HEADER_ENTRIES:
+                        raise self._damage(number)
                     self.processes.append(Process(header))
                 elif text.startswith(_LINE) and self.processes:
                     self._add(at, text, number)
@@ -170,7 +191,7 @@ class RankFile:
                     stream.seek(begin)
                     while stream.tell() < end:
                         entries = _parsed(stream.readline())
-                        if entries is None:
+                        if entries is None or not entries.keys() >= _LINE_ENTRIES:
                             raise self._damage(number)
                         sources, ids = entries["sources"], entries["ids"]
                         entries["sources"] = sources * len(ids) if len(sources) == 1 else sources
@@ -262,16 +283,17 @@ class OrderFiles:
                 process.until = tuple(points[file.rank if len(points) > 1 else 0])
 
     def _problems(self) -> Iterator[str]:
-        runs = [[process.header["run"] for process in file.processes] for file in self.files]
-        ranks = self.files[0].processes[0].header["world_size"]
+        processes = [process for file in self.files for process in file.processes]
+        firsts = [file.processes[0] for file in self.files]
+        firsts += [process for process in processes if process.header.get("again")]
+        ranks = max(process.header["world_size"] for process in firsts if not process.header["rank"])
         # A state has the name of the rank that saved it.
-        names = {of_file[0] for file, of_file in zip(self.files, runs, strict=True) if file.rank < ranks}
-        for file, of_file in zip(self.files, runs, strict=True):
-            fresh = [process for process in file.processes[1:] if len(process.starts) == 1]
-            if fresh or not set(of_file) <= names:
+        names = {process.header["run"] for process in firsts if process.header["rank"] < ranks}
+        for process in processes:
+            if process.header["run"] not in names or (len(process.starts) == 1 and process not in firsts):
                 yield (
-                    f"{file.file.name} has the lines of two runs: a run started again from its beginning, or from a "
-                    "state of another run. Pass another `order_log` folder to each run."
+                    f"{file_of(Path(), process.header['rank'])} has the lines of two runs: a run started again from "
+                    "its beginning, or from a state of another run. Pass another `order_log` folder to each run."
                 )
                 return
         present = {
@@ -291,6 +313,16 @@ def intervals(last: Process) -> Iterator[str]:
         epoch, step = min(map(tuple, points))
         after = f" after epoch {epoch}, step {step}" if epoch or step else ""
         yield f"{ranks} rank{'s' if ranks > 1 else ''}{after}"
+
+
+def _checked(file: Path, header: dict[str, Any]) -> dict[str, Any]:
+    """Return a header of this format. Raises FormatError if it has another format."""
+    if (found := header["order_log"]) != FORMAT:
+        raise FormatError(
+            f"{file} has format {found} of the order log, and this version of energon-packed needs format {FORMAT}. "
+            "Use the version of the run, or start a new log in another folder."
+        )
+    return header
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

@@ -16,10 +16,18 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import ConfigError
-from energon_packed.loading.monitoring.order_lines import FORMAT, Point, file_of, first_header
+from energon_packed.loading.monitoring.order_lines import (
+    FORMAT,
+    Point,
+    file_of,
+    first_header,
+    saved_marker,
+    saved_worlds,
+)
 from energon_packed.storage import as_path, is_remote
+from energon_packed.system import raise_resource_error
 
-_LONGEST_LINE = 1 << 20  # bytes
+_BLOCK = 1 << 16  # bytes
 KEY = "order_log"
 """Entry of a loader state."""
 
@@ -39,7 +47,9 @@ class OrderLog:
 
     Raises:
         ConfigError: `folder` is in an object store; when the first line is written, the folder has the log of another
-            run.
+            run that saved a state; a sample id or a dataset name is not UTF-8.
+        FormatError: the file of this rank has another format.
+        ResourceError: the disk is full, or fails.
     """
 
     def __init__(self, folder: str | Path, place: tuple[int, int], facts: Callable[[], dict[str, Any]]) -> None:
@@ -54,10 +64,14 @@ class OrderLog:
         self._ended: dict[str, Any] = {}
         self._start: str | None = None  # of this process
         self._held: deque[tuple[Point, bytes]] | None = None
+        self._is_saved = False
         self._descriptor: int | None = None
 
     def state(self, at: Point) -> dict[str, Any]:
         """Return the entry of a loader state after the batch at (epoch, step)."""
+        if self._descriptor is not None and not self._is_saved and at > (0, 0):
+            saved_marker(self.folder, self._place[1]).touch()
+            self._is_saved = True
         return {KEY: {"run": self._run, "past": self._starts(), "at": [list(at)]}}
 
     def restore(self, states: Sequence[dict[str, Any]], at: Point, ended: Sequence[int] = ()) -> None:
@@ -99,7 +113,7 @@ class OrderLog:
         """
         used = batch if getattr(batch, "has_targets", True) else None  # not a row that repeats samples of another rank
         names = [None if source is None else source.dataset for source in getattr(used, "sources", ())]
-        line = {
+        line: dict[str, Any] = {
             "epoch": at[0],
             "step": at[1] if batch is not None else None,
             "rank": self._place[0],
@@ -114,7 +128,16 @@ class OrderLog:
         line |= {name: value for name, value in given.items() if value or (value == 0 and value is not False)}
         if batch is None:
             line["after"] = at[1]
-        text = orjson.dumps(line, default=list) + b"\n"
+        try:
+            text = orjson.dumps(line, default=list) + b"\n"
+        except TypeError:
+            texts = (name for name in (*line["ids"], *line["sources"]) if isinstance(name, str))
+            if (bad := next((name for name in texts if not _is_utf8(name)), None)) is None:
+                raise
+            raise ConfigError(
+                f"`order_log` needs sample ids and dataset names in UTF-8, got {bad!r}. Rename the dataset, or remove "
+                "`order_log`."
+            ) from None
         if self._held is None:
             self._write(text)
         else:
@@ -136,43 +159,70 @@ class OrderLog:
     def _start_of_process(self) -> str:
         """Name of the lines of this process; the first call writes the header."""
         if self._start is None:
-            is_first = not self._past
+            is_again = self._check_earlier_lines()
             if self._descriptor is None:
-                self._open(is_first=is_first)
-            elif is_first:
-                self._refuse_other_run()
+                self._open()
             self._start = secrets.token_hex(4)
             rank, world_size = self._place
             header = {"order_log": FORMAT, "start": self._start, "run": self._run, "rank": rank}
             header |= {"world_size": world_size, "starts": self._starts(), **self._ended, **self._facts()}
+            header |= {"again": True} if is_again else {}
             self._write(orjson.dumps(header | {"time": datetime.now(UTC).isoformat(timespec="seconds")}) + b"\n")
         return self._start
 
-    def _open(self, *, is_first: bool) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if is_first:
-            self._refuse_other_run()
-        self._descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._descriptor).st_size
-        start = max(0, size - _LONGEST_LINE)
-        # A kill may have cut the last line.
-        os.ftruncate(self._descriptor, start + os.pread(self._descriptor, size - start, start).rfind(b"\n") + 1)
+    def _check_earlier_lines(self) -> bool:
+        """Return whether this run replaces a run that saved no state.
 
-    def _refuse_other_run(self) -> None:
-        if (header := first_header(self.file)) is not None:
+        All ranks refuse the folder together: otherwise the other ranks would wait for a rank that has ended.
+        """
+        header = first_header(self.file)
+        if self._past:  # a state of the run was loaded
+            return False
+        markers = saved_worlds(self.folder)
+        is_later = self._after != [(0, 0)]
+        is_new_rank = any(self._place[0] >= ranks for ranks in markers)
+        if is_new_rank or (header is not None and (markers or is_later)):
             raise ConfigError(
-                f"`order_log` must be a folder without the log of another run, got {self.folder}, whose run "
-                f"started at {header.get('time')}. Load a state of that run to continue it; otherwise pass another "
-                "folder, or remove this folder."
+                f"`order_log` must be a folder without the log of another run, got {self.folder}"
+                + (f", whose run started at {header.get('time')}" if header else "")
+                + ". Load a state of that run to continue it; otherwise pass another folder, or remove this folder."
             )
+        return header is not None
+
+    def _open(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        end = os.fstat(self._descriptor).st_size
+        while end:  # a kill may have cut the last line
+            start = max(0, end - _BLOCK)
+            if found := os.pread(self._descriptor, end - start, start).rfind(b"\n") + 1:
+                end = start + found
+                break
+            end = start
+        os.ftruncate(self._descriptor, end)
 
     def _write(self, text: bytes) -> None:
         assert self._descriptor is not None
-        os.write(self._descriptor, text)
+        written = 0
+        try:
+            while written < len(text):  # a disk that is almost full writes a part
+                written += os.write(self._descriptor, text[written:])
+        except OSError as error:
+            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+            raise_resource_error(error, self.file)
+            raise
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", None) is not None:
             os.close(self._descriptor)  # type: ignore[arg-type]
+
+
+def _is_utf8(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def merged(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -39,6 +39,9 @@ def test_constants_are_measured() -> None:
     for wrong in ([1.0, 2.0, 0.0], [1.0, 2.0, 3.0, 4.0]):
         with pytest.raises(ConfigError, match="must be a time above 0 for each of 3 or more rows"):
             CostModel.fit(sizes[np.arange(3)], wrong)
+    zeros = RowSizes(**dict.fromkeys(["tokens", "squares", "patches", "patch_squares"], np.zeros(3, dtype=np.int64)))
+    with pytest.raises(ConfigError, match="`sizes` must have tokens or patches, got 0 for all 3 rows"):
+        CostModel.fit(zeros, [1.0, 2.0, 3.0])
     assert CostModel.fit(sizes[np.arange(3)], 1e-6 * tokens[:3]).token == pytest.approx(1e-6)
     with pytest.raises(ConfigError, match="`patch` must be a number >= 0, got -1"):
         CostModel(patch=-1)

@@ -1,4 +1,4 @@
-"""Runs that SIGKILL ends three times and that change their ranks twice: nothing lost, nothing twice."""
+"""Runs that SIGKILL ends four times and that change their ranks three times: nothing lost, nothing twice."""
 
 from pathlib import Path
 
@@ -13,12 +13,13 @@ PACKS = 41
 
 
 @pytest.mark.timeout(300)
-def test_three_kills_and_two_changes_of_ranks(tmp_path: Path) -> None:
+def test_four_kills_and_three_changes_of_ranks(tmp_path: Path) -> None:
     packs = energon_folder(tmp_path, PACKS)
     kinds = ["planned", "pooled", "accelerated", "gathered", "joint", "megatron", "trainer_stream"]
     given = (tmp_path, packs)
-    # The first kill is after the batches of a checkpoint, so that lines are replaced; the last process runs on.
-    for attempt, (ranks, stop) in enumerate([(2, 7), (3, 4), (1, 5)]):
+    # The first kill is before a checkpoint, the next is after the batches of a checkpoint, so that lines are replaced;
+    # the last process continues to the end.
+    for attempt, (ranks, stop) in enumerate([(3, 2), (2, 7), (3, 4), (1, 5)]):
         run_ranks(SCRIPT, ranks, tmp_path / f"store{attempt}", *given, stop, ",".join(kinds), status=-9)
     run_ranks(SCRIPT, 1, tmp_path / "store", *given, 45, ",".join(kinds), "end")
     data = LoggedData(packs)

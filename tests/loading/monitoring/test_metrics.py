@@ -1,7 +1,10 @@
 """ThroughputMetrics: counts of every batch type against the samples, values over the ranks, time."""
 
+import gc
 import json
 import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +146,36 @@ def test_a_joint_loader_and_the_time_of_steps() -> None:
     assert found["data/tokens_per_step"] == 32
     assert 96 / took * 0.999 <= found["perf/tokens_per_s"] <= 96 / 0.08
     assert found["data/source/a"] == 7 / 16
+
+
+def test_boundaries_may_repeat_their_last_value() -> None:
+    """Megatron fills `cu_seqlens` of a fixed size with the end of the row."""
+    for pad_to in (None, 30):
+        batch = PaddingFreeCollator(pad_multiple=4, pad_to=pad_to).collate(samples())
+        expected = count_batch(batch).read()
+        for name in ("cu_seqlens", "cu_seqlens_padded"):
+            bounds = getattr(batch, name)
+            batch = replace(batch, **{name: torch.cat([bounds, bounds[-1:].expand(4)])})
+        assert count_batch(batch).read() == expected
+
+
+def test_memory_is_bounded_without_a_summary() -> None:
+    """Each batch is kept until its step is folded; the later summary counts all of them."""
+    metrics, batch = ThroughputMetrics(), PaddingFreeCollator().collate(samples())
+    counts = count_batch(batch).read()
+    counted = count_batch(batch)
+    kept = weakref.ref(counted.numbers)
+    metrics.add_counts(counted)
+    del counted
+    for _ in range(19_999):
+        metrics.add_counts(counts)
+    gc.collect()
+    assert kept() is None
+    assert metrics.steps == 20_000
+    assert all(len(getattr(metrics._counts, name)) < 20_000 for name in ("step_tokens", "step_costs"))
+    found = metrics.summary()
+    assert (found["data/tokens_per_step"], found["perf/global_seq_len_avg"]) == (16, 16)
+    assert metrics.steps == 0
 
 
 METRICS = """

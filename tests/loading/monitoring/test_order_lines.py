@@ -1,11 +1,14 @@
 """Damages of an order log, logs of two runs, comparison with the data, uses of a sample, and Energon's order."""
 
+import errno
 import json
+import os
 import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -17,6 +20,8 @@ from energon_packed import (
     IterableDistributor,
     MapDistributor,
     PackedDataset,
+    ResourceError,
+    SimpleBatcher,
     get_packed_loader,
 )
 from tests.internals import LoggedData, check_order, cli, redistribute
@@ -212,3 +217,124 @@ def test_a_replay_of_a_thousand_ranks_takes_seconds(tmp_path: Path) -> None:
     ]
     assert len({ident for rank in ranks for ident in rank["ids"]}) == 1000
     assert time.process_time() - start < 5
+
+
+def test_a_cut_line_may_be_longer_than_a_read(tmp_path: Path) -> None:
+    state = logged(tmp_path, stop=3)
+    file = tmp_path / "order-00000.jsonl"
+    whole = file.read_bytes()
+    for cut in (b'{"epoch":0,"ids":["' + b"x" * (3 << 20), whole.splitlines()[0] * 9):
+        file.write_bytes(whole + cut)
+        logged(tmp_path, state)
+        report = check_order(tmp_path)
+        assert (report.problems, report.samples, report.complete) == ([], 13, [0])
+        file.write_bytes(whole)
+
+
+def test_a_short_write_is_continued_and_a_full_disk_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = os.write, [10**9]
+
+    def write(descriptor: int, text: bytes) -> int:
+        """A disk that has some bytes left, and writes at most 7 at once."""
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = real(descriptor, text[: min(7, left[0])])
+        left[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write)
+    state = logged(tmp_path, stop=3)
+    assert check_order(tmp_path).samples == 3
+    left[0] = 400  # the header, and a part of the first line
+    with pytest.raises(ResourceError, match=r"order-00000.jsonl: No space left on device; free some space"):
+        logged(tmp_path, state)
+    assert (tmp_path / "order-00000.jsonl").read_bytes().endswith(b"}\n")
+    left[0] = 10**9
+    logged(tmp_path, state)
+    assert (check_order(tmp_path).problems, check_order(tmp_path).samples) == ([], 13)
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    state = logged(tmp_path, stop=3)
+    file = tmp_path / "order-00000.jsonl"
+    file.write_text(file.read_text().replace('"order_log":1', '"order_log":2'))
+    message = "has format 2 of the order log, and this version of energon-packed needs format 1"
+    with pytest.raises(FormatError, match=message):
+        check_order(tmp_path)
+    with pytest.raises(FormatError, match=message):
+        logged(tmp_path, state)
+
+
+@pytest.mark.parametrize("entry", ["starts", "sources"])
+def test_a_line_without_an_entry_is_damaged(tmp_path: Path, entry: str) -> None:
+    logged(tmp_path, stop=3)
+    file = tmp_path / "order-00000.jsonl"
+    file.write_text(file.read_text().replace(f'"{entry}":', '"x":'))
+    with pytest.raises(FormatError, match=f"line {1 if entry == 'starts' else 2}: the line is damaged"):
+        check_order(tmp_path)
+
+
+def test_a_name_that_is_not_utf_8_is_an_error(tmp_path: Path) -> None:
+    data = [FEATURES[0] | {"id": "caf\udce9"}]
+    with pytest.raises(ConfigError, match=r"needs sample ids and dataset names in UTF-8, got 'caf\\udce9'"):
+        list(DataflowLoader(MapDistributor(data), order_log=tmp_path))
+    lines = logged(tmp_path / "log", stop=2)
+    assert lines
+    file = tmp_path / "log" / "order-00000.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"ids":["', b'"ids":["\xe9', 1))
+    with pytest.raises(FormatError, match="line 2: the line is damaged"):
+        check_order(tmp_path / "log")
+
+
+def test_a_run_without_a_saved_state_starts_again(tmp_path: Path) -> None:
+    """Ranks were killed before the first checkpoint, rank 1 before its first line: no rank may refuse alone."""
+
+    def ranks(world_size: int, stop: int | None) -> list[DataflowLoader]:
+        loaders = [
+            DataflowLoader(MapDistributor(FEATURES), order_log=tmp_path, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        for loader in loaders:
+            list(islice(loader, stop))
+        return loaders
+
+    ranks(2, stop=2)
+    (tmp_path / "order-00001.jsonl").unlink()
+    ranks(3, stop=2)
+    loaders = ranks(2, stop=None)
+    report = check_order(tmp_path)
+    assert (report.problems, report.samples, report.complete) == ([], 13, [0])
+    assert (report.processes, report.repeated) == (["2 ranks"], 2 + 6)
+    loaders[0].state_dict()
+    for rank in range(3):
+        with pytest.raises(ConfigError, match="without the log of another run"):
+            list(DataflowLoader(MapDistributor(FEATURES), order_log=tmp_path, rank=rank, world_size=3))
+
+
+@pytest.mark.parametrize("kind", ["planned", "stream", "energon"])
+def test_packs_that_the_end_of_an_epoch_drops_are_not_lost(tmp_path: Path, kind: str) -> None:
+    packs, log = energon_folder(tmp_path), tmp_path / "log"
+    for rank in range(1 if kind == "stream" else 2):
+        place: dict[str, Any] = {"rank": rank, "world_size": 1 if kind == "stream" else 2, "order_log": log}
+        if kind == "energon":
+            loader: Any = get_packed_loader(packs, epochs=1, num_workers=0, epoch_end="drop", **place)
+        elif kind == "stream":
+            loader = DataflowLoader(IterableDistributor(FEATURES), packer=SimpleBatcher(5), epoch_end="drop", **place)
+        else:
+            loader = DataflowLoader(MapDistributor(PackedDataset(packs)), epoch_end="drop", **place)
+        list(loader)
+    report = check_order(log, LoggedData(packs))
+    assert (report.problems, report.complete) == ([], [0])
+    assert report.samples + report.left_out == 13
+    assert report.left_out == (3 if kind == "stream" else 1)
+    done = CliRunner().invoke(cli, ["order", "check", str(log), "--data", str(packs)])
+    assert f"{report.left_out} samples of {packs} were in dropped items" in done.output
+    file = log / "order-00000.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[2]["ids"] = []
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    with file.open("ab") as stream:
+        stream.writelines(orjson.dumps(line) + b"\n" for line in lines[1:])
+    assert any("are lost" in problem for problem in check_order(log, LoggedData(packs)).problems)

@@ -1,0 +1,209 @@
+"""Find the sample of a record in a packed dataset: an id, or a file and a line, in; FoundRecords out.
+
+`lengths.parquet` has the place of every sample, and `rejects.jsonl` the reason of every rejected record.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from energon_packed.errors import ConfigError, FormatError, Reason
+from energon_packed.files import open_regular
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.view import PackView, SampleView
+from energon_packed.pipeline.chunks import FRAGMENT, SPLIT
+from energon_packed.sources import JsonlSource
+from energon_packed.system import raise_resource_error
+
+_COLUMNS = ["source", "row", "line", "id", "length", "status", "pack", "sample", "shard"]
+_MAX_NAMES = 5  # inputs named in a message
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecord:
+    """Row of lengths.parquet, which is a record or a fragment of a split record.
+
+    Attributes:
+        source: path of the input file, as it was packed.
+        row: index of the record in the file, or in its input part.
+        line: its line in the file, from 1; None if records are not lines, or it is not known.
+        id: id of the sample.
+        length: tokens; None for a rejected record that was not measured.
+        status: `packed`, `truncated`, `split`, `fragment` or the reason of the rejection.
+        pack: key of the pack; None if it is in no pack.
+        sample: index of the sample in the pack, or None.
+        shard: file name of the tar, or None.
+    """
+
+    source: str
+    row: int
+    line: int | None
+    id: str
+    length: int | None
+    status: str
+    pack: str | None
+    sample: int | None
+    shard: str | None
+
+    def sample_in(self, view: PackView) -> SampleView:
+        """Return the sample in its pack.
+
+        Raises:
+            FormatError: the pack does not have it there.
+        """
+        sample = view.samples[self.sample] if self.sample is not None and self.sample < len(view.samples) else None
+        if sample is None or (sample.id or "").encode(errors="replace").decode() != self.id:
+            raise FormatError(
+                f"sample {self.sample} of {self.pack} must be {self.id}, as in lengths.parquet. The table is of "
+                "another run: copy the table of this dataset, or pack it again."
+            )
+        return sample
+
+    @property
+    def place(self) -> str:
+        """Place of the record in its file: `data.jsonl line 18 (row 17)`."""
+        return (
+            f"{self.source} row {self.row}"
+            if self.line is None
+            else f"{self.source} line {self.line} (row {self.row})"
+        )
+
+
+def find_records(
+    folder: PackedFolder, *, ident: str | None = None, location: str | None = None
+) -> Sequence[FoundRecord]:
+    """Find the samples of a record in the packs, in input order; of a split record, its fragments.
+
+    Records may share an id, and an input with a weight above 1 is read several times.
+
+    Args:
+        folder: the dataset.
+        ident: id of the samples.
+        location: FILE:LINE of the record, with lines from 1; FILE:ROW for formats without lines, with rows from 0.
+            FILE may be the end of the path, such as the file name.
+
+    Raises:
+        ConfigError: there is no such record, it is in no pack, or the table has no places.
+        FormatError: the table cannot be read.
+    """
+    table = folder.path.parent / "lengths.parquet"
+    again = "Run the pack command of the dataset again, which keeps its shards and writes the table"
+    try:
+        with open_regular(table) as stream, pq.ParquetFile(stream) as file:
+            if missing := [name for name in _COLUMNS if name not in file.schema_arrow.names]:
+                raise ConfigError(f"{table} must have the columns {', '.join(missing)} to find records. {again}.")
+            if location is not None:
+                found = _at_location(file, location)
+            else:
+                found = _matching(file, ["id"], lambda rows: pc.equal(rows["id"], ident))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{table} must exist to find records. {again}.") from error
+    except (OSError, pa.ArrowInvalid) as error:
+        raise_resource_error(error, table)
+        raise FormatError(f"{table} cannot be read: {error}") from error
+    if not found:
+        raise ConfigError(f"`ident` must be the id of a record, got {ident!r}, which {table} does not have.")
+    packed = [record for record in found if record.pack is not None]
+    if not packed:
+        raise ConfigError(_not_packed(folder.path.parent / "rejects.jsonl", found))
+    return packed
+
+
+def _matching(file: Any, columns: Sequence[str], is_match: Callable[[Any], Any]) -> list[FoundRecord]:
+    """Read the table rows for which `is_match(rows)` with some columns is true, and the fragments of split records."""
+    found = []
+    for group in range(file.num_row_groups):
+        matches = is_match(file.read_row_group(group, columns=columns))
+        if not pc.any(matches).as_py():
+            continue
+        rows = file.read_row_group(group, columns=_COLUMNS)
+        chosen = rows.filter(matches).to_pylist()
+        # Fragments are in the same row group as their record, after all records.
+        split = {(row["source"], row["row"]) for row in chosen if row["status"] == SPLIT}
+        if split:
+            fragments = rows.filter(pc.equal(rows["status"].cast(pa.string()), FRAGMENT)).to_pylist()
+            chosen += [row for row in fragments if (row["source"], row["row"]) in split and row not in chosen]
+        found += [FoundRecord(**row) for row in chosen]
+    return found
+
+
+def _at_location(file: Any, location: str) -> list[FoundRecord]:
+    """Find the record at FILE:LINE or FILE:ROW."""
+    path, _, number = location.rpartition(":")
+    if not path or not number.isdecimal():
+        raise ConfigError(f"`location` must be FILE:LINE, got {location}. Lines are counted from 1.")
+    source = _source_of(file, path)
+
+    def is_match(rows: Any) -> Any:
+        # The lines of a file are known for all of its records, or for none.
+        place = pc.coalesce(rows["line"], rows["row"])
+        return pc.and_(pc.equal(rows["source"].cast(pa.string()), source), pc.equal(place, int(number)))
+
+    found = _matching(file, ["source", "line", "row"], is_match)
+    if not found:
+        raise ConfigError(
+            f"`location` must be the place of a record, got {location}. The line is blank, or after the "
+            f"end of {source}."
+        )
+    if found[0].line is None and JsonlSource.matches(Path(source)):
+        raise ConfigError(
+            f"`location` must be in a file whose lines are known, got {location}. They are not known in input parts, "
+            "nor of files in object stores. Use `ident`."
+        )
+    return found
+
+
+def _source_of(file: Any, path: str) -> str:
+    """Find the input file with this path, absolute path or end of the path."""
+    groups = (file.read_row_group(group, columns=["source"]) for group in range(file.num_row_groups))
+    names: dict[str, None] = dict.fromkeys(name for rows in groups for name in pc.unique(rows["source"]).to_pylist())
+    parts = Path(path).parts
+    for matches in (
+        [name for name in names if name == path],
+        [name for name in names if os.path.abspath(name) == os.path.abspath(path)],
+        [name for name in names if Path(name).parts[-len(parts) :] == parts],
+    ):
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise ConfigError(
+                f"`location` must name one input, got {path}, which is {_listed(matches)}. Pass more of its path."
+            )
+    raise ConfigError(
+        f"`location` must be in an input of the dataset, got {path}. Its inputs are {_listed(list(names))}."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
+
+
+def _not_packed(rejects: Path, found: Sequence[FoundRecord]) -> str:
+    """Message for records that are in no pack, with the reason of the first."""
+    first = found[0]
+    reason = "the run stopped before it was packed"
+    if first.status in {value.value for value in Reason}:
+        reason = f"{first.status}{_detail(rejects, first)}"
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return f"record {first.id!r}, {first.place}, is in no pack{more}: {reason}"
+
+
+def _detail(rejects: Path, record: FoundRecord) -> str:
+    """Detail of a rejected record in rejects.jsonl, after a colon; "" if it has none."""
+    try:
+        with open_regular(rejects) as stream:
+            for line in stream:
+                value = orjson.loads(line)
+                if (value["source"], value["row"]) == (record.source, record.row):
+                    return f": {value['detail']}"
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise_resource_error(error, rejects)
+    return ""
