@@ -5,6 +5,7 @@ members as files inside one folder.
 """
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -15,7 +16,6 @@ import numpy as np
 import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
-from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.media import video_runs
@@ -24,7 +24,10 @@ from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, StoredVideo, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
+from energon_packed.inspection.supervision import supervised_turns
 from energon_packed.records import FrameSelection, MediaReference
+from energon_packed.records.conversation import IMAGE_PLACEHOLDER
+from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 _TIMES = 3  # timestamps of a video that are shown, besides the last
 
@@ -154,6 +157,29 @@ class SampleView:
     video: bool = False
     videos: tuple[VideoView, ...] = ()
     truncated_to: int | None = None
+
+    @property
+    def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView]]]:
+        """Each turn with its content in order: strings, and images and videos in place of their placeholders.
+
+        Without a placeholder for each of them, as in samples of tokens, they are all before the first turn's content.
+        """
+        media: dict[str, tuple[ImageView | VideoView, ...]] = {IMAGE_PLACEHOLDER: self.images}
+        if self.videos:
+            media[VIDEO_PLACEHOLDER] = self.videos
+        if any(sum(turn.text.count(mark) for turn in self.turns) != len(found) for mark, found in media.items()):
+            return [
+                (turn, [*(self.images + self.videos if turn is self.turns[0] else ()), turn.shown])
+                for turn in self.turns
+            ]
+        rest = {mark: iter(found) for mark, found in media.items()}
+        marks = re.compile(f"({'|'.join(media)})")
+        placed = []
+        for turn in self.turns:
+            # A placeholder in a tool call is text.
+            parts = [*marks.split(turn.text), turn.shown[len(turn.text) :]]
+            placed.append((turn, [next(rest[part]) if part in rest else part for part in parts if part]))
+        return placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
