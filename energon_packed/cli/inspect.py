@@ -25,7 +25,7 @@ from energon_packed.inspection.search import FoundRecord, find_records
 from energon_packed.inspection.tokens import map_pack, supervised_spans, token_rows
 from energon_packed.inspection.view import ImageView, PackView, SampleView, VideoView, extract_pack, view_pack
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
-from energon_packed.pipeline.loading_code import loading_code
+from energon_packed.shards.loading_code import loading_code
 from energon_packed.shards.scan import scan_tar
 
 _MAX_TARS = 20  # tars of a folder that are listed

@@ -16,7 +16,6 @@ import numpy as np
 import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
-from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.media import video_runs
@@ -25,6 +24,7 @@ from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, StoredVideo, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
+from energon_packed.inspection.supervision import supervised_turns
 from energon_packed.records import FrameSelection, MediaReference
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_PLACEHOLDER
