@@ -23,6 +23,7 @@ PLACES = {
     "result_table": "cli.display:result_table",
     # compiled: kernels without Numba
     "compiled": "compiled:compiled",
+    "compile_now": "compiled:compile_now",
     # energon_release: releases of Energon that are not installed
     "energon_release": "energon_release",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
