@@ -57,7 +57,7 @@ _ADVICE = {
     Reason.BAD_JSON: "each line must be one JSON object",
     Reason.MISSING_FIELD: _RECORD_FORMAT,
     Reason.BAD_ROLE: _RECORD_FORMAT,
-    Reason.MISSING_IMAGE: _IMAGES,
+    Reason.MISSING_IMAGE: f"add the files, or {_IMAGES}",
     Reason.IMAGE_OUTSIDE_ROOT: _IMAGES,
     Reason.MISSING_PATCH_POSITIONS: "set `use_patch_positions=False` to ignore patch positions",
     Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate' (documents: 'split')",
