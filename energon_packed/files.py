@@ -316,6 +316,15 @@ def visible(text: str, keep: str = _LAYOUT) -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
+def format_bytes(count: float) -> str:
+    """Format a number of bytes, such as `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 @contextmanager
 def atomic_path(path: Path, staging: Path | None = None) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; rename it to `path` if the block succeeds.

@@ -23,6 +23,7 @@ PLACES = {
     "result_table": "cli.display:result_table",
     # compiled: kernels without Numba
     "compiled": "compiled:compiled",
+    "compile_now": "compiled:compile_now",
     # energon_release: releases of Energon that are not installed
     "energon_release": "energon_release",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
@@ -68,7 +69,7 @@ PLACES = {
     "ChatTemplate": "encoding.template:ChatTemplate",
     "Renderer": "encoding.rendering:Renderer",
     "IGNORE_INDEX": "encoding.sample:IGNORE_INDEX",
-    "supervised_turns": "encoding.supervision:supervised_turns",
+    "supervised_turns": "inspection.supervision:supervised_turns",
     "TextTokenizer": "encoding.tokenizer:TextTokenizer",
     "FastokensEngine": "encoding.engines:FastokensEngine",
     "HuggingFaceEngine": "encoding.engines:HuggingFaceEngine",
@@ -140,6 +141,7 @@ PLACES = {
     "render_report": "inspection.report:render_report",
     "verify": "inspection.verify:verify",
     "even_bins": "inspection.report:even_bins",
+    "histogram_svg": "inspection.report:histogram_svg",
     "integer_bins": "inspection.report:integer_bins",
     "log_integer_bins": "inspection.report:log_integer_bins",
     "token_rows": "inspection.tokens:token_rows",
@@ -182,7 +184,7 @@ PLACES = {
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.workspace:FolderLock",
     "run_status": "pipeline.run:run_status",
-    "loading_code": "pipeline.loading_code:loading_code",
+    "loading_code": "shards.loading_code:loading_code",
     "keys": "pipeline.run_state",
     "split_ranges": "pipeline.plan:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",

@@ -1,11 +1,12 @@
 """Format results for the terminal: a PackResult, DryRun, Survey or turn in, a rich table, JSON values or lines out."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from energon_packed.files import visible
+from energon_packed.files import format_bytes, visible
 from energon_packed.pipeline import DryRun, PackResult
 from energon_packed.pipeline.survey import Survey
 from energon_packed.shards import PackingManifest
@@ -176,10 +177,6 @@ def _printable(name: str) -> str:
     return shown if len(shown) <= _MAX_NAME else f"{shown[: _MAX_NAME - 1]}…"
 
 
-def format_bytes(count: float) -> str:
-    """Format a number of bytes, such as `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+def shown_path(path: str | Path) -> str:
+    """Shorten a path inside the current folder to its relative path; Energon resolves the paths of a Metadataset."""
+    return str(path).removeprefix(f"{Path.cwd()}/")

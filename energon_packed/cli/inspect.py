@@ -12,19 +12,20 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from energon_packed.cli.display import format_bytes, turn_text
+from energon_packed.cli.display import shown_path, turn_text
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import visible
+from energon_packed.files import format_bytes, visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.search import FoundRecord, find_records
+from energon_packed.inspection.tokens import map_pack, supervised_spans, token_rows
 from energon_packed.inspection.view import ImageView, PackView, SampleView, VideoView, extract_pack, view_pack
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
-from energon_packed.pipeline.loading_code import loading_code
+from energon_packed.shards.loading_code import loading_code
 from energon_packed.shards.scan import scan_tar
 
 _MAX_TARS = 20  # tars of a folder that are listed
@@ -186,8 +187,6 @@ def _show_found(
     sample, index = record.sample_in(view), int(record.sample or 0)
     spans = None
     if isinstance(encoder, ChatEncoder):
-        from energon_packed.inspection.tokens import map_pack, supervised_spans  # imports torch
-
         spans = supervised_spans(map_pack(raw, codec_for(view.sample_class), encoder), index)
     if as_json:
         echo_json(asdict(record) | {"supervised_spans": spans, "content": asdict(sample)})
@@ -238,8 +237,6 @@ def _show_tokens(
     as_json: bool,
     record: FoundRecord | None = None,
 ) -> None:
-    from energon_packed.inspection.tokens import token_rows  # imports torch, which the other views do not need
-
     rows = token_rows(raw, encoder, codec_for(view.sample_class))
     if record is not None and record.sample_in(view):
         rows = [row for row in rows if row.segment == record.sample]
@@ -284,7 +281,7 @@ def _show_entries(console: Console, entries: Sequence[BlendEntry]) -> None:
         seen = "" if entry.times is None else f"{entry.times:.2f}"
         packs, samples = ("?" if count is None else f"{count:,}" for count in (entry.packs, entry.samples))
         number = f"{entry.number:g}" + (" x" if entry.mode == "repetitions" else "")
-        table.add_row(entry.split, str(entry.path), number, packs, samples, share, seen)
+        table.add_row(entry.split, shown_path(entry.path), number, packs, samples, share, seen)
     console.print(table)
     for entry in entries:
         if entry.problem:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from energon_packed.cli.display import format_bytes
 from energon_packed.cli.options import GroupedCommand, InputPath, media_root_option
 from energon_packed.cli.output import Output, output_options
+from energon_packed.files import format_bytes
 from energon_packed.pipeline.media.materialize import materialize
 from energon_packed.system import available_cores
 

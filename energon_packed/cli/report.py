@@ -1,17 +1,17 @@
-"""Command `energon-packed report`: a dataset or a Metadataset in, one HTML page out."""
+"""Command `energon-packed report`: a dataset, two datasets or a Metadataset in, one HTML page out."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from energon_packed.cli.display import format_bytes
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import echo
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
-from energon_packed.files import atomic_write
+from energon_packed.files import atomic_write, format_bytes
 from energon_packed.inspection.blend import read_blend
+from energon_packed.inspection.compare import compare
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
 from energon_packed.inspection.report_data import gather
@@ -20,6 +20,7 @@ from energon_packed.metadatasets import read_metadataset
 
 @click.command(name="report")
 @click.argument("path", type=InputPath(), metavar="DIR|METADATASET")
+@click.argument("other", type=InputPath(), required=False, metavar="[DIR]")
 @click.option("-o", "--output", type=InputPath(dir_okay=False), default=Path("report.html"),
               show_default=True, help="Output HTML file.")  # fmt: skip
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -28,17 +29,26 @@ from energon_packed.metadatasets import read_metadataset
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
               help="Random seed of the packs that are shown.")  # fmt: skip
 @media_root_option
-def command(path: Path, output: Path, tokenizer: Path | None, seed: int) -> None:
+def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None, seed: int) -> None:
     """Write an HTML report on a dataset or a Metadataset, as one self-contained file.
+
+    With two datasets, the report has the differences of their counts, rejected records and settings.
 
     \b
     energon-packed report out -o report.html
     energon-packed report mix.yaml -o mix.html
+    energon-packed report out-before out-after -o differences.html
     """
     # Protects a dataset or a YAML from being overwritten by a swapped argument.
     if output.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"`output` must end in .html or .htm, got {output}.")
-    if path.is_file():
+    if other is not None:
+        comparison = compare(PackedFolder.open(path), PackedFolder.open(other))
+        for each in comparison.tables["Counts"] + comparison.tables["Rejected records"]:
+            if each.change:
+                echo(f"{each.name}: {each.first} -> {each.second}, {each.change}")
+        page = render_report(f"{path} and {other}", None, comparison=comparison)
+    elif path.is_file():
         metadataset = read_metadataset(path)
         # A page with totals of only some datasets would look complete.
         if problems := metadataset.all_leaves()[1]:

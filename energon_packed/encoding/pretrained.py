@@ -112,9 +112,15 @@ def load_tokenizer(folder: str | Path) -> Any:
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # tokenizers raises plain exceptions
+        if not (folder / "tokenizer.json").is_file():
+            raise ConfigError(f"{folder} has no tokenizer.json. Pass the folder of a tokenizer.") from error
         detail = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{folder} has no tokenizer that Transformers can load: {detail}") from error
+        raise ConfigError(
+            f"Transformers cannot load the tokenizer of {folder}: {detail}. Download or save the tokenizer again."
+        ) from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _template_beside(folder)
     return tokenizer
@@ -168,7 +174,8 @@ def find_pretrained(name: str | Path) -> Path:
     if Path(name).is_dir():
         return Path(name)
     if not _MODEL_NAME.fullmatch(str(name)):
-        raise ConfigError(f"{name} is not a folder; pass the folder of a tokenizer or processor")
+        remedy = f"its folder {Path(name).parent}" if Path(name).is_file() else "a tokenizer or processor folder"
+        raise ConfigError(f"{name} is not a folder. Pass {remedy}.")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

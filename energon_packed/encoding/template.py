@@ -387,7 +387,10 @@ class ChatTemplate:
         self, messages: Messages, tools: Sequence[Any] | None, *, prompt: bool = False, tagged: bool = False
     ) -> tuple[str, list[Span]]:
         if self.source is None:
-            raise ConfigError("the tokenizer has no chat template; use one with a chat_template, or `text` records")
+            raise ConfigError(
+                "the tokenizer has no chat template. Add the chat_template.jinja of the chat model to its folder, or "
+                "pack `text` records."
+            )
         from jinja2.exceptions import TemplateError as JinjaError
         from jinja2.exceptions import TemplateSyntaxError, UndefinedError
         from transformers.utils.chat_template_utils import render_jinja_template

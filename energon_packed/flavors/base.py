@@ -49,10 +49,6 @@ class PackSample(Sample):
         """Return the conversations in order."""
         return [sample.conversation for sample in self.stored_samples()]
 
-    def expected_lengths(self) -> list[int | None]:
-        """Return the recorded tokens of each sample, or None for each."""
-        return [sample.length for sample in self.stored_samples()]
-
     def token_row(self) -> TokenRow | None:
         """Return the row if it is tokenized text without images and videos; None otherwise."""
         return None

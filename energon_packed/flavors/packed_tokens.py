@@ -42,10 +42,6 @@ class PackedTokensSample(PackSample):
         """Return the tokenized samples in order."""
         return _CODEC.samples(codec_fields(self, ("input_ids", "labels", "cu_seqlens", "ids", "loss_weights")))
 
-    def expected_lengths(self) -> list[int | None]:
-        """Return the tokens of each sample."""
-        return list(np.diff(self.cu_seqlens).tolist())
-
     def token_row(self) -> TokenRow | None:
         """Return the row if it has no images and no videos; None otherwise."""
         if any(self.images) or self.video_files:

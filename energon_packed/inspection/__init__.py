@@ -3,9 +3,11 @@
 folder.py       path -> PackedFolder: tars, manifest, packs by key, encoder of packing.json
 view.py         raw parts of a pack -> PackView: turns and images; or the members as files
 search.py       id, or file and line, -> a FoundRecord for each sample of the record
+supervision.py  conversation and its encoder -> a flag per turn, whether it has a target
 tokens.py       raw parts and an encoder -> a TokenRow for each token; kinds of tokens
 lengths.py      sample lengths -> drop rate, utilization and attention span of each candidate seq_len
 blend.py        Metadataset -> BlendSplit: counts, shares of draws and epochs of each dataset
+compare.py      two PackedFolders -> Comparison: differences of counts, rejects and settings
 report_data.py  PackedFolder -> ReportData; report.py: ReportData -> HTML page (templates/)
 verify/         PackedFolder -> one Check for each condition
 """

@@ -27,6 +27,8 @@ from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import NewerFormatError
 from energon_packed.shards.nv_meta import dataset_folder
 from energon_packed.shards.scan import scan_tar
+from energon_packed.sources.registry import SOURCES
+from energon_packed.storage import is_remote
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class PackedFolder:
         if not path.exists():
             raise FormatError(f"{path} does not exist. Pass a tar, a dataset folder or a Metadataset YAML.")
         tar = path if path.is_file() else None
+        if tar and ".tar" not in tar.name and any(source.matches(tar) for source in SOURCES):
+            raise FormatError(
+                f"{path} must be a tar, a dataset folder or a Metadataset YAML, got records. Use energon-packed "
+                "lengths for records, or pack them first."
+            )
         # A folder that contains tars is opened even if `.nv-meta` is missing or damaged.
         folder = path.parent if tar else path if any(path.glob("*.tar")) else dataset_folder(path)
         try:
@@ -251,4 +258,17 @@ class PackedFolder:
             raise FormatError(
                 f"packing.json of {self.path} has no valid encoder (pack the data again): {error}"
             ) from error
-        return recorded
+        folders: dict[str, Any] = {
+            name: self._recorded_folder(recorded[name]) for name in ("tokenizer", "processor") if recorded.get(name)
+        }
+        return {**recorded, **folders}
+
+    def _recorded_folder(self, recorded: str) -> str:
+        """Find a folder of packing.json. A relative path starts from the working folder of `pack`.
+
+        That is often a folder above the dataset, also after both were moved.
+        """
+        if Path(recorded).is_absolute() or Path(recorded).exists() or is_remote(self.path):
+            return recorded
+        above = (folder / recorded for folder in self.path.absolute().parents)
+        return str(next((folder for folder in above if folder.is_dir()), recorded))

@@ -1,4 +1,4 @@
-"""Render a report: ReportData and the splits of a Metadataset in, one self-contained HTML page out.
+"""Render a report: ReportData, the splits of a Metadataset or a Comparison in, one self-contained HTML page out.
 
 The page needs no network, and its histograms are inline SVG in the colors of the page. Strings of the dataset are
 untrusted: they are escaped, and a content security policy blocks every script but the script of the page.
@@ -16,6 +16,7 @@ import numpy.typing as npt
 from energon_packed.errors import ConfigError
 from energon_packed.files import visible
 from energon_packed.inspection.blend import BlendSplit
+from energon_packed.inspection.compare import Comparison
 from energon_packed.inspection.report_data import ReportData, facts, splits, warnings
 from energon_packed.inspection.tokens import KINDS, MappedPack
 from energon_packed.version import __version__
@@ -28,6 +29,7 @@ Edges = npt.NDArray[np.float64]
 _TEXT, _BAR = "#010203", "#010204"  # matplotlib accepts no CSS variables: placeholders, replaced in the SVG
 _ROW = 8  # height of a row of the map, in units of the SVG
 _FENCE = 3.0  # interquartile ranges below the first quartile: Tukey's outer fence, lower values are outliers
+_MAX_TICKS = 6  # labels of an axis
 _MAX_OUTLIERS = 5  # percent of the packs that the chart may leave out
 _SCRIPT = """
 const segment = document.querySelector("#segment");
@@ -60,14 +62,16 @@ def render_report(
     data: ReportData | None,
     blend: Sequence[BlendSplit] = (),
     steps: tuple[Sequence["ExpectedSteps"], Sequence[str]] = ((), ()),
+    comparison: Comparison | None = None,
 ) -> str:
     """Render the HTML page.
 
     Args:
         title: page heading.
-        data: data of a dataset, or None for a Metadataset.
+        data: data of a dataset, or None for a Metadataset or a comparison.
         blend: splits of a Metadataset.
         steps: result of `steps_of_ranks`.
+        comparison: differences of two datasets.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -100,6 +104,7 @@ def render_report(
         data=data,
         blend=blend,
         steps=steps,
+        comparison=comparison,
         policy=policy,
         script=_SCRIPT,
         version=__version__,
@@ -205,13 +210,12 @@ def even_bins(values: Sequence[float], count: int = 40) -> Edges:
     """Divide the range of the values into `count` equal bins; equal values result in one bin around them."""
     low, high = min(values), max(values)
     if low == high:
-        half = abs(low) * 0.01 or 0.5
-        return np.array([low - half, high + half])
+        return np.array([low - 0.5, high + 0.5])
     return np.linspace(low, high, count + 1)
 
 
 def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: str, *, log: bool = False) -> str:
-    """Render a histogram as an inline SVG.
+    """Render a histogram as an inline SVG. Equal values are one bar, with the value below it.
 
     Args:
         values: values to count.
@@ -241,14 +245,21 @@ def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: st
         axes.patch.set_alpha(0)
         axes.stairs(counts, edges, fill=True, color=_BAR)
         axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log else "linear")
+        # Integers closer to each other than labels would be shown several times.
+        is_short = is_integer and edges[-1] - edges[0] <= _MAX_TICKS
+        integers: list[float] = np.arange(np.ceil(edges[0]), edges[-1]).tolist() if is_short else []
+        if is_constant := min(values) == max(values):
+            axes.set_xlim(edges[0] - 2 * (edges[-1] - edges[0]), edges[-1] + 2 * (edges[-1] - edges[0]))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-        if log:
+        if is_constant or integers:
+            axes.set_xticks([values[0]] if is_constant else integers)
+        elif log:
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
             axes.xaxis.set_minor_formatter(NullFormatter())
         else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=is_integer))
-        if log or is_integer:
+            axes.xaxis.set_major_locator(MaxNLocator(_MAX_TICKS, integer=is_integer))
+        if log or is_integer or is_constant:
             axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if is_integer else "{x:g}"))
         else:
             axes.ticklabel_format(axis="x", useOffset=False)

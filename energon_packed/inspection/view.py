@@ -5,17 +5,18 @@ members as files inside one folder.
 """
 
 import io
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
-from energon_packed.encoding.supervision import supervised_turns
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.media import video_runs
@@ -24,7 +25,10 @@ from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, StoredVideo, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
-from energon_packed.records import FrameSelection, MediaReference
+from energon_packed.inspection.supervision import supervised_turns
+from energon_packed.records import Conversation, FrameSelection, MediaReference
+from energon_packed.records.conversation import IMAGE_PLACEHOLDER
+from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 _TIMES = 3  # timestamps of a video that are shown, besides the last
 
@@ -111,7 +115,8 @@ class Turn:
     """One turn of a conversation.
 
     Attributes:
-        role: role in the record; `tools` for function schemas.
+        role: role in the record; `tools` for function schemas. Tokenized samples have `target` for supervised tokens
+            and `context` for the others, or `tokens` without an encoder.
         text: content.
         supervised: True if one of its tokens is supervised; None if it is unknown without an encoder.
         extra: other values that are passed to the chat template, such as tool calls, by name.
@@ -154,6 +159,29 @@ class SampleView:
     video: bool = False
     videos: tuple[VideoView, ...] = ()
     truncated_to: int | None = None
+
+    @property
+    def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView]]]:
+        """Each turn with its content in order: strings, and images and videos in place of their placeholders.
+
+        Without a placeholder for each of them, as in samples of tokens, they are all before the first turn's content.
+        """
+        media: dict[str, tuple[ImageView | VideoView, ...]] = {IMAGE_PLACEHOLDER: self.images}
+        if self.videos:
+            media[VIDEO_PLACEHOLDER] = self.videos
+        if any(sum(turn.text.count(mark) for turn in self.turns) != len(found) for mark, found in media.items()):
+            return [
+                (turn, [*(self.images + self.videos if turn is self.turns[0] else ()), turn.shown])
+                for turn in self.turns
+            ]
+        rest = {mark: iter(found) for mark, found in media.items()}
+        marks = re.compile(f"({'|'.join(media)})")
+        placed = []
+        for turn in self.turns:
+            # A placeholder in a tool call is text.
+            parts = [*marks.split(turn.text), turn.shown[len(turn.text) :]]
+            placed.append((turn, [next(rest[part]) if part in rest else part for part in parts if part]))
+        return placed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +272,8 @@ def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
     conversation = sample.conversation
     if conversation.input_ids is not None:
         # Token flavors store no turns.
+        if isinstance(encoder, ChatEncoder):
+            return tuple(_token_turns(conversation, encoder))
         return (Turn("tokens", f"{len(conversation.input_ids)} tokens", None),)
     known = None
     if isinstance(encoder, ChatEncoder):
@@ -255,6 +285,32 @@ def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
     tools = [Turn("tools", _json(conversation.tools), False)] if conversation.tools else []
     columns = zip(conversation.messages, flags, strict=True)
     return (*tools, *(Turn(m.role, m.content, flag, m.extra) for m, flag in columns))
+
+
+def _token_turns(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Turn]:
+    """Decode tokens, as a turn `context` or `target` for each run of tokens with or without loss."""
+    assert conversation.input_ids is not None
+    labels = conversation.input_ids if conversation.labels is None else conversation.labels
+    ids, is_target = conversation.input_ids, labels != IGNORE_INDEX
+    is_target[:1] = False  # no token precedes the first token
+    marks = {encoder.image_token_id: IMAGE_PLACEHOLDER, encoder.rules.video_token_id: VIDEO_PLACEHOLDER}
+    for start, stop in _runs(is_target):
+        texts = []
+        # Each run of image tokens or video tokens becomes a placeholder.
+        kinds = np.where(
+            np.isin(ids[start:stop], [token for token in marks if token is not None]), ids[start:stop], -1
+        )
+        for first, last in _runs(kinds):
+            decode = encoder.parts.backend.decode
+            run = ids[start + first : start + last].tolist()
+            texts.append(marks[run[0]] if kinds[first] >= 0 else decode(run, skip_special_tokens=False))
+        yield Turn("target" if is_target[start] else "context", "".join(texts), bool(is_target[start]))
+
+
+def _runs(values: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of equal adjacent values."""
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return pairwise(edges)
 
 
 def _json(value: Any) -> str:

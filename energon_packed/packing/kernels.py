@@ -1,4 +1,4 @@
-"""Packing algorithms: sample lengths -> Placement (the pack of each sample), compiled with Numba.
+"""Packing algorithms: sample lengths -> Placement (the pack of each sample), compiled for large inputs.
 
 The algorithms that `pack_lengths` selects by name are at the end. They sort the samples and call a kernel with
 the lengths in placement order, so that memory access is sequential:
@@ -22,13 +22,12 @@ Three levels are enough for 262,144 keys. `bitset_add` and `bitset_remove` modif
 
 import numpy as np
 import numpy.typing as npt
-from numba.cpython.unsafe.numbers import trailing_zeros
 
-from energon_packed.compiled import compiled
+from energon_packed.compiled import called_by_kernels, compiled, trailing_zeros
 from energon_packed.packing.planner import Algorithm, Int32, Int64, Placement
 
 
-@compiled
+@called_by_kernels
 def bitset_levels(size: int) -> Int64:
     """Index of the first word of each level of a 64-ary bitset over `size` keys, then the number of words."""
     offsets = np.zeros(8, dtype=np.int64)
@@ -42,7 +41,7 @@ def bitset_levels(size: int) -> Int64:
             return offsets[: level + 1]
 
 
-@compiled
+@called_by_kernels
 def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
     """Add `key` to the set."""
     for level in range(levels.size - 1):
@@ -54,7 +53,7 @@ def bitset_add(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
         key >>= 6
 
 
-@compiled
+@called_by_kernels
 def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> None:
     """Remove `key` from the set; it must be a member."""
     for level in range(levels.size - 1):
@@ -65,7 +64,7 @@ def bitset_remove(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> Non
         key >>= 6
 
 
-@compiled
+@called_by_kernels
 def bitset_next(words: npt.NDArray[np.uint64], levels: Int64, key: int) -> int:
     """Smallest key >= `key` in the set, or -1."""
     top = levels.size - 1

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.compiled import compile_now
 from energon_packed.errors import ConfigError
 
 Int32 = npt.NDArray[np.int32]
@@ -182,6 +183,7 @@ def check_algorithm(name: str) -> None:
 
 def load_kernels() -> None:
     """Load the compiled kernels ahead of time: about half a second, or several seconds for the first compilation."""
+    compile_now()
     pack_lengths([1, 2], 2)
 
 

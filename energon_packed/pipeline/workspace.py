@@ -23,6 +23,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.files import (
     atomic_write,
     error_of_path,
+    format_bytes,
     move,
     open_regular,
     remove_if_possible,
@@ -119,7 +120,7 @@ class FolderLock:
         content, target = orjson.dumps(owner), folder / ".work" / _OWNER
         self._claimed = content  # before the request: its answer may be lost
         if not target.create(content):
-            other = _read_owner(target)
+            other = _read_object(target)
             if not self._overwrite and other and other.get("token") != owner["token"]:
                 self._claimed = None
                 raise ConfigError(
@@ -215,7 +216,7 @@ def lock_holder(folder: Path, work: Path | None = None) -> str | None:
     work = work or work_folder(folder)
     if is_remote(folder):
         with contextlib.suppress(StorageError):
-            owner = _read_owner(folder / ".work" / _OWNER)
+            owner = _read_object(folder / ".work" / _OWNER)
             if owner.get("host", socket.gethostname()) != socket.gethostname():  # whether it was killed is not known
                 return _named(owner)
     if not (work / _LOCK).is_file():
@@ -236,11 +237,11 @@ def _file_lock(path: Path) -> BaseFileLock:
 
 
 def _holder(work: Path) -> str:
-    return _named(_read_owner(work / _OWNER))
+    return _named(_read_object(work / _OWNER))
 
 
-def _read_owner(file: Path) -> dict[str, Any]:
-    """Content of owner.json; {} if it is missing or damaged."""
+def _read_object(file: Path) -> dict[str, Any]:
+    """Content of a JSON file of the restart state; {} if it is missing or damaged."""
     try:
         with open_regular(file) as stream:
             value = orjson.loads(stream.read())
@@ -340,16 +341,16 @@ class Workspace:
             ConfigError: the disk is too small; the message has both sizes.
         """
         free = self.free_bytes(key)
+        space = f"has {format_bytes(free)} free"
         if is_remote(self.root) and min(needed, unfinished) > free:
             raise ConfigError(
-                f"unfinished shards need about {_gib(min(needed, unfinished))}, but the file system of {self.work} "
-                f"has {_gib(free)} free; use another `work_dir`, fewer `workers` or a smaller "
-                "`max_shard_bytes`"
+                f"unfinished shards need about {format_bytes(min(needed, unfinished))}, but the file system of "
+                f"{self.work} {space}. Use another `work_dir`, fewer `workers` or a smaller `max_shard_bytes`."
             )
         if not is_remote(self.root) and needed > free:
             raise ConfigError(
-                f"the tars need about {_gib(needed)}, but the file system of {self.root} has {_gib(free)} free; free "
-                "some space, or use another `output_dir`"
+                f"the tars need about {format_bytes(needed)}, but the file system of {self.root} {space}. "
+                "Free some space, or use another `output_dir`."
             )
 
     def free_bytes(self, key: str | None) -> int:
@@ -434,15 +435,8 @@ class Workspace:
         return bool(self._run_of_shards().get("key") == key)
 
     def _run_of_shards(self) -> dict[str, Any]:
-        """Content of run.json; {} if it is missing or damaged."""
-        try:
-            with open_regular(self.root / ".work" / "run.json") as stream:
-                value = orjson.loads(stream.read())
-        except StorageError:
-            raise
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
+        """Content of run.json."""
+        return _read_object(self.root / ".work" / "run.json")
 
     def _difference(self) -> str:
         """Name the settings in which the run of the shards differs."""
@@ -458,7 +452,3 @@ class Workspace:
             else:  # options have values to read; the others are digests
                 shown.append(f"{name} was {saved.get(name)}, now {value}" if name[0] == "`" else f"the {name} differs")
         return ", ".join(shown) or "another release, or an encoder without a fingerprint"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:,.2f} GiB"

@@ -28,7 +28,6 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, 
 from energon_packed.files import atomic_write
 from energon_packed.formats import StoredImage, StoredSample, StoredVideo, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, RecordOffsets, TokenReader, read_frames
-from energon_packed.pipeline.loading_code import loading_code
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_frames, kept_tokens
@@ -39,6 +38,7 @@ from energon_packed.records import Conversation, MediaReference, VideoReference
 from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.index import write_tar_index
+from energon_packed.shards.loading_code import loading_code
 from energon_packed.shards.manifest import SourceEntry
 from energon_packed.shards.media_yaml import write_media_yaml
 from energon_packed.shards.nv_meta import write_nv_meta

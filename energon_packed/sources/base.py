@@ -139,11 +139,12 @@ class Source(ABC):
         chunks = self.chunks()
         return [address - chunks[0][0] for address in addresses]
 
-    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Line of `path` that each record is on, from 1: int64 (k,), 0 if records are not lines or it is not known.
 
         Args:
-            addresses, sizes: int64 (k,), of records in ascending order, as in `SourceRecord`.
+            addresses: int64 (k,), ascending, as in `SourceRecord`.
+            sizes: integers (k,), as in `SourceRecord`; 0 if they are not known, which reads more of the file.
         """
         return np.zeros(len(addresses), dtype=np.int64)
 

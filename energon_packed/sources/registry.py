@@ -1,5 +1,6 @@
 """`open_sources`: files, globs, folders and Hub names in, opened Sources out; the file formats are tried in order."""
 
+import difflib
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -270,7 +271,12 @@ def _expand(pattern: str) -> list[Path]:
     if not matches and (folder := hub_folder(pattern)) is not None:
         return [folder]
     if not matches:
-        raise SourceError(f"nothing matches {pattern}" if glob.has_magic(pattern) else f"{pattern}: no such file")
+        if glob.has_magic(pattern):
+            raise SourceError(f"nothing matches {pattern}. Check the folder and the pattern.")
+        folder = Path(pattern).parent
+        names = [] if is_remote(pattern) or not folder.is_dir() else [each.name for each in folder.iterdir()]
+        close = difflib.get_close_matches(Path(pattern).name, names, 1)
+        raise SourceError(f"{pattern}: no such file. {f'Did you mean {close[0]}?' if close else 'Check the path.'}")
     return matches
 
 

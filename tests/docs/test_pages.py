@@ -1,7 +1,6 @@
 """The commands and Python blocks of all pages run in order, and print the output that the page shows."""
 
 import ast
-import os
 import re
 import shutil
 import subprocess
@@ -10,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from tests import oldest
-from tests.docs.pages import PAGES, ROOT, make_demo, needs_demo, needs_store, normalized, run_page, steps
+from tests.docs.pages import PAGES, ROOT, needs_demo, needs_store, normalized, run_page, steps
 from tests.internals import cli
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -25,20 +23,6 @@ _RUNNABLE = [
     for page in PAGES
     if any(step.language in ("console", "python") for step in steps(page.read_text(encoding="utf-8")))
 ]
-
-
-@pytest.fixture(scope="session")
-def demo_out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo data, made once for all test processes."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "demo-of-pages"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            making = folder.with_suffix(".tmp")
-            making.mkdir()
-            make_demo(making)
-            making.rename(folder)
-    return folder
 
 
 @pytest.mark.parametrize("page", _RUNNABLE, ids=lambda page: page.stem)

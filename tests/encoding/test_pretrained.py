@@ -50,8 +50,20 @@ def test_a_missing_model_is_reported_with_the_download_command() -> None:
     )
     with pytest.raises(ConfigError, match=message):
         ChatEncoder.from_pretrained("some/other")
-    with pytest.raises(ConfigError, match="^./some/other/x is not a folder"):
+    with pytest.raises(ConfigError, match="^./some/other/x is not a folder. Pass a tokenizer or processor folder"):
         ChatEncoder.from_pretrained("./some/other/x")
+
+
+def test_a_folder_without_a_usable_tokenizer_is_reported_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    file = tmp_path / "x" / "tokenizer.json"
+    with pytest.raises(ConfigError, match="^.*/x has no tokenizer.json. Pass the folder of a tokenizer.$"):
+        ChatEncoder.from_pretrained(tmp_path / "x")
+    file.write_text("{")  # as after a download that stopped; tokenizers raises an Exception of no other class
+    with pytest.raises(ConfigError, match=r"cannot load the tokenizer of .*/x: .*\. Download or save"):
+        ChatEncoder.from_pretrained(tmp_path / "x")
+    with pytest.raises(ConfigError, match=r"tokenizer.json is not a folder. Pass its folder .*/x\.$"):
+        ChatEncoder.from_pretrained(file)
 
 
 @pytest.mark.parametrize("name", ["chat_template.json", "chat_template.jinja"])

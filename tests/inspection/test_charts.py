@@ -1,8 +1,13 @@
 """Bins of histograms."""
 
-import numpy as np
+import re
+from collections.abc import Callable
+from typing import Any
 
-from tests.internals import even_bins, integer_bins, log_integer_bins
+import numpy as np
+import pytest
+
+from tests.internals import even_bins, histogram_svg, integer_bins, log_integer_bins
 
 
 def test_bins_of_integers_contain_whole_numbers_of_integers() -> None:
@@ -28,3 +33,19 @@ def test_equal_values_get_a_bin_around_them() -> None:
     for value in (0.0, 0.25, 100.0):
         low, high = even_bins([value, value])
         assert low < value < high
+
+
+@pytest.mark.parametrize(
+    ("values", "bins", "labels"),
+    [
+        ([20_000] * 9, log_integer_bins, ["20,000"]),
+        ([0] * 9, integer_bins, ["0"]),
+        ([97.25] * 9, even_bins, ["97.25"]),
+        ([100.0] * 9, even_bins, ["100"]),
+        ([3, 5, 5], integer_bins, ["3", "4", "5"]),
+    ],
+)
+def test_each_value_is_on_the_axis_once(values: list[int], bins: Callable[..., Any], labels: list[str]) -> None:
+    text = histogram_svg(values, bins(values), "x", "y", log=bins is log_integer_bins)
+    axis = text[text.index('id="matplotlib.axis_1"') : text.index('id="matplotlib.axis_2"')]
+    assert re.findall(r"<text[^>]*>([^<]*)</text>", axis) == [*labels, "x"]

@@ -1,6 +1,8 @@
 """The page of `report`: charts, gallery and warnings; scripts and links in the data are neither run nor fetched."""
 
 import json
+import re
+import shutil
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,7 +14,7 @@ from click.testing import Result
 from energon_packed import ConfigError, pack
 from tests.browser import Browser
 from tests.conftest import FLAVORS, Packer
-from tests.inspection.datasets import METADATASET_V2, damaged
+from tests.inspection.datasets import METADATASET_V2, damaged, edit_manifest
 from tests.internals import DemoDataset, PackedFolder, ShardReader, _zoomed, codec_for, gather
 from tests.printed import invoke
 
@@ -286,3 +288,86 @@ def test_without_matplotlib_the_error_names_the_pip_command(
     result = run(shards, "-o", tmp_path / "r.html")
     assert isinstance(result.exception, ConfigError)
     assert "pip install 'energon-packed[report]'" in str(result.exception)
+
+
+def test_images_are_in_their_places_in_the_text(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
+    images = sorted(path.name for path in (demo.jsonl.parent / "images").iterdir() if path.stat().st_size > 1000)[:2]
+    turns = [
+        {"role": "user", "content": "before <image> between <image> after"},
+        {"role": "assistant", "content": "long " * 1000 + "end"},
+        {"role": "user", "content": "More?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "<image>", "arguments": {}}}]},
+    ]
+    data = demo.jsonl.with_name("placed.jsonl")
+    options: dict[str, Any] = {"tokenizer": tokenizer_dir, "seq_len": 8192, "workers": 1}
+    for flavor, count in (("PackedMultiMixQASample", 4), ("PackedTokensSample", 2)):
+        record = {"messages": turns[:count], "images": [f"images/{name}" for name in images]}
+        data.write_text(json.dumps(record) + "\n")
+        result = pack(data, output_dir=tmp_path / flavor, sample_class=flavor, **options)
+        assert run(result.shards, "-o", tmp_path / "r.html").exit_code == 0
+        page = (tmp_path / "r.html").read_text()
+        (article,) = re.findall(r"<article>(.*?)</article>", page, re.S)
+        shown = " ".join(re.sub(r'<img[^>]*title="(\w+)\.[^>]*>', r"[\1]", article).split())
+        if flavor == "PackedTokensSample":
+            named = re.sub(r"&lt;.*?&gt;", "|", shown)  # special tokens
+            assert "<b>context</b> <div>|user before |[img0_0]| between |[img0_1]| after|" in named
+            assert '<div class="turn supervised"><b>target</b> <div>long long ' in shown
+            assert "<b>tokens</b>" in _tokens_page(result.shards, tmp_path)
+            continue
+        assert "<b>user</b> <div>before [img0_0] between [img0_1] after</div>" in shown
+        assert 'long <i class="note"> ... 1,003 more characters</i>' in shown
+        assert "tool_calls: [{&#34;function&#34;:{&#34;name&#34;:&#34;&lt;image&gt;&#34;" in shown
+        assert "<b>user</b> <div>More?</div>" in shown
+
+
+def _tokens_page(shards: Path, folder: Path) -> str:
+    """The page of a dataset whose tokenizer is not found."""
+    copy = shutil.copytree(shards, folder / "copy")
+    edit_manifest(copy, lambda value: value["encoder"].update(tokenizer="none"))
+    assert run(copy, "-o", folder / "copy.html").exit_code == 0
+    return (folder / "copy.html").read_text()
+
+
+def test_a_relative_tokenizer_is_found_from_other_folders(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "work").mkdir()
+    shutil.copytree(tokenizer_dir, tmp_path / "work" / "models" / "tokenizer")
+    monkeypatch.chdir(tmp_path / "work")
+    Path("d.jsonl").write_text(json.dumps(RECORD) + "\n")
+    pack("d.jsonl", output_dir="runs/out", tokenizer="models/tokenizer", seq_len=512, workers=1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").rename("moved")
+    text = _report(Path("moved/runs/out"), tmp_path)
+    assert "kinds of tokens, by their ids and labels" in text
+    shutil.rmtree(tmp_path / "moved" / "models")
+    missing = "the tokenizer models/tokenizer of packing.json does not exist here"
+    assert missing in _report(Path("moved/runs/out"), tmp_path)
+
+
+def test_two_runs_are_compared(pack_demo: Packer, tmp_path: Path) -> None:
+    one = pack_demo(max_packs_per_shard=3).manifest
+    shards, other = pack_demo(max_packs_per_shard=3).shards, pack_demo(max_packs_per_shard=3, seq_len=512)
+    result = run(shards, other.shards, "-o", tmp_path / "r.html")
+    assert result.exit_code == 0, result.output
+    text = " ".join(" ".join(_Page((tmp_path / "r.html").read_text()).text).split())
+    change = other.manifest.packs - one.packs
+    packs = f"{one.packs} -> {other.manifest.packs}, {change:+} ({change / one.packs:+.2%})"
+    assert f"packs: {packs}\n" in result.output
+    assert "records:" not in result.output  # are equal
+    points = 100 * (other.manifest.utilization - one.utilization)
+    utilization = f"utilization {one.utilization:.2%} {other.manifest.utilization:.2%} {points:+.2f} points"
+    for expected in (
+        f"packs {one.packs} {other.manifest.packs} {change:+}",
+        f"records {one.records} {one.records} ",
+        utilization,
+        "corrupt_image 1 1 ",
+        "seq_len 1024 512",
+    ):
+        assert expected in text
+    same = run(shards, shards, "-o", tmp_path / "r.html")
+    assert same.output.splitlines() == [same.output.strip()]
+    copy = tmp_path / "third-party"
+    shutil.copytree(shards, copy, ignore=shutil.ignore_patterns("packing.json"))
+    refused = run(shards, copy, "-o", tmp_path / "r.html")
+    assert "third-party must have a packing.json to be compared" in str(refused.exception)

@@ -296,9 +296,7 @@ def test_work_dir_is_checked(build: Any, store: Store, tmp_path: Path, monkeypat
     with pytest.raises(ConfigError, match=r"`work_dir` .*is remote"):
         build(records, output_dir=URL, work_dir="s3://bucket/work")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: type("Usage", (), {"free": 1000}))
-    with pytest.raises(
-        ConfigError, match=rf"unfinished shards need about .* of {tmp_path}/work/\w+ has 0\.00 GiB free"
-    ):
+    with pytest.raises(ConfigError, match=rf"unfinished shards need about .* of {tmp_path}/work/\w+ has .* free"):
         build(records, output_dir=URL, work_dir=tmp_path / "work")
     assert not store.objects("out").keys() & {MANIFEST}
 

@@ -205,8 +205,12 @@ def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
     with pytest.raises(SourceError, match="listed twice"):
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
-    with pytest.raises(SourceError, match="nothing matches"):
+    with pytest.raises(SourceError, match="nothing matches .* Check the folder and the pattern."):
         open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"b.jsonl: no such file. Did you mean a.jsonl\?"):
+        open_sources([str(tmp_path / "b.jsonl")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"none/a.jsonl: no such file. Check the path."):
+        open_sources([str(tmp_path / "none" / "a.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="no input file"):
         open_sources([], work_dir=tmp_path)
     (tmp_path / "state.json").write_text("{}")

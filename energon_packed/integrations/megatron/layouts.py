@@ -19,7 +19,9 @@ from energon_packed.errors import ConfigError
 from energon_packed.loading.batch import PackedBatch
 
 Layout = Literal["bridge", "megatron-lm", "megatron-gpt"]
+"""Name of a layout of `megatron_batch`, by the training step that reads it."""
 LAYOUTS: tuple[Layout, ...] = ("bridge", "megatron-lm", "megatron-gpt")
+"""All layouts of `megatron_batch`."""
 _ABOVE_ROUNDING = 1 + 2**-18  # larger than the rounding error of a float32 sum, smaller than one target in 2**18
 
 
