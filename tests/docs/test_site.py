@@ -24,7 +24,8 @@ _FAULTS = """(() => {
   const light = rgb => rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
   if (root.scrollWidth > root.clientWidth) faults.add(`is ${root.scrollWidth} px wide at ${root.clientWidth} px`);
-  for (const image of document.images) if (!image.naturalWidth) faults.add(`${image.src} is not loaded`);
+  for (const image of document.images)
+    if (!image.naturalWidth && image.checkVisibility()) faults.add(`${image.src} is not loaded`);
   for (const text of document.querySelectorAll("svg text")) {
     const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
     if (inner.left < outer.left || inner.right > outer.right + 1) faults.add(`"${text.textContent}" is cut off`);
@@ -154,3 +155,11 @@ def test_the_isolation_table_is_searched(address: str, tmp_path: Path) -> None:
         browser.run("document.querySelector('.searchable input').select()")
         browser.call("Input.insertText", text="llamaforcausallm")
         assert ["llama", "clean", "LlamaForCausalLM"] in browser.run(shown)
+
+
+def test_pictures_are_small_and_of_both_schemes() -> None:
+    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "images").glob("*.png")}
+    assert sorted(pictures) == sorted(
+        f"{page}-{scheme}.png" for page in ("inspect", "report") for scheme in ("dark", "light")
+    )
+    assert max(pictures.values()) < 150_000
