@@ -207,8 +207,10 @@ def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="nothing matches .* Check the folder and the pattern."):
         open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
-    with pytest.raises(SourceError, match=r"b.jsonl: no such file. Did you mean a.jsonl\?"):
-        open_sources([str(tmp_path / "b.jsonl")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"a.json: no such file. Did you mean a.jsonl\?"):
+        open_sources([str(tmp_path / "a.json")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"other.jsonl: no such file. Check the path."):
+        open_sources([str(tmp_path / "other.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match=r"none/a.jsonl: no such file. Check the path."):
         open_sources([str(tmp_path / "none" / "a.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="no input file"):
