@@ -30,6 +30,8 @@ _FAULTS = """(() => {
     const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
     if (inner.left < outer.left || inner.right > outer.right + 1) faults.add(`"${text.textContent}" is cut off`);
   }
+  for (const line of document.querySelectorAll("svg .d-cut"))
+    if (getComputedStyle(line).stroke != "rgb(229, 83, 75)") faults.add("a boundary is not red");
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement, style = getComputedStyle(element);
