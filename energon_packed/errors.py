@@ -70,7 +70,7 @@ class SourceError(EnergonPackedError):
         >>> pack("none.jsonl", output_dir="out", seq_len=4096, tokenizer=tokenizer)
         Traceback (most recent call last):
             ...
-        energon_packed.errors.SourceError: none.jsonl: no such file. Did you mean text.jsonl?
+        energon_packed.errors.SourceError: none.jsonl: no such file. ...
     """
 
 
