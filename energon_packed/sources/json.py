@@ -293,7 +293,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
             raise SourceError(
                 f"{path} needs more than {_XZ_MEMORY >> 20} MiB to decompress; decompress it: unxz"
             ) from error
-        raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
+        raise SourceError(f"{path} cannot be decompressed: {error}. Copy the complete file again.") from error
 
 
 def _decompress_frames(path: Path, out: BinaryIO) -> None:

@@ -30,6 +30,16 @@ _FAULTS = """(() => {
     const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
     if (inner.left < outer.left || inner.right > outer.right + 1) faults.add(`"${text.textContent}" is cut off`);
   }
+  for (const line of document.querySelectorAll("svg .d-cut"))
+    if (getComputedStyle(line).stroke != "rgb(229, 83, 75)") faults.add("a boundary is not red");
+  const known = new Map([[null, {opacity: 1, paper: [255, 255, 255]}]]);
+  const behind = element => {
+    if (!known.has(element)) {
+      const style = getComputedStyle(element), {opacity, paper} = behind(element.parentElement);
+      known.set(element, {opacity: opacity * style.opacity, paper: over(color(style.backgroundColor), paper)});
+    }
+    return known.get(element);
+  };
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement, style = getComputedStyle(element);
@@ -37,11 +47,8 @@ _FAULTS = """(() => {
     if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
     if (root.clientWidth < 600 && element.closest(".md-sidebar, .md-search")) continue;  // closed
     const ink = color(element instanceof SVGElement ? style.fill : style.color), layers = [];
-    for (let parent = element; parent; parent = parent.parentElement) {
-      const shown = getComputedStyle(parent);
-      ink[3] *= shown.opacity;
-      layers.unshift(color(shown.backgroundColor));
-    }
+    const {opacity, paper: below} = behind(element);
+    ink[3] *= opacity;
     if (element instanceof SVGElement) {
       const box = element.getBoundingClientRect(), x = (box.left + box.right) / 2, y = (box.top + box.bottom) / 2;
       for (const rect of element.ownerSVGElement.querySelectorAll("rect")) {
@@ -50,7 +57,7 @@ _FAULTS = """(() => {
           layers.push([...color(shown.fill).slice(0, 3), Number(shown.opacity)]);
       }
     }
-    const paper = layers.reduce((below, layer) => over(layer, below), [255, 255, 255]);
+    const paper = layers.reduce((lower, layer) => over(layer, lower), below);
     const [dark, bright] = [light(over(ink, paper)), light(paper)].sort((a, b) => a - b);
     const contrast = (bright + 0.05) / (dark + 0.05);
     if (contrast < 4.5) faults.add(`"${texts.currentNode.data.trim().slice(0, 40)}" (${element.tagName}.` +
