@@ -31,7 +31,15 @@ _OF_WORKER = re.compile(
 
 
 class EnergonPackedError(ValueError):
-    """Base class of all errors that a user can fix; the command line prints them in one line."""
+    """Base class of all errors that a user can fix; the command line prints them in one line.
+
+    Examples:
+        >>> try:
+        ...     pack_lengths([5, 3], 0)
+        ... except EnergonPackedError as error:
+        ...     print(error)
+        `capacity` must be an integer >= 1, got 0.
+    """
 
     def __init__(self, *args: object) -> None:
         # The DataLoader of torch, under a Trainer as well, raises the error of a worker again with this message.
@@ -45,11 +53,25 @@ class EnergonPackedError(ValueError):
 
 
 class ConfigError(EnergonPackedError):
-    """An option or argument has an invalid value."""
+    """An option or argument has an invalid value.
+
+    Examples:
+        >>> pack_lengths([5, 3], 8, algorithm="best")
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.ConfigError: unknown algorithm 'best'; use one of bfd, ffd, sequential, ...
+    """
 
 
 class SourceError(EnergonPackedError):
-    """An input file or folder cannot be read at all (one bad record inside it is a `Reject`)."""
+    """An input file or folder cannot be read at all (one bad record inside it is a `Reject`).
+
+    Examples:
+        >>> pack("none.jsonl", output_dir="out", seq_len=4096, tokenizer=tokenizer)
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.SourceError: none.jsonl: no such file. ...
+    """
 
 
 class ResourceError(EnergonPackedError):
@@ -57,15 +79,39 @@ class ResourceError(EnergonPackedError):
 
 
 class RejectLimitError(EnergonPackedError):
-    """More records were rejected than the run allows."""
+    """More records were rejected than the run allows.
+
+    Examples:
+        >>> pack(data, output_dir="strict", max_failures=0, **options)
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.RejectLimitError: 6 records were rejected (limit `max_failures` 0): ...
+    """
 
 
 class FormatError(EnergonPackedError):
-    """A shard, index or manifest on disk does not follow the format."""
+    """A shard, index or manifest on disk does not follow the format.
+
+    Examples:
+        >>> PackingManifest.load(Path("demo-out/source"))
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.FormatError: demo-out/source has no .nv-meta/packing.json; pass a folder ...
+    """
 
 
 class DataChangedError(EnergonPackedError):
-    """Files of a dataset were replaced, changed or removed since a loader opened it."""
+    """Files of a dataset were replaced, changed or removed since a loader opened it.
+
+    Examples:
+        >>> shards = pack(data, output_dir="changed", **options).shards
+        >>> dataset = PackedDataset("changed", encoder)
+        >>> _ = (shards / "changed-000000.tar").write_bytes(b"")
+        >>> dataset[0]
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.DataChangedError: changed/webdataset/changed-000000.tar was replaced or ...
+    """
 
 
 class WorkerError(EnergonPackedError, RuntimeError):
@@ -73,15 +119,42 @@ class WorkerError(EnergonPackedError, RuntimeError):
 
 
 class TemplateError(EnergonPackedError):
-    """The text of the assistant cannot be located in the output of the chat template."""
+    """The text of the assistant cannot be located in the output of the chat template.
+
+    Examples:
+        >>> other = ChatEncoder.from_pretrained(tokenizer).tokenizer
+        >>> other.chat_template = "{{ messages | length }}"
+        >>> record = {"prompts": ["2 + 2?"], "captions": ["4"]}
+        >>> ChatEncoder(other).encode(normalize(record))
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.TemplateError: the chat template does not start answers with its ...
+    """
 
 
 class BatchError(EnergonPackedError):
-    """A padding-free batch cannot be made from these samples."""
+    """A padding-free batch cannot be made from these samples.
+
+    Examples:
+        >>> PaddingFreeCollator().collate([])
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.BatchError: A batch must have at least 1 sample, got 0.
+    """
 
 
 class IsolationError(EnergonPackedError):
-    """A model's output in one packed sample depends on the other samples of the row."""
+    """A model's output in one packed sample depends on the other samples of the row.
+
+    Examples:
+        >>> from transformers import OPTConfig, OPTForCausalLM
+        >>> sizes = dict(vocab_size=200, hidden_size=32, num_hidden_layers=1, ffn_dim=64)
+        >>> model = OPTForCausalLM(OPTConfig(**sizes, num_attention_heads=4, word_embed_proj_dim=32))
+        >>> check_isolation(model)
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.IsolationError: OPTForCausalLM with attn_implementation='sdpa' does not ...
+    """
 
 
 class EngineMismatch(EnergonPackedError):
@@ -89,7 +162,12 @@ class EngineMismatch(EnergonPackedError):
 
 
 class Reason(StrEnum):
-    """Reason for the rejection of a record: `reason` in rejects.jsonl, and `status` in lengths.parquet."""
+    """Reason for the rejection of a record: `reason` in rejects.jsonl, and `status` in lengths.parquet.
+
+    Examples:
+        >>> Reason.MISSING_IMAGE.value
+        'missing_image'
+    """
 
     BAD_JSON = "bad_json"
     MISSING_FIELD = "missing_field"
@@ -127,6 +205,10 @@ class Reject:
     Attributes:
         reason: counted in packing.json.
         detail: description of the problem, in one line.
+
+    Examples:
+        >>> Reject(Reason.MISSING_IMAGE, "cat.jpg: No such file or directory").detail
+        'cat.jpg: No such file or directory'
     """
 
     reason: Reason
@@ -156,6 +238,12 @@ class RecordError(EnergonPackedError):
 
     Attributes:
         reject: reason and detail.
+
+    Examples:
+        >>> normalize({"id": "a"})
+        Traceback (most recent call last):
+            ...
+        energon_packed.errors.RecordError: missing_field: no known shape has the fields id
     """
 
     def __init__(self, reason: Reason, detail: str) -> None:

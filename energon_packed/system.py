@@ -8,9 +8,11 @@
 | call_in_child | a function to its result, from a process that can be killed |
 | memory_limit | a block of code, whose allocations are limited |
 | announced | a block of code that may take long, to a log message |
+| no_collecting | a block of code that makes many objects and no garbage, to the same block in less time |
 """
 
 import errno
+import gc
 import logging
 import mmap
 import multiprocessing
@@ -71,6 +73,18 @@ def announced(step: str, *, after: float = 1.0) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+
+
+@contextmanager
+def no_collecting() -> Iterator[None]:
+    """Pause Python's garbage collector: records and imports make many objects, and each search walks them all."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def available_cores() -> int:

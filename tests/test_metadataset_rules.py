@@ -21,6 +21,7 @@ from energon_packed import (
 )
 from tests.canary import changed, packed_texts
 from tests.internals import cli, replay
+from tests.printed import separate_runner
 
 HEAD = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
 V1 = {"__module__": "megatron.energon", "__class__": "Metadataset"}
@@ -232,7 +233,7 @@ def test_a_dataset_that_is_not_indexed_is_named(data: Path) -> None:
 def test_verify_fails_if_there_is_nothing_to_check(data: Path, case: str) -> None:
     value, message = ODD[case]
     arguments = ["verify", str(written(data, value)), "--fast", "--workers", "1"]
-    done = CliRunner().invoke(cli, [*arguments, "--json"])
+    done = separate_runner().invoke(cli, [*arguments, "--json"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["passed"]) == (1, False)
     assert message.partition(".*")[0] in found["problems"][0]
@@ -247,7 +248,7 @@ def test_verify_of_a_dataset_without_tars_fails(data: Path, tmp_path: Path) -> N
         (tmp_path / "empty" / ".nv-meta" / name).unlink()
     (tmp_path / "empty" / ".nv-meta" / "split.yaml").write_text("split_parts: {train: [], val: []}\nexclude: []\n")
     for path in (tmp_path / "empty", written(tmp_path, {**HEAD, "splits": {"train": {"path": "empty"}}})):
-        done = CliRunner().invoke(cli, ["verify", str(path), "--fast", "--workers", "1", "--json"])
+        done = separate_runner().invoke(cli, ["verify", str(path), "--fast", "--workers", "1", "--json"])
         assert (done.exit_code, json.loads(done.stdout)["passed"]) == (1, False)
 
 

@@ -4,8 +4,9 @@
 
 Compares a complete `energon-packed pack` run, from start-up to indexed shards, with the tokenizer alone on the same
 rendered texts, with tokenization and packing by `datasets` and TRL, and, for JPEGs, with a plain file copy. Also
-measures a rerun with another --seq-len, `--help`, the utilization lost by --group-by media, and the memory for a
-million records. `--slopes` instead measures the cost per stage for 10 thousand, 100 thousand and a million records.
+measures a rerun with another --seq-len, `--help`, the start of a run, the utilization lost by --group-by media, and
+the memory for a million records. `--slopes` instead measures the cost per stage for 10 thousand, 100 thousand and a
+million records.
 """
 
 import os
@@ -63,6 +64,12 @@ def tokenize(rows):
 data = data.map(tokenize, batched=True, num_proc=int(sys.argv[4]), remove_columns=data.column_names)
 packed = pack_dataset(data, 4096, "bfd", map_kwargs={"batch_size": len(data)})
 print(json.dumps({"seconds": time.perf_counter() - start_time, "packs": len(packed)}))
+"""
+
+_LOAD = """
+import sys, transformers
+for name in ("AutoTokenizer", *sys.argv[2:]):
+    getattr(transformers, name).from_pretrained(sys.argv[1])
 """
 
 # Driver part of a large build: plan synthetic lengths of many records and divide the packs into shards.
@@ -221,6 +228,22 @@ def bench_help(report: Report) -> None:
     report.add("--help: CPU time", usage([sys.executable, "-m", "energon_packed", "--help"]).cpu, "s", "<= 0.3")
 
 
+def bench_start(report: Report, work: Path) -> None:
+    """Compare packing of 200 records with loading their tokenizer, and for images their image processor, alone."""
+    for vision, target in ((False, "<= 0.7"), (True, "<= 1.2")):
+        kind = "images" if vision else "text"
+        records = image_records(work / "images-200", 200) if vision else text_records(200)
+        source, tokenizer = write_jsonl(work / f"{kind}-200.jsonl", records), bench_tokenizer(work, vision=vision)
+        load = [sys.executable, "-c", _LOAD, tokenizer, *(["AutoImageProcessor"] if vision else [])]
+        options = ("--seq-len", _SEQ_LEN, "--tokenizer", tokenizer, "--image-root", "/", "--no-resume", "--overwrite")
+        run = command("pack", source, "-o", work / f"out-{kind}-200", *options)
+        rounds = [(usage(load), usage(run)) for _ in range(3)]
+        alone, whole = (statistics.median(each.cpu for each in column) for column in zip(*rounds, strict=True))
+        wall = min(packed.wall for _, packed in rounds)
+        metric = f"200 records, {kind}: CPU time relative to loading tokenizer and image processor"
+        report.add(metric, whole / alone, "", target, cpu=whole, seconds=wall)
+
+
 def bench_memory(report: Report, work: Path) -> None:
     """Measure the peak memory for a million short records, summed over all processes."""
     source = write_jsonl(work / "short-1m.jsonl", text_records(1_000_000, mean_chars=60))
@@ -287,6 +310,7 @@ def main() -> None:
         bench_slopes(report, options.work)
     else:
         bench_help(report)
+        bench_start(report, options.work)
         bench_text(report, options.work, options.records)
         bench_images(report, options.work)
         bench_groups(report, options.work)

@@ -2,7 +2,7 @@
 
     python tools/bench_scale.py [--records 1000000] [--parts records shards members]
 
-records   generated records through lengths, pack, report, verify, metadataset and the loaders
+records   generated records through lengths, pack, report, inspect, verify, metadataset and the loaders
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
 members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
 
@@ -114,6 +114,7 @@ def run_records(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
         "lengths": (command("lengths", source, "-o", out, "--tokenizer", tokenizer), None),
         "pack": (packing(source, out, tokenizer), out / "webdataset"),
         "report": (command("report", out, "-o", html), html),
+        "inspect --id": (command("inspect", out, "--id", f"scale-{count - 1:010d}"), None),
         "verify": (command("verify", out), None),
         "metadataset": (command("metadataset", blend, *inputs, "--epochized"), blend),
         "get_packed_loader, an epoch": ([sys.executable, "-c", _LOADER, str(out)], None),
@@ -166,6 +167,7 @@ def run_shards(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
     small = ("--seq-len", 256, "--max-packs-per-shard", 2, "--overlong", "truncate")
     lines: dict[str, tuple[list[str], Path | None]] = {
         "pack": ([*packing(source, out, tokenizer), *map(str, small)], out / "webdataset"),
+        "inspect --id": (command("inspect", out, "--id", f"scale-{count - 1:010d}"), None),
         "verify": (command("verify", out), None),
         "nv-meta": (command("nv-meta", out), None),
         "first batch of both loaders": ([sys.executable, "-c", _FIRST, str(out)], None),

@@ -27,7 +27,7 @@ _STYLE = """
 .d-left { text-anchor: start } .d-bold { font-weight: 600 } .d-dark { fill: #1f2328 } .d-pale { opacity: .65 }
 .d-box { fill: none; stroke: var(--md-default-fg-color--light, #59636e) }
 .d-line { fill: none; stroke: var(--md-default-fg-color--light, #59636e); stroke-width: 1.5 }
-.d-cut { stroke: #d1242f; stroke-width: 2 } .d-dash { stroke-dasharray: 4 4 }
+.d-line.d-cut { stroke: #e5534b; stroke-width: 2 } .d-dash { stroke-dasharray: 4 4 }
 .d-0 { fill: #a8d0f5 } .d-1 { fill: #fbd38d } .d-2 { fill: #b5e3b5 } .d-3 { fill: #e3c5f0 } .d-4 { fill: #f5bcbc }
 @media (prefers-color-scheme: dark) {
   .d-text { fill: var(--md-default-fg-color, #e6edf3) } .d-text.d-dark { fill: #1f2328 }

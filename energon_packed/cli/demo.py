@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from energon_packed.cli.output import Output
 from energon_packed.cli.pack import show_run
 from energon_packed.cli.terminal import SafeConsole
 from energon_packed.demo import write_dataset, write_tokenizer
@@ -33,6 +34,7 @@ def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
 
     Works without a network: images and conversations are generated, and the tokenizer is trained on them.
     """
+    output = Output()
     console = SafeConsole(highlight=False, markup=False)
     refuse_remote(output_dir, "output_dir")
     source = output_dir / "source"
@@ -47,13 +49,19 @@ def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
     arguments += ["--max-reject-rate", _MAX_REJECT_RATE]
     console.print(f"\n$ energon-packed {shlex.join(map(str, arguments))}\n", soft_wrap=True)
     settings = {"tokenizer": tokenizer, "seq_len": seq_len, "max_reject_rate": _MAX_REJECT_RATE, "overwrite": True}
-    show_run(make(PackOptions, {"inputs": (str(data.jsonl),), "output_dir": output_dir, **settings}))
+    with output.logs():
+        show_run(
+            make(PackOptions, {"inputs": (str(data.jsonl),), "output_dir": output_dir, **settings}), output=output
+        )
     if has_energon():
         _load(console, output_dir, tokenizer)
     else:
         console.print(
             f"\nThe batches are not shown: {NO_ENERGON}. Run pip install 'energon-packed[train]'.", soft_wrap=True
         )
+    console.print("\nNext steps:")
+    console.print(f"  energon-packed inspect {shlex.quote(str(output_dir))}", soft_wrap=True)
+    console.print("  energon-packed pack YOUR.jsonl -o out --seq-len 4096 --tokenizer DIR", soft_wrap=True)
 
 
 def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
@@ -82,4 +90,3 @@ def _load(console: Console, output_dir: Path, tokenizer: Path) -> None:
         f"  {batches} batches, {samples} samples, {tokens:,} tokens ({supervised:,} supervised), "
         f"no padding, {seconds:.1f} s"
     )
-    console.print(f"\nLook inside:  energon info {output_dir / 'webdataset'}", soft_wrap=True)

@@ -1,6 +1,7 @@
 """Format results for the terminal: a PackResult, DryRun, Survey or turn in, a rich table, JSON values or lines out."""
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -174,3 +175,8 @@ def _printable(name: str) -> str:
     """Shorten a name to one line of 60 characters; control characters become escapes, as names come from records."""
     shown = visible(name, keep="")
     return shown if len(shown) <= _MAX_NAME else f"{shown[: _MAX_NAME - 1]}…"
+
+
+def shown_path(path: str | Path) -> str:
+    """Shorten a path inside the current folder to its relative path; Energon resolves the paths of a Metadataset."""
+    return str(path).removeprefix(f"{Path.cwd()}/")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from energon_packed.cli.display import turn_text
+from energon_packed.cli.display import shown_path, turn_text
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import SafeConsole, echo_json
 from energon_packed.encoding import ChatEncoder
@@ -281,7 +281,7 @@ def _show_entries(console: Console, entries: Sequence[BlendEntry]) -> None:
         seen = "" if entry.times is None else f"{entry.times:.2f}"
         packs, samples = ("?" if count is None else f"{count:,}" for count in (entry.packs, entry.samples))
         number = f"{entry.number:g}" + (" x" if entry.mode == "repetitions" else "")
-        table.add_row(entry.split, str(entry.path), number, packs, samples, share, seen)
+        table.add_row(entry.split, shown_path(entry.path), number, packs, samples, share, seen)
     console.print(table)
     for entry in entries:
         if entry.problem:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from energon_packed.cli.display import turn_text
+from energon_packed.cli.display import shown_path, turn_text
 from energon_packed.cli.options import GroupedCommand, as_options, media_root_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
@@ -53,8 +53,8 @@ def check(folder: Path, data: Path | None, output: Output) -> None:
     """
     summary = check_order(folder, None if data is None else LoggedData(data))
     output.console.print(
-        f"{summary.steps:,} steps, {summary.samples:,} samples, {summary.dropped:,} dropped items, "
-        f"{summary.repeated:,} steps repeated by resuming; epochs {', '.join(map(str, summary.epochs))}, complete: "
+        f"{summary.steps:,} batches, {summary.samples:,} samples, {summary.dropped:,} dropped items, "
+        f"{summary.repeated:,} batches repeated by resuming; epochs {', '.join(map(str, summary.epochs))}, complete: "
         f"{', '.join(map(str, summary.complete)) or 'none'}",
         soft_wrap=True,
     )
@@ -63,7 +63,7 @@ def check(folder: Path, data: Path | None, output: Output) -> None:
     if len(summary.processes) > 1:
         output.console.print("; ".join(summary.processes), soft_wrap=True)
     for name, count in sorted(summary.sources.items()):
-        output.console.print(f"  {count / max(1, summary.samples):7.2%}  {name}", soft_wrap=True)
+        output.console.print(f"  {count / max(1, summary.samples):7.2%}  {shown_path(name)}", soft_wrap=True)
     for problem in summary.problems:
         echo(as_options(problem), err=output.as_json)
     output.result(asdict(summary))

@@ -9,6 +9,7 @@ from typing import Any
 import click
 from rich.text import Text
 
+from energon_packed.cli.display import shown_path
 from energon_packed.cli.options import GroupedCommand, InputPath, as_options, media_root_option, options_of
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
@@ -113,11 +114,13 @@ def _shown(dataset: PackedFolder, checks: Iterator[Check], progress: Progress, o
         # Packing again repairs everything; nv-meta is enough only if it repairs every problem.
         if all(check.remedy == "nv-meta" for check in failed):
             remedy = f"energon-packed nv-meta {dataset.path} rebuilds its indexes"
-        line = f"{len(failed)} checks failed: do not train on {dataset.path}; {remedy}"
+        line = f"{len(failed)} checks failed: do not train on {shown_path(dataset.path)}; {remedy}"
         echo(line, err=output.as_json)
     else:
         passed = f"{len(done) - not_checked} checks passed, {not_checked} not checked"
-        output.console.print(f"{passed if not_checked else 'all checks passed'}: {dataset.path}", soft_wrap=True)
+        output.console.print(
+            f"{passed if not_checked else 'all checks passed'}: {shown_path(dataset.path)}", soft_wrap=True
+        )
     return {
         "dataset": str(dataset.path),
         "passed": not failed,

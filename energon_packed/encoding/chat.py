@@ -91,6 +91,13 @@ class ChatEncoder(Processor):
     Raises:
         ConfigError: a slow tokenizer, an unknown `loss_on`, a tokenizer without the family's image token, or an
             engine that cannot be used.
+
+    Examples:
+        >>> encoder = ChatEncoder.from_pretrained("demo-out/source/tokenizer")
+        >>> record = {"prompts": ["2 + 2?"], "captions": ["4"]}
+        >>> sample = encoder.encode(normalize(record))
+        >>> len(sample), sample.num_supervised
+        (16, 2)
     """
 
     @announced("analyzing the chat template")

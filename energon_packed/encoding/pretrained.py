@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError
-from energon_packed.system import announced
+from energon_packed.system import announced, no_collecting
 
 _SETTINGS = ("tokenizer_config.json", "config.json")
 _GENERIC = "PreTrainedTokenizerFast"
@@ -88,6 +88,7 @@ class TokenizerParts:
 
 
 @announced("loading the tokenizer")
+@no_collecting()
 def load_tokenizer(folder: str | Path) -> Any:
     """Load the Transformers tokenizer of a folder.
 

@@ -212,6 +212,11 @@ class Measurement:
         notes: what was decided for its media, for the counts of a run.
         extracted_bytes: estimate of `media_bytes` with the selected frames as images in place of the video files;
             0 if they are stored as files.
+
+    Examples:
+        >>> [measured] = encoder.measure([normalize({"text": "A document."})])
+        >>> measured.length, measured.reject
+        (9, None)
     """
 
     length: int
@@ -240,6 +245,14 @@ class Processor(ABC):
 
     Attributes:
         image_token_id: token that represents image features, or None.
+
+    Examples:
+        >>> class Characters(Processor):
+        ...     def encode(self, conversation):
+        ...         ids = np.array([ord(character) for character in conversation.text])
+        ...         return EncodedSample(input_ids=ids, labels=ids)
+        >>> Characters().length(normalize({"text": "abc"}))
+        3
     """
 
     image_token_id: int | None = None

@@ -32,6 +32,10 @@ class SampleSource(NamedTuple):
     Attributes:
         dataset: path of the dataset or file.
         subflavors: labels of the dataset in a Metadataset or dataset.yaml.
+
+    Examples:
+        >>> PaddingFreeCollator().collate(PackedDataset("demo-out", encoder)[0]).sources[0]
+        SampleSource(dataset='demo-out/webdataset', subflavors={})
     """
 
     dataset: str
@@ -120,6 +124,11 @@ class EncodedSample:
         source: dataset that it comes from, or None.
         dummy: a minimal image sample of its encoder's vision family, which a collator puts into rows without images,
             or None.
+
+    Examples:
+        >>> sample = EncodedSample(input_ids=np.array([5, 6, 7]), labels=np.array([-100, 6, 7]))
+        >>> len(sample), sample.num_supervised, sample.truncated(2).labels.tolist()
+        (3, 2, [-100, 6])
     """
 
     input_ids: npt.NDArray[np.int64]

@@ -23,6 +23,11 @@ class MultiMixQASample(PackSample):
         patch_positions: bytes of the .npy files.
         length: number of tokens, or None.
         video_files: video files, with their selected frames.
+
+    Examples:
+        >>> result = pack(data, output_dir="MultiMixQASample", **options, unpacked=True)
+        >>> result.manifest.sample_class, result.manifest.packed
+        ('MultiMixQASample', 154)
     """
 
     sample: dict[str, Any]

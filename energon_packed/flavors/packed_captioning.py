@@ -38,6 +38,11 @@ class PackedCaptioningSample(PackSample):
         record_weights: factor of the loss weights of each sample, None for 1, or None.
         truncate: tokens that longer samples were truncated to, or None.
         truncated: which samples were truncated, or None.
+
+    Examples:
+        >>> result = pack(data, output_dir="PackedCaptioningSample", **options, sample_class="PackedCaptioningSample")
+        >>> result.manifest.sample_class, result.manifest.packed
+        ('PackedCaptioningSample', 154)
     """
 
     images: list[list[bytes]]

@@ -23,6 +23,11 @@ class PackedMultiMixQASample(PackSample):
         patch_positions: bytes of the .npy files of each sample.
         lengths: tokens of each sample.
         video_files: video files of each sample, with their selected frames, or None.
+
+    Examples:
+        >>> result = pack(data, output_dir="PackedMultiMixQASample", **options, sample_class="PackedMultiMixQASample")
+        >>> result.manifest.sample_class, result.manifest.packed
+        ('PackedMultiMixQASample', 154)
     """
 
     samples: list[dict[str, Any]]

@@ -27,6 +27,11 @@ class PackedTokensSample(PackSample):
         patch_positions: bytes of the .npy files of each sample, or None.
         loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
         video_files: video files of each sample, with their selected frames, or None.
+
+    Examples:
+        >>> result = pack(data, output_dir="PackedTokensSample", **options, sample_class="PackedTokensSample")
+        >>> result.manifest.sample_class, result.manifest.packed
+        ('PackedTokensSample', 154)
     """
 
     input_ids: npt.NDArray[np.int32]

@@ -26,6 +26,10 @@ class StoredImage:
         part: the member it was read from; "" before it is written.
         locator: location of the file, to write instead of `data`; None to write `data`.
         path: path of the referenced file that it was read from, for messages; "" for others.
+
+    Examples:
+        >>> StoredImage("png", b"...").num_bytes
+        3
     """
 
     extension: str
@@ -54,6 +58,12 @@ class StoredVideo:
         file: the video file; None if only the frames are stored.
         images: without a file, an image for each of the frames.
         images_before: as of VideoReference.
+
+    Examples:
+        >>> size = {"height": 48, "width": 64}
+        >>> frames = FrameSelection(indices=(0,), timestamps=(0.0,), fps=30.0, num_frames=1, **size)
+        >>> [file.extension for file in StoredVideo(frames, StoredImage("mp4", b"...")).files]
+        ['mp4']
     """
 
     frames: FrameSelection
@@ -78,6 +88,10 @@ class StoredSample(NamedTuple):
         images: images of the conversation, in order.
         patch_positions: bytes of each .npy file.
         videos: videos of the conversation, in order.
+
+    Examples:
+        >>> StoredSample(normalize({"text": "A document."}), length=4).is_truncated
+        False
     """
 
     conversation: Conversation
@@ -159,6 +173,26 @@ class Codec(ABC):
         packed: a tar key has several samples; False for one sample per key.
         stores_tokens: conversations are written as `input_ids` and `labels`.
         lengths_part: name of the only part that `lengths` needs.
+
+    Examples:
+        >>> class Lines(Codec):
+        ...     sample_class = "PackedLines"
+        ...
+        ...     def matches(self, raw):
+        ...         return "lines" in json.loads(raw["json"])
+        ...
+        ...     def write(self, samples):
+        ...         lines = [sample.conversation.text for sample in samples]
+        ...         return [("json", json.dumps({"lines": lines}).encode())]
+        ...
+        ...     def read(self, raw):
+        ...         lines = json.loads(raw["json"])["lines"]
+        ...         return [StoredSample(normalize({"text": line}), None) for line in lines]
+        ...
+        ...     def lengths(self, raw):
+        ...         return [None] * len(self.read(raw))
+        >>> Lines().write([StoredSample(normalize({"text": "A document."}), 4)])
+        [('json', b'{"lines": ["A document."]}')]
     """
 
     sample_class: ClassVar[str]

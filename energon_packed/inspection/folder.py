@@ -27,6 +27,7 @@ from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.manifest import NewerFormatError
 from energon_packed.shards.nv_meta import dataset_folder
 from energon_packed.shards.scan import scan_tar
+from energon_packed.sources.registry import SOURCES
 from energon_packed.storage import is_remote
 
 
@@ -64,6 +65,11 @@ class PackedFolder:
         if not path.exists():
             raise FormatError(f"{path} does not exist. Pass a tar, a dataset folder or a Metadataset YAML.")
         tar = path if path.is_file() else None
+        if tar and ".tar" not in tar.name and any(source.matches(tar) for source in SOURCES):
+            raise FormatError(
+                f"{path} must be a tar, a dataset folder or a Metadataset YAML, got records. Use energon-packed "
+                "lengths for records, or pack them first."
+            )
         # A folder that contains tars is opened even if `.nv-meta` is missing or damaged.
         folder = path.parent if tar else path if any(path.glob("*.tar")) else dataset_folder(path)
         try:

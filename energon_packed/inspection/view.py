@@ -6,13 +6,14 @@ members as files inside one folder.
 
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
@@ -25,7 +26,7 @@ from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, StoredVideo, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.inspection.supervision import supervised_turns
-from energon_packed.records import FrameSelection, MediaReference
+from energon_packed.records import Conversation, FrameSelection, MediaReference
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_PLACEHOLDER
 
@@ -114,7 +115,8 @@ class Turn:
     """One turn of a conversation.
 
     Attributes:
-        role: role in the record; `tools` for function schemas.
+        role: role in the record; `tools` for function schemas. Tokenized samples have `target` for supervised tokens
+            and `context` for the others, or `tokens` without an encoder.
         text: content.
         supervised: True if one of its tokens is supervised; None if it is unknown without an encoder.
         extra: other values that are passed to the chat template, such as tool calls, by name.
@@ -270,6 +272,8 @@ def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
     conversation = sample.conversation
     if conversation.input_ids is not None:
         # Token flavors store no turns.
+        if isinstance(encoder, ChatEncoder):
+            return tuple(_token_turns(conversation, encoder))
         return (Turn("tokens", f"{len(conversation.input_ids)} tokens", None),)
     known = None
     if isinstance(encoder, ChatEncoder):
@@ -281,6 +285,32 @@ def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
     tools = [Turn("tools", _json(conversation.tools), False)] if conversation.tools else []
     columns = zip(conversation.messages, flags, strict=True)
     return (*tools, *(Turn(m.role, m.content, flag, m.extra) for m, flag in columns))
+
+
+def _token_turns(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Turn]:
+    """Decode tokens, as a turn `context` or `target` for each run of tokens with or without loss."""
+    assert conversation.input_ids is not None
+    labels = conversation.input_ids if conversation.labels is None else conversation.labels
+    ids, is_target = conversation.input_ids, labels != IGNORE_INDEX
+    is_target[:1] = False  # no token precedes the first token
+    marks = {encoder.image_token_id: IMAGE_PLACEHOLDER, encoder.rules.video_token_id: VIDEO_PLACEHOLDER}
+    for start, stop in _runs(is_target):
+        texts = []
+        # Each run of image tokens or video tokens becomes a placeholder.
+        kinds = np.where(
+            np.isin(ids[start:stop], [token for token in marks if token is not None]), ids[start:stop], -1
+        )
+        for first, last in _runs(kinds):
+            decode = encoder.parts.backend.decode
+            run = ids[start + first : start + last].tolist()
+            texts.append(marks[run[0]] if kinds[first] >= 0 else decode(run, skip_special_tokens=False))
+        yield Turn("target" if is_target[start] else "context", "".join(texts), bool(is_target[start]))
+
+
+def _runs(values: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
+    """Ranges [start, stop) of equal adjacent values."""
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return pairwise(edges)
 
 
 def _json(value: Any) -> str:

@@ -42,6 +42,14 @@ class AutomodelStream(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     Raises:
         BatchError: a pack has images, or its targets have different weights.
+
+    Examples:
+        >>> turns = {"prompts": ["2 + 2?"], "captions": ["4"]}
+        >>> _ = Path("text.jsonl").write_text(json.dumps(turns))
+        >>> result = pack("text.jsonl", output_dir="text", seq_len=64, tokenizer=tokenizer)
+        >>> inputs = next(iter(AutomodelStream("text", encoder=tokenizer)))
+        >>> inputs["cu_seq_lens_q"].tolist()
+        [0, 16]
     """
 
     def __init__(

@@ -46,6 +46,11 @@ class PackedDataLoader(_Base):
     Raises:
         ConfigError: torchtitan is not installed, or the settings do not fit the dataset.
         BatchError: a pack has images or more than `seq_len` tokens, or its targets have different weights.
+
+    Examples:
+        >>> config = PackedDataLoader.Config(dataset_path="demo-out", encoder=tokenizer)
+        >>> config.split, config.num_workers
+        ('train', 0)
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -133,6 +133,13 @@ class GatheredLoader:
 
     Raises:
         ConfigError: the loader repeats indefinitely, or packs on the fly, and `steps` is None.
+
+    Examples:
+        >>> loader = DataflowLoader(MapDistributor([{"text": "A document."}] * 4), encoder)
+        >>> gathered = GatheredLoader(loader)
+        >>> inputs = next(iter(gathered))
+        >>> gathered.state_dict()["step"]
+        1
     """
 
     def __init__(

@@ -77,6 +77,14 @@ class PackedBatch(Batch):
         loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
             weights are 1.
         has_targets: False for a row of `without_targets`. Known without reading `loss_mask`, which may be on a device.
+
+    Examples:
+        >>> a, b = (EncodedSample(input_ids=np.full(n, n), labels=np.full(n, n)) for n in (3, 2))
+        >>> batch = PaddingFreeCollator().collate([a, b])
+        >>> batch.position_ids.tolist(), batch.cu_seqlens.tolist(), batch.max_seqlen
+        ([[0, 1, 2, 0, 1]], [0, 3, 5], 3)
+        >>> batch.transformers_inputs()["labels"].tolist()
+        [[-100, 3, 3, -100, 2]]
     """
 
     input_ids: torch.Tensor

@@ -44,6 +44,14 @@ class Collator(ABC):
                 return super().collate(samples[::-1])
 
     A collator is also a `collate_fn` of torch and a `data_collator` of transformers.Trainer.
+
+    Examples:
+        >>> class Reversed(PaddingFreeCollator):
+        ...     def collate(self, samples):
+        ...         return super().collate(samples[::-1])
+        >>> a, b = (EncodedSample(input_ids=np.full(n, n), labels=np.full(n, n)) for n in (1, 2))
+        >>> Reversed().collate([a, b]).input_ids.tolist()
+        [[2, 2, 1]]
     """
 
     _with_weights = False
@@ -142,6 +150,12 @@ class PaddingFreeCollator(Collator):
 
     Raises:
         ConfigError: an argument is out of range.
+
+    Examples:
+        >>> a, b = (EncodedSample(input_ids=np.full(n, n), labels=np.full(n, n)) for n in (3, 2))
+        >>> batch = PaddingFreeCollator(pad_multiple=2).collate([a, b])
+        >>> batch.input_ids.tolist(), batch.cu_seqlens.tolist(), batch.cu_seqlens_padded.tolist()
+        ([[3, 3, 3, 0, 2, 2]], [0, 3, 5], [0, 4, 6])
     """
 
     def __init__(

@@ -64,6 +64,11 @@ class DataflowConfig(RejectOptions):
 
     Raises:
         ConfigError: a value is invalid, or two names of a setting have different values.
+
+    Examples:
+        >>> config = DataflowConfig(inputs=[data], tokenizer=tokenizer, seq_len=2048)
+        >>> config.row_length
+        2048
     """
 
     dataset_path: Any = option(None, help="Input.", group=INPUT, flags=())

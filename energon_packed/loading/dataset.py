@@ -83,6 +83,12 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
     Raises:
         ConfigError: `balance` or `epoch_end` is unknown, `batch_size` or `num_replicas` is below 1, the dataset has no
             `row_sizes()`, or `epoch_end` is `error` and the packs do not fill all steps.
+
+    Examples:
+        >>> dataset = PackedDataset("demo-out", encoder)
+        >>> sampler = BalancedSampler(dataset, num_replicas=2, rank=0, batch_size=2)
+        >>> len(sampler)
+        6
     """
 
     def __init__(
@@ -196,6 +202,11 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
         ConfigError: an empty split, another encoder, or no encoder although one is required; a Metadataset with joins
             or subsets.
         FormatError: `path` is not a packed dataset, or is damaged.
+
+    Examples:
+        >>> dataset = PackedDataset("demo-out", encoder)
+        >>> len(dataset), len(dataset[0]), sum(map(len, dataset[0]))
+        (12, 21, 2046)
     """
 
     def __init__(

@@ -63,6 +63,11 @@ class JointLoader:
 
     Raises:
         ConfigError: the names differ, or a weight is invalid.
+
+    Examples:
+        >>> loaders = {name: DataflowLoader(MapDistributor([{"text": name}] * 3), encoder) for name in ("a", "b")}
+        >>> [name for name, batch in JointLoader(loaders, {"a": 1, "b": 1})]
+        ['b', 'a', 'a', 'a', 'b', 'b', 'b', 'b', 'b', 'b', 'b']
     """
 
     def __init__(

@@ -105,6 +105,10 @@ class ShardSpec:
         num_shards: shards of the epoch: workers of all ranks.
         epoch: from 0.
         seed: of the loader.
+
+    Examples:
+        >>> list(ShardSpec(index=1, num_shards=3).shard_indices(7))
+        [1, 4]
     """
 
     index: int = 0

@@ -66,6 +66,12 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         lengths: int64 (P,), tokens of each row.
         rejects: records that are in no row: `counts` by reason, and the first 1,000 `rows`.
         seq_len: tokens that fit in a row.
+
+    Examples:
+        >>> config = DataflowConfig(inputs=[data], tokenizer=tokenizer, seq_len=2048, max_reject_rate=0.1)
+        >>> dataset = plan_in_memory(config)
+        >>> len(dataset), dataset.rejects.counts["bad_role"], int(dataset.lengths.max())
+        (12, 1, 2048)
     """
 
     def __init__(
@@ -304,6 +310,12 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
 
     Raises:
         ConfigError, SourceError: as `pack`.
+
+    Examples:
+        >>> config = DataflowConfig(inputs=[data], tokenizer=tokenizer, seq_len=2048, max_reject_rate=0.1)
+        >>> batch = next(iter(PackedIterableDataset(config)))
+        >>> batch.num_tokens <= 2048
+        True
     """
 
     def __init__(self, config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> None:

@@ -37,6 +37,11 @@ class PackPlan:
         overlong: int64 (k,), samples longer than `capacity`, in ascending order; not in any pack.
         tokens: real tokens in all packs, without padding from `multiple`.
         capacity: tokens that fit in one row.
+
+    Examples:
+        >>> plan = pack_lengths([5, 3, 3, 2], 8)
+        >>> plan.num_packs, plan.offsets.tolist(), plan.utilization
+        (2, [0, 2, 4], 0.8125)
     """
 
     indices: Int64

@@ -100,7 +100,7 @@ MEDIA_ENTRY = np.dtype(
 record, and the index of the image in the record."""
 MediaEntries = npt.NDArray[np.void]
 NUMERIC = {
-    name: kind.to_pandas_dtype()
+    name: pa.array([], kind).to_numpy().dtype.type  # `to_pandas_dtype` of PyArrow 18 needs pandas
     for name, kind in (*zip(SCHEMA.names, SCHEMA.types, strict=True), *VIDEO_COLUMNS.items())
     if name not in ("id", "detail")
 }

@@ -37,6 +37,16 @@ class Progress:
         class Log(Progress):
             def start(self, stage, total, unit):
                 print(f"{stage}: {total} {unit}")
+
+    Examples:
+        >>> class Log(Progress):
+        ...     def start(self, stage, total, unit):
+        ...         print(stage, unit)
+        >>> result = pack(data, output_dir="logged", **options, progress=Log())
+        measure records
+        plan records
+        write samples
+        index shards
     """
 
     def start(self, stage: str, total: int, unit: str) -> None:

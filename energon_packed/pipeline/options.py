@@ -499,6 +499,11 @@ class PackOptions(RejectOptions):
 
     `part=(I, N)` packs input part I of N, in one of N runs without communication. Each run needs its own
     `output_dir`, in which `{part}` is replaced by `p000` and so on.
+
+    Examples:
+        >>> pack_options = PackOptions(inputs=[data], tokenizer=tokenizer, output_dir="out", seq_len="8k")
+        >>> pack_options.seq_len, pack_options.algorithm, pack_options.split
+        (8192, 'bfd', {'train': 1.0})
     """
 
     output_dir: Path = option(

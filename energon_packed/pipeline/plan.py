@@ -293,7 +293,8 @@ def sample_places(
     if packs is not None:
         sizes = np.diff(packs.offsets)
         pack[packs.indices] = np.repeat(np.arange(packs.num_packs, dtype=np.int32), sizes)
-        sample[packs.indices] = np.arange(len(packs.indices)) - np.repeat(packs.offsets[:-1], sizes)
+        first = np.repeat(packs.offsets[:-1].astype(np.int32), sizes)  # of the pack of each sample
+        sample[packs.indices] = np.arange(len(first), dtype=np.int32) - first
     return SamplePlaces(
         pack=pack,
         sample=sample,

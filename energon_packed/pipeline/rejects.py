@@ -57,7 +57,7 @@ _ADVICE = {
     Reason.BAD_JSON: "each line must be one JSON object",
     Reason.MISSING_FIELD: _RECORD_FORMAT,
     Reason.BAD_ROLE: _RECORD_FORMAT,
-    Reason.MISSING_IMAGE: _IMAGES,
+    Reason.MISSING_IMAGE: f"add the files, or {_IMAGES}",
     Reason.IMAGE_OUTSIDE_ROOT: _IMAGES,
     Reason.MISSING_PATCH_POSITIONS: "set `use_patch_positions=False` to ignore patch positions",
     Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate' (documents: 'split')",
@@ -223,9 +223,10 @@ class TableRejects:
     def lines(self) -> npt.NDArray[np.int64]:
         """Line of each record in its file, as `Source.line_numbers`: int64 (n,)."""
         ranges = zip(self.reader.sources, pairwise(self.table.source_starts.tolist()), strict=True)
-        columns = self.table.address, self.table.size.astype(np.int64)
-        found = [source.line_numbers(*(column[start:stop] for column in columns)) for source, (start, stop) in ranges]
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+        lines = np.zeros(len(self.table), dtype=np.int64)
+        for source, (start, stop) in ranges:
+            lines[start:stop] = source.line_numbers(self.table.address[start:stop], self.table.size[start:stop])
+        return lines
 
     def report(self) -> RejectReport:
         """Return the counts and the first rejected records."""

@@ -141,6 +141,11 @@ class PackResult:
         seconds: wall time of each stage. With references, also `digest`: the time that the write stage read and hashed
             images, summed over the processes.
         utilization_ungrouped: utilization with `group_by='none'`, if the run groups; else None.
+
+    Examples:
+        >>> result = pack(data, output_dir="result", **options)
+        >>> result.manifest.packs, result.manifest.packed, result.shards.as_posix()
+        (6, 154, 'result/webdataset')
     """
 
     manifest: PackingManifest

@@ -120,7 +120,7 @@ class FolderLock:
         content, target = orjson.dumps(owner), folder / ".work" / _OWNER
         self._claimed = content  # before the request: its answer may be lost
         if not target.create(content):
-            other = _read_owner(target)
+            other = _read_object(target)
             if not self._overwrite and other and other.get("token") != owner["token"]:
                 self._claimed = None
                 raise ConfigError(
@@ -216,7 +216,7 @@ def lock_holder(folder: Path, work: Path | None = None) -> str | None:
     work = work or work_folder(folder)
     if is_remote(folder):
         with contextlib.suppress(StorageError):
-            owner = _read_owner(folder / ".work" / _OWNER)
+            owner = _read_object(folder / ".work" / _OWNER)
             if owner.get("host", socket.gethostname()) != socket.gethostname():  # whether it was killed is not known
                 return _named(owner)
     if not (work / _LOCK).is_file():
@@ -237,11 +237,11 @@ def _file_lock(path: Path) -> BaseFileLock:
 
 
 def _holder(work: Path) -> str:
-    return _named(_read_owner(work / _OWNER))
+    return _named(_read_object(work / _OWNER))
 
 
-def _read_owner(file: Path) -> dict[str, Any]:
-    """Content of owner.json; {} if it is missing or damaged."""
+def _read_object(file: Path) -> dict[str, Any]:
+    """Content of a JSON file of the restart state; {} if it is missing or damaged."""
     try:
         with open_regular(file) as stream:
             value = orjson.loads(stream.read())
@@ -435,15 +435,8 @@ class Workspace:
         return bool(self._run_of_shards().get("key") == key)
 
     def _run_of_shards(self) -> dict[str, Any]:
-        """Content of run.json; {} if it is missing or damaged."""
-        try:
-            with open_regular(self.root / ".work" / "run.json") as stream:
-                value = orjson.loads(stream.read())
-        except StorageError:
-            raise
-        except (OSError, ValueError):
-            return {}
-        return value if isinstance(value, dict) else {}
+        """Content of run.json."""
+        return _read_object(self.root / ".work" / "run.json")
 
     def _difference(self) -> str:
         """Name the settings in which the run of the shards differs."""

@@ -38,6 +38,10 @@ class Message(NamedTuple):
         extra: any of `EXTRA_FIELDS`, unchanged from the record.
         weight: loss weight of the tokens of an assistant turn, from 1e-9 to 1e9; 0 makes the turn context, not a
             target.
+
+    Examples:
+        >>> Message("user", "What is it?").as_dict()
+        {'role': 'user', 'content': 'What is it?'}
     """
 
     role: str
@@ -75,6 +79,12 @@ class Conversation:
         notes: what was decided for the record, such as "several answers: one is the target", for the counts of a run.
 
     Two conversations are equal if all attributes except `timestamps`, `unused_fields` and `notes` are equal.
+
+    Examples:
+        >>> record = {"prompts": ["2 + 2?"], "captions": ["4"]}
+        >>> conversation = normalize({"id": "a"} | record)
+        >>> conversation.id, conversation.kind, len(conversation.messages)
+        ('a', 'text', 2)
     """
 
     id: str | None = None

@@ -34,6 +34,11 @@ class FieldMap:
 
     Attributes:
         fields: (target, field) in order; each target is in `TARGETS`.
+
+    Examples:
+        >>> fields = FieldMap.parse("user=question,assistant=answer")
+        >>> fields.apply({"question": "2 + 2?", "answer": "4"})["messages"][1]
+        {'role': 'assistant', 'content': '4'}
     """
 
     fields: tuple[tuple[str, str], ...]
@@ -119,6 +124,12 @@ class Adapter:
 
     Attributes:
         name: `package.module:function`; the working directory is searched too.
+
+    Examples:
+        >>> code = "def convert(record): return {'text': record['body']}"
+        >>> _ = Path("my_records.py").write_text(code)
+        >>> Adapter("my_records:convert").apply({"body": "A document."})
+        {'text': 'A document.'}
     """
 
     name: str

@@ -124,6 +124,11 @@ class MediaReference:
         packed: what the bytes must be, of an image whose location is stored in a pack. They are compared at every
             opening, for which all of them are read.
         name: name of `data` for messages, such as its part of a pack; None if it has no name.
+
+    Examples:
+        >>> image = MediaReference.from_value("cat.jpg", "photos")
+        >>> image.label
+        'cat.jpg'
     """
 
     path: str | None = None

@@ -51,6 +51,12 @@ class FrameSelection:
         height, width: pixels of an upright frame.
         resized: (height, width) that frames are resized to; None for families that resize them as images.
         settings: resolved settings that selected them, by the names of the processors, such as {"fps": 2.0}.
+
+    Examples:
+        >>> size = {"height": 480, "width": 640}
+        >>> frames = FrameSelection(indices=(0, 15), timestamps=(0.0, 0.5), fps=30.0, num_frames=45, **size)
+        >>> frames.num_frames / frames.fps
+        1.5
     """
 
     indices: tuple[int, ...]
@@ -76,6 +82,12 @@ class VideoReference:
             win over the settings of the vision family.
         images_before: number of images of the conversation before this video; for stored tokens, whose text has no
             placeholders. None if it is unknown, or if placeholders have the order.
+
+    Examples:
+        >>> record = {"videos": ["cat.mp4"], "prompts": ["What is it?"], "captions": ["A cat."]}
+        >>> video = normalize(record).videos[0]
+        >>> video.file.label, video.frames
+        ('cat.mp4', None)
     """
 
     file: MediaReference | None

@@ -125,6 +125,11 @@ class PackingManifest:
             prints them, and commands make them again from the settings. [] in manifests of earlier versions.
         sources: all inputs, in order.
         shards: all tars, in order.
+
+    Examples:
+        >>> manifest = PackingManifest.load(Path("demo-out/webdataset"))
+        >>> manifest.packs, manifest.packed, manifest.seq_len, manifest.rejects["bad_role"]
+        (12, 154, 2048, 1)
     """
 
     format_version: int = UNWEIGHTED_FORMAT_VERSION

@@ -220,7 +220,10 @@ class ParquetSource(ArrowSource):
 def _to_arrow(path: Path, out: BinaryIO) -> None:
     import pyarrow.parquet as pq
 
-    with arrow_errors(path, "is not a readable Parquet file"), pq.ParquetFile(_opened(path)) as table:
+    with (
+        arrow_errors(path, "is not a readable Parquet file", ". Copy the complete file again."),
+        pq.ParquetFile(_opened(path)) as table,
+    ):
         schema = pa.schema([field.with_type(nested_type(field.type, _plain)) for field in table.schema_arrow])
         write_batches(schema, (_without_dictionaries(batch, schema) for batch in parquet_batches(table)), out, path)
 

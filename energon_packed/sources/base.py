@@ -25,6 +25,10 @@ class SourceRecord(NamedTuple):
         size: bytes of the record in the file; 0 if the format does not record it.
         record: the parsed record; None if it cannot be parsed.
         reject: the reason if it cannot be parsed, else None.
+
+    Examples:
+        >>> SourceRecord(address=0, size=12, record={"text": "A document."}).reject is None
+        True
     """
 
     address: int
@@ -48,6 +52,19 @@ class Source(ABC):
         has_splits: `files` uses its argument `split`.
         has_sample_loader: `open` accepts `trust_sample_loader` and `for_adapter`, like `WebDatasetSource.open`.
         chunk_limits: smallest and largest slice of the address space that is a unit of work.
+
+    Examples:
+        >>> class Lines(Source):
+        ...     suffixes = (".lines",)
+        ...
+        ...     def extent(self):
+        ...         return len(self.data.read_text().split())
+        ...
+        ...     def read(self, address, size):
+        ...         return SourceRecord(address, 0, {"text": self.data.read_text().split()[address]})
+        >>> _ = Path("two.lines").write_text("first second")
+        >>> [row.record for row in Lines(Path("two.lines")).scan(0, 2)]
+        [{'text': 'first'}, {'text': 'second'}]
     """
 
     suffixes: ClassVar[tuple[str, ...]] = ()
@@ -139,11 +156,12 @@ class Source(ABC):
         chunks = self.chunks()
         return [address - chunks[0][0] for address in addresses]
 
-    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Line of `path` that each record is on, from 1: int64 (k,), 0 if records are not lines or it is not known.
 
         Args:
-            addresses, sizes: int64 (k,), of records in ascending order, as in `SourceRecord`.
+            addresses: int64 (k,), ascending, as in `SourceRecord`.
+            sizes: integers (k,), as in `SourceRecord`; 0 if they are not known, which reads more of the file.
         """
         return np.zeros(len(addresses), dtype=np.int64)
 

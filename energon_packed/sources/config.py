@@ -74,6 +74,10 @@ class SourceConfig:
         label: name of the source in messages; "" for a plain path.
 
     Raises ConfigError when made with an invalid value.
+
+    Examples:
+        >>> SourceConfig(path="data.jsonl", weight=2, map="user=question,assistant=answer").settings()
+        {'path': ['data.jsonl'], 'map': 'user=question,assistant=answer', 'weight': 2}
     """
 
     path: Sequence[str] = option(help="File, glob, folder, Energon dataset or Hub name, or a list of them.", group="")

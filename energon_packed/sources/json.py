@@ -149,23 +149,26 @@ class JsonlSource(Source):
         start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
         return indices_of(addresses, (offset for offset, _ in self._lines(start, stop)))
 
-    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
         """Count the lines of the records, and read the bytes between them, for which a remote file is not read.
 
         They are not known for elements of an array or object, nor in an input part that starts within the file.
         """
         is_copied = self.data != self.path and self.data.name.endswith(_ELEMENTS)
-        before = np.append(0, (addresses + sizes)[:-1])  # end of the record before
+        # In place as far as possible, because a file may have 10 million records.
+        before = np.zeros_like(addresses)  # end of the record before
+        np.add(addresses[:-1], sizes[:-1], out=before[1:])
         gaps = np.flatnonzero(addresses > before)
         if is_copied or self.share[0] > 0 or (len(gaps) and is_remote(self.data)):
             return super().line_numbers(addresses, sizes)
         # A longer line has not its whole size in `sizes`; the rest of it, with its end, is a gap.
-        lines = np.append(1, (sizes > 0) & (sizes < _LONGEST_LINE))[:-1].astype(np.int64)
+        lines = np.ones_like(addresses)
+        lines[1:] = (sizes[:-1] > 0) & (sizes[:-1] < _LONGEST_LINE)
         if len(gaps):
             with self.data.open("rb") as stream:
                 for gap in gaps.tolist():
                     lines[gap] += _line_ends(stream, int(before[gap]), int(addresses[gap]))
-        return np.cumsum(lines)
+        return np.cumsum(lines, out=lines)
 
     def read(self, address: int, size: int) -> SourceRecord:
         """Read the record in bytes [address, address + size)."""
@@ -290,7 +293,7 @@ def _decompress(path: Path, out: BinaryIO) -> None:
             raise SourceError(
                 f"{path} needs more than {_XZ_MEMORY >> 20} MiB to decompress; decompress it: unxz"
             ) from error
-        raise SourceError(f"{path} cannot be decompressed: {error}; is the file complete?") from error
+        raise SourceError(f"{path} cannot be decompressed: {error}. Copy the complete file again.") from error
 
 
 def _decompress_frames(path: Path, out: BinaryIO) -> None:

@@ -275,7 +275,7 @@ def _expand(pattern: str) -> list[Path]:
             raise SourceError(f"nothing matches {pattern}. Check the folder and the pattern.")
         folder = Path(pattern).parent
         names = [] if is_remote(pattern) or not folder.is_dir() else [each.name for each in folder.iterdir()]
-        close = difflib.get_close_matches(Path(pattern).name, names, 1)
+        close = difflib.get_close_matches(Path(pattern).name, names, 1, cutoff=0.85)  # names share their suffix
         raise SourceError(f"{pattern}: no such file. {f'Did you mean {close[0]}?' if close else 'Check the path.'}")
     return matches
 

@@ -135,6 +135,7 @@ def test_the_demo_packs_and_loads(tmp_path: Path) -> None:
     packed = sum(1 for line in (tmp_path / "demo" / "source" / "data.jsonl").open() if "demo-" in line)
     assert f"{packed} samples" in done.stdout
     assert "supervised), no padding" in done.stdout
+    assert "Next steps:\n  energon-packed inspect " in done.stdout
 
 
 def test_the_demo_with_videos_packs_and_loads(tmp_path: Path) -> None:

@@ -127,13 +127,17 @@ def make_demo(folder: Path) -> None:
 
 
 def normalized(text: str) -> str:
-    """Return the text without times, rates, sizes of compressed images and versions, which differ between machines."""
+    """Return the text without times, rates, losses, compressed sizes and versions, which differ between machines."""
     text = re.sub(r"(\d+ \w+) +[\d.]+ s(?: +[\d,]+/s)?", r"\1", text)
     text = re.sub(r"│ (\w+ seconds|size) .*", r"│ \1", text)
     text = re.sub(r"[\d.]+ [KMG]iB", "SIZE", text)
     text = re.sub(r" in Transformers [\d.]+", "", text)
+    text = re.sub(r"[1-9]\d* batches repeated by resuming", "BATCHES repeated by resuming", text)  # until a kill
+    text = re.sub(r"loss \d+\.\d+", "loss", text)
     text = re.sub(
-        r"'(train_runtime|train_\w+_per_second|train_loss|entropy|mean_token_accuracy)': '?[^',}]+'?", r"\1", text
+        r"'(train_runtime|train_\w+_per_second|(?:\w+_)?loss|grad_norm|entropy|mean_token_accuracy)': '?[^',}]+'?",
+        r"\1",
+        text,
     )
     return "\n".join(line.rstrip() for line in text.strip().splitlines())
 

@@ -24,11 +24,22 @@ _FAULTS = """(() => {
   const light = rgb => rgb.map(v => v / 255).map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
     .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
   if (root.scrollWidth > root.clientWidth) faults.add(`is ${root.scrollWidth} px wide at ${root.clientWidth} px`);
-  for (const image of document.images) if (!image.naturalWidth) faults.add(`${image.src} is not loaded`);
+  for (const image of document.images)
+    if (!image.naturalWidth && image.checkVisibility()) faults.add(`${image.src} is not loaded`);
   for (const text of document.querySelectorAll("svg text")) {
     const inner = text.getBoundingClientRect(), outer = text.ownerSVGElement.getBoundingClientRect();
     if (inner.left < outer.left || inner.right > outer.right + 1) faults.add(`"${text.textContent}" is cut off`);
   }
+  for (const line of document.querySelectorAll("svg .d-cut"))
+    if (getComputedStyle(line).stroke != "rgb(229, 83, 75)") faults.add("a boundary is not red");
+  const known = new Map([[null, {opacity: 1, paper: [255, 255, 255]}]]);
+  const behind = element => {
+    if (!known.has(element)) {
+      const style = getComputedStyle(element), {opacity, paper} = behind(element.parentElement);
+      known.set(element, {opacity: opacity * style.opacity, paper: over(color(style.backgroundColor), paper)});
+    }
+    return known.get(element);
+  };
   const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (texts.nextNode()) {
     const element = texts.currentNode.parentElement, style = getComputedStyle(element);
@@ -36,11 +47,8 @@ _FAULTS = """(() => {
     if (!element.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;
     if (root.clientWidth < 600 && element.closest(".md-sidebar, .md-search")) continue;  // closed
     const ink = color(element instanceof SVGElement ? style.fill : style.color), layers = [];
-    for (let parent = element; parent; parent = parent.parentElement) {
-      const shown = getComputedStyle(parent);
-      ink[3] *= shown.opacity;
-      layers.unshift(color(shown.backgroundColor));
-    }
+    const {opacity, paper: below} = behind(element);
+    ink[3] *= opacity;
     if (element instanceof SVGElement) {
       const box = element.getBoundingClientRect(), x = (box.left + box.right) / 2, y = (box.top + box.bottom) / 2;
       for (const rect of element.ownerSVGElement.querySelectorAll("rect")) {
@@ -49,7 +57,7 @@ _FAULTS = """(() => {
           layers.push([...color(shown.fill).slice(0, 3), Number(shown.opacity)]);
       }
     }
-    const paper = layers.reduce((below, layer) => over(layer, below), [255, 255, 255]);
+    const paper = layers.reduce((lower, layer) => over(layer, lower), below);
     const [dark, bright] = [light(over(ink, paper)), light(paper)].sort((a, b) => a - b);
     const contrast = (bright + 0.05) / (dark + 0.05);
     if (contrast < 4.5) faults.add(`"${texts.currentNode.data.trim().slice(0, 40)}" (${element.tagName}.` +
@@ -154,3 +162,11 @@ def test_the_isolation_table_is_searched(address: str, tmp_path: Path) -> None:
         browser.run("document.querySelector('.searchable input').select()")
         browser.call("Input.insertText", text="llamaforcausallm")
         assert ["llama", "clean", "LlamaForCausalLM"] in browser.run(shown)
+
+
+def test_pictures_are_small_and_of_both_schemes() -> None:
+    pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "images").glob("*.png")}
+    assert sorted(pictures) == sorted(
+        f"{page}-{scheme}.png" for page in ("inspect", "report") for scheme in ("dark", "light")
+    )
+    assert max(pictures.values()) < 150_000

@@ -1,5 +1,6 @@
 """Packs with references to media: read as copied packs; a changed file is an error."""
 
+import copy
 import json
 import os
 import random
@@ -67,7 +68,7 @@ def _mutated(rng: random.Random, content: bytes, fifo: Path) -> bytes:
         return bytes(damaged[: rng.choice([len(damaged), rng.randrange(len(damaged))])])
     located = json.loads(content)
     for _ in range(rng.randint(1, 3)):
-        value = rng.choice(_VALUES)
+        value = copy.deepcopy(rng.choice(_VALUES))  # a later round may change it
         value = str(fifo) if value == "FIFO" else value
         name = rng.choice(list(located))
         kind = rng.randrange(5)

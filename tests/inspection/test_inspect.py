@@ -89,6 +89,8 @@ def test_damaged_and_unknown_tars_are_shown_with_the_problem(tmp_path: Path, pac
     other = tmp_path / "other.tar"
     other.write_bytes(b"x" * 3000)
     assert "is not an uncompressed tar file" in run(other).output
+    records = other.rename(tmp_path / "data.jsonl")
+    assert "got records. Use energon-packed lengths" in str(run(records).exception)
 
 
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from click.testing import Result
 from energon_packed import ConfigError, pack
 from tests.browser import Browser
 from tests.conftest import FLAVORS, Packer
-from tests.inspection.datasets import METADATASET_V2, damaged
+from tests.inspection.datasets import METADATASET_V2, damaged, edit_manifest
 from tests.internals import DemoDataset, PackedFolder, ShardReader, _zoomed, codec_for, gather
 from tests.printed import invoke
 
@@ -298,23 +298,34 @@ def test_images_are_in_their_places_in_the_text(demo: DemoDataset, tokenizer_dir
         {"role": "user", "content": "More?"},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "<image>", "arguments": {}}}]},
     ]
-    record = {"messages": turns, "images": [f"images/{name}" for name in images]}
     data = demo.jsonl.with_name("placed.jsonl")
-    data.write_text(json.dumps(record) + "\n")
     options: dict[str, Any] = {"tokenizer": tokenizer_dir, "seq_len": 8192, "workers": 1}
-    for flavor in ("PackedMultiMixQASample", "PackedTokensSample"):
+    for flavor, count in (("PackedMultiMixQASample", 4), ("PackedTokensSample", 2)):
+        record = {"messages": turns[:count], "images": [f"images/{name}" for name in images]}
+        data.write_text(json.dumps(record) + "\n")
         result = pack(data, output_dir=tmp_path / flavor, sample_class=flavor, **options)
         assert run(result.shards, "-o", tmp_path / "r.html").exit_code == 0
         page = (tmp_path / "r.html").read_text()
         (article,) = re.findall(r"<article>(.*?)</article>", page, re.S)
         shown = " ".join(re.sub(r'<img[^>]*title="(\w+)\.[^>]*>', r"[\1]", article).split())
         if flavor == "PackedTokensSample":
-            assert "<b>tokens</b> <div>[img0_0][img0_1]" in shown
+            named = re.sub(r"&lt;.*?&gt;", "|", shown)  # special tokens
+            assert "<b>context</b> <div>|user before |[img0_0]| between |[img0_1]| after|" in named
+            assert '<div class="turn supervised"><b>target</b> <div>long long ' in shown
+            assert "<b>tokens</b>" in _tokens_page(result.shards, tmp_path)
             continue
         assert "<b>user</b> <div>before [img0_0] between [img0_1] after</div>" in shown
         assert 'long <i class="note"> ... 1,003 more characters</i>' in shown
         assert "tool_calls: [{&#34;function&#34;:{&#34;name&#34;:&#34;&lt;image&gt;&#34;" in shown
         assert "<b>user</b> <div>More?</div>" in shown
+
+
+def _tokens_page(shards: Path, folder: Path) -> str:
+    """The page of a dataset whose tokenizer is not found."""
+    copy = shutil.copytree(shards, folder / "copy")
+    edit_manifest(copy, lambda value: value["encoder"].update(tokenizer="none"))
+    assert run(copy, "-o", folder / "copy.html").exit_code == 0
+    return (folder / "copy.html").read_text()
 
 
 def test_a_relative_tokenizer_is_found_from_other_folders(
@@ -356,6 +367,8 @@ def test_two_runs_are_compared(pack_demo: Packer, tmp_path: Path) -> None:
         assert expected in text
     same = run(shards, shards, "-o", tmp_path / "r.html")
     assert same.output.splitlines() == [same.output.strip()]
+    refused = run(shards, shards, "--tokenizer", tmp_path, "-o", tmp_path / "r.html")
+    assert "--tokenizer must be omitted with two datasets" in str(refused.exception)
     copy = tmp_path / "third-party"
     shutil.copytree(shards, copy, ignore=shutil.ignore_patterns("packing.json"))
     refused = run(shards, copy, "-o", tmp_path / "r.html")

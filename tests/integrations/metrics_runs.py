@@ -82,7 +82,7 @@ def ordered(folder: Path, blend: Path) -> dict[str, Any]:
         str(folder),
         data,
         **QUIET_RUN,
-        **ONE_EPOCH | {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 1},
+        **ONE_EPOCH | {"eval_strategy": "steps", "eval_steps": 3, "per_device_eval_batch_size": 1},
     )
     reporter = Reported()
     trainer = PackedTrainer(

@@ -253,7 +253,7 @@ def main() -> None:
             packed=True,
             gradient_accumulation_steps=2,
             dataloader_num_workers=1,
-            **map_style | {"num_train_epochs": 3},
+            **map_style,
         ),
         "blend": twice(folder / "blend", lambda: PackedDataset(blend), **map_style),
         "stream_of_blend": twice(

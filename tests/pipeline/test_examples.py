@@ -22,7 +22,11 @@ IMAGE = {"images": ["none.png"], "captions": ["A cat."]}
             {},
             r"40 x missing_field, e.g. line 1 of .*data.jsonl: .*`map`, or convert them with an `adapter`",
         ),
-        (IMAGE, {}, r"40 x missing_image, e.g. line 1 of .*none.png.*; set `image_root` to the folder"),
+        (
+            IMAGE,
+            {},
+            r"40 x missing_image, e.g. line 1 of .*none.png.*; add the files, or set `image_root` to the folder",
+        ),
         ({**IMAGE, "images": ["../a.png"]}, {}, r"40 x image_outside_root.*; set `image_root` to the folder"),
         ({"messages": TURNS}, {"seq_len": 16}, r"40 x overlong, e.g. line 1 of .* tokens, .*; raise `seq_len`, or"),
         ("{broken", {}, r"40 x bad_json, .*; each line must be one JSON object"),
@@ -39,7 +43,7 @@ def test_an_input_without_usable_records_shows_one_and_what_to_do(
 
 def test_each_reason_has_an_example_and_the_most_common_reason_is_first(build: Any) -> None:
     records = [{"messages": TURNS}] * 3 + ["{broken"] + [IMAGE] * 2
-    first = r"2 x missing_image, e.g. line 5 of .*data.jsonl: .* \(set `image_root`.*\)"
+    first = r"2 x missing_image, e.g. line 5 of .*data.jsonl: .* \(add the files, or set `image_root`.*\)"
     second = r"1 x bad_json, e.g. line 4 of .*data.jsonl: .*\. See .*raise `max_reject_rate`"
     with pytest.raises(RejectLimitError, match=rf"3 of 6 records \(50.0%\) .*: {first}; {second}"):
         build(records, max_reject_rate=0.1)
@@ -54,7 +58,9 @@ def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> N
     data.write_text("".join(json.dumps(record) + "\n" for record in [{"messages": TURNS}, IMAGE]))
     shown = CliRunner().invoke(cli, ["lengths", *options]).output
     assert "rejected: 1 x missing_image, e.g. line 2 of" in shown
-    assert "\nmissing_image: set --image-root to the folder that image paths start from; pack lists all " in shown
+    assert (
+        "\nmissing_image: add the files, or set --image-root to the folder that image paths start from; pack " in shown
+    )
     sampled = CliRunner().invoke(cli, ["lengths", *options, "--sample", "1000"]).output
     assert "e.g. a record of" in sampled
 

@@ -76,7 +76,13 @@ def test_inspect_verify_and_report_read_the_store(
 ) -> None:
     folder, url = packed
     tar = next((folder / "webdataset").glob("*.tar"))
-    for arguments in ([""], [f"webdataset/{tar.name}"], ["webdataset", "--json"], ["", "--pack", "pack_00000002"]):
+    some = [
+        [f"webdataset/{tar.name}"],
+        ["webdataset", "--json"],
+        ["", "--pack", "pack_00000002"],
+        ["", "--id", "demo-00003"],
+    ]
+    for arguments in ([""], *some):
         shown = [run("inspect", f"{root}/{arguments[0]}".rstrip("/"), *arguments[1:]) for root in packed]
         assert shown[1].replace(url, str(folder)) == shown[0]
     checked = [run("verify", root, "--workers", 1, "--tokenizer", tokenizer_dir) for root in packed]

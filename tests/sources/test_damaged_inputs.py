@@ -19,7 +19,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from energon_packed import Conversation, EnergonPackedError, RecordError, SourceError, normalize
+from energon_packed import Conversation, EnergonPackedError, RecordError, ResourceError, SourceError, normalize
+from tests import oldest
 from tests.internals import CsvSource, open_sources
 from tests.pipeline.mutations import KEYS
 
@@ -105,7 +106,8 @@ def check(path: Path, kind: str, work_dir: Path) -> None:
     try:
         found = list(read(path, work_dir))
     except EnergonPackedError as error:
-        assert isinstance(error, SourceError)
+        # The oldest release of PyArrow reports some damaged sizes as a lack of memory.
+        assert isinstance(error, SourceError) or (oldest.PYARROW and isinstance(error, ResourceError))
         assert str(path) in str(error)
         assert "\n" not in str(error)
         return

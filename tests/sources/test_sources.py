@@ -188,9 +188,9 @@ def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path: Path) -> None:
     [
         ("a.txt", b"x", "unknown format; known formats: .jsonl"),
         ("a.json", b'[{"a": 1}, {"a"', "not a complete JSON array"),
-        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000, mtime=0)[:-9], "cannot be decompressed"),
+        ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000, mtime=0)[:-9], "Copy the complete file again."),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00bad", "cannot be decompressed"),
-        ("a.parquet", b"PAR1 nothing", "not a readable Parquet file"),
+        ("a.parquet", b"PAR1 nothing", "not a readable Parquet file: .* Copy the complete file again."),
         ("a.arrow", b"nothing", "not an Arrow file"),
     ],
 )
@@ -207,8 +207,10 @@ def test_invalid_inputs_are_refused(tmp_path: Path) -> None:
         open_sources([tmp_path / "a.jsonl", str(tmp_path / "*.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="nothing matches .* Check the folder and the pattern."):
         open_sources([str(tmp_path / "*.parquet")], work_dir=tmp_path)
-    with pytest.raises(SourceError, match=r"b.jsonl: no such file. Did you mean a.jsonl\?"):
-        open_sources([str(tmp_path / "b.jsonl")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"a.json: no such file. Did you mean a.jsonl\?"):
+        open_sources([str(tmp_path / "a.json")], work_dir=tmp_path)
+    with pytest.raises(SourceError, match=r"other.jsonl: no such file. Check the path."):
+        open_sources([str(tmp_path / "other.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match=r"none/a.jsonl: no such file. Check the path."):
         open_sources([str(tmp_path / "none" / "a.jsonl")], work_dir=tmp_path)
     with pytest.raises(SourceError, match="no input file"):

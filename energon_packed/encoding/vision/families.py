@@ -80,6 +80,11 @@ class VisionFamily(ABC):
         video_normalization: (mean, standard deviation, rescale factor) of frames if images have other values.
         video_problem: reason why the settings of the processor folder cannot be used for videos, or "".
         warnings: decisions made while it was loaded, for the user.
+
+    Examples:
+        >>> patches = encoder.vision.num_patches(height=448, width=448)
+        >>> patches, encoder.vision.num_tokens(patches)
+        (1024, 256)
     """
 
     names: ClassVar[tuple[str, ...]]

@@ -15,7 +15,7 @@ from energon_packed.encoding.vision.families import Qwen25VLVision, VisionFamily
 from energon_packed.encoding.vision.processors import ProcessorVision
 from energon_packed.errors import ConfigError
 from energon_packed.options import declared
-from energon_packed.system import announced
+from energon_packed.system import announced, no_collecting
 
 _NEXT_STEP = "use the processor folder of the model, or register a VisionFamily (see 'Vision families' in the docs)"
 _PROCESSOR = "processor_config.json"  # in which newer versions of Transformers save all processors
@@ -29,6 +29,7 @@ _Layouts = tuple[tuple[int, int], ...]
 
 
 @announced("loading the image processor")
+@no_collecting()
 def load_vision(settings: EncoderSettings) -> VisionFamily | None:
     """Load the vision family from a processor folder, from names and sizes, or from both.
 

@@ -47,6 +47,9 @@ class MetricsCallback(LogCallback):
         seq_len, cost, group: as for ThroughputMetrics.
         packs_per_batch: packs that are joined in one row; by default `per_device_train_batch_size`. For a
             TrainerStream, `micro_batch_size` of its loader.
+
+    Examples:
+        >>> callbacks = [MetricsCallback()]  # of the Trainer
     """
 
     def __init__(

@@ -59,6 +59,11 @@ class MixtureCallback(LoaderState, LogCallback):
         ConfigError: `every` is below 1; while training, a source is not in the mixture, or the model returns no
             logits.
         BatchError: the batches have no sources, or the checkpoint has no losses.
+
+    Examples:
+        >>> parts = [MapDistributor([{"text": "A"}]), MapDistributor([{"text": "B"}])]
+        >>> mixture = MixtureDistributor(parts, [1, 1], repeat=True, names=["a", "b"])
+        >>> callbacks = [MixtureCallback(mixture, every=10)]  # of the Trainer
     """
 
     key = "energon_packed_mixture"

@@ -28,6 +28,9 @@ class OrderLogCallback(LoaderState):
         ConfigError: the data collator does not return the batches of this package, or the folder has the log of
             another run.
         BatchError: training resumes from a checkpoint without the log.
+
+    Examples:
+        >>> callbacks = [OrderLogCallback("order-log")]  # of the Trainer
     """
 
     key = "energon_packed_order_log"

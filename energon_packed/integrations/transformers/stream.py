@@ -44,6 +44,11 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
 
     Attributes:
         used: batches that the Trainer has used; None if no TrainerStreamCallback counts them.
+
+    Examples:
+        >>> loader = DataflowLoader(MapDistributor([{"text": "A document."}] * 4), encoder)
+        >>> TrainerStream(loader).steps
+        4
     """
 
     def __init__(self, loader: Any, *, order_log: str | Path | None = None) -> None:
@@ -172,6 +177,11 @@ class TrainerStreamCallback(LoaderState):
     Raises:
         ConfigError: the arguments do not fit the stream; see `check_training_arguments`.
         BatchError: the checkpoint has no state of the stream.
+
+    Examples:
+        >>> loader = DataflowLoader(MapDistributor([{"text": "A document."}] * 4), encoder)
+        >>> stream = TrainerStream(loader)
+        >>> callbacks = [TrainerStreamCallback(stream)]  # of the Trainer
     """
 
     remedy = "pass callbacks=[TrainerStreamCallback(stream)] to the Trainer that saves"

@@ -44,6 +44,12 @@ class PackedTrainerMixin(Trainer):
 
     Raises:
         ConfigError: as in PackedTrainer.
+
+    Examples:
+        >>> import transformers
+        >>> class Trainer(PackedTrainerMixin, transformers.Trainer):
+        ...     def log(self, logs, start_time=None):
+        ...         super().log(logs | {"run": 1}, start_time)
     """
 
     data_collator: Any
@@ -319,6 +325,17 @@ class PackedTrainer(PackedTrainerMixin):
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
             model, or, while training, the loss weights.
+
+    Examples:
+        >>> import transformers
+        >>> sizes = dict(vocab_size=2000, hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+        >>> config = transformers.LlamaConfig(**sizes, num_attention_heads=1)
+        >>> dataset = PackedDataset("demo-out", encoder)
+        >>> args = packed_training_arguments("run", dataset, max_steps=1, use_cpu=True)
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> trainer = PackedTrainer(model, args, train_dataset=dataset, data_collator=PaddingFreeCollator())
+        >>> len(trainer.get_train_dataloader())
+        2
     """
 
     def __init__(
@@ -372,6 +389,9 @@ class IsolationCheckCallback(TrainerCallback):
 
     Raises:
         IsolationError: the model does not keep packed samples apart.
+
+    Examples:
+        >>> callbacks = [IsolationCheckCallback()]  # of the Trainer
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any, **kwargs: Any) -> None:
@@ -386,6 +406,10 @@ class SetEpochCallback(TrainerCallback):
 
     Args:
         dataset: PackedDataset over a Metadataset.
+
+    Examples:
+        >>> dataset = PackedDataset("demo-out", encoder)
+        >>> callbacks = [SetEpochCallback(dataset)]  # of the Trainer
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -27,6 +27,11 @@ class RowSizes:
         squares: int64 (P,), sum of the squared lengths of the samples of each row.
         patches: int64 (P,), patches of the images and videos of each row.
         patch_squares: int64 (P,), sum of the squared patches of each image and of each temporal patch of a video.
+
+    Examples:
+        >>> sizes = RowSizes.of_samples([[4096], [2048, 2048]], patches=[[], []])
+        >>> sizes.tokens.tolist(), sizes.squares.tolist()
+        ([4096, 4096], [16777216, 8388608])
     """
 
     tokens: Int64
@@ -96,6 +101,11 @@ class CostModel:
 
     Raises:
         ConfigError: a constant below 0, or all 0.
+
+    Examples:
+        >>> sizes = RowSizes.of_samples([[4096], [2048, 2048]], patches=[[], []])
+        >>> CostModel().costs(sizes).round().tolist()
+        [4437.0, 4267.0]
     """
 
     token: float = 1.0

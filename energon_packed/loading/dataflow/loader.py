@@ -271,6 +271,12 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     Raises:
         ConfigError: options are unknown or contradict each other; the message names the option to remove.
+
+    Examples:
+        >>> records = [{"text": "word " * n} for n in range(1, 20)]
+        >>> loader = DataflowLoader(MapDistributor(records), encoder, PoolPacker(128))
+        >>> [batch.num_tokens for batch in loader]
+        [128, 128, 128, 53]
     """
 
     _is_accelerate_prepared = True  # otherwise accelerator.prepare splits the data of each rank over ranks again

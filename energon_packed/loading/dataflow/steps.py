@@ -28,7 +28,6 @@ from energon_packed.loading.dataflow.worker_stream import (
     WorkerStream,
     count_failure,
     item_name,
-    no_collecting,
     record_of,
 )
 from energon_packed.loading.distributors.datasets import MapDistributor
@@ -39,6 +38,7 @@ from energon_packed.loading.order import Segment
 from energon_packed.loading.process import encode_items
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.loading.state import check_identity, check_numbers, damaged
+from energon_packed.system import no_collecting
 
 _log = logging.getLogger(__name__)
 

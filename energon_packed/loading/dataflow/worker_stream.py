@@ -13,11 +13,9 @@ A state lists the buffered items by their keys, and the position of the distribu
 ahead are not part of the state: they are read again.
 """
 
-import gc
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -35,6 +33,7 @@ from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, Sizes, unfit
 from energon_packed.loading.process import RecordAt, WithSource, encode_items, is_divisible
 from energon_packed.loading.ranks import ShardSpec
+from energon_packed.system import no_collecting
 
 
 class LoaderParts(NamedTuple):
@@ -375,18 +374,6 @@ class WorkerStream:
         groups = [[buffered[number][fragment[0] if fragment else 0] for number, _, *fragment in g] for g in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
-
-
-@contextmanager
-def no_collecting() -> Iterator[None]:
-    """Pause Python's garbage collector: records make many objects and no cycles, and each search walks them all."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at: tuple[RecordAt, str] | None) -> None:

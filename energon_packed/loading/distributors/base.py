@@ -21,6 +21,10 @@ class Item(NamedTuple):
         value: input of a Processor: a record, a Conversation, a pack, or encoded samples.
         key: argument of `Distributor.item` that reads it again; by default its number.
         resume_state: argument of `Distributor.items` that continues after it; by default the next number.
+
+    Examples:
+        >>> Item(0, {"text": "A document."}).value
+        {'text': 'A document.'}
     """
 
     number: int
@@ -43,6 +47,14 @@ class Distributor(ABC):
         read_ahead: items that are read and encoded together.
         readers: readers of its records, for reports of rejected records; () for other items.
         schedule: weights that may change during an epoch; None if they do not change.
+
+    Examples:
+        >>> class Squares(Distributor):
+        ...     def items(self, shard, start):
+        ...         for number, index in enumerate(shard.shard_indices(6)[start:], start):
+        ...             yield Item(number, index**2)
+        >>> [item.value for item in Squares().items(ShardSpec(index=1, num_shards=2), 0)]
+        [1, 9, 25]
     """
 
     can_seek: bool = True

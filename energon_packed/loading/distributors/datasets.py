@@ -41,6 +41,11 @@ class MapDistributor(Distributor):
     Raises:
         ConfigError: `balance` is unknown, the dataset has no `row_sizes()`, `accumulation` is below 1, or `repeat` is
             set for an empty dataset.
+
+    Examples:
+        >>> distributor = MapDistributor(["a", "b", "c"], shuffle=False)
+        >>> [item.value for item in distributor.items(ShardSpec(index=0, num_shards=2), 0)]
+        ['a', 'c']
     """
 
     def __init__(
@@ -122,6 +127,11 @@ class IterableDistributor(Distributor):
 
     Args:
         source: an iterable, or a function that returns a new one with each call.
+
+    Examples:
+        >>> distributor = IterableDistributor(range(5))
+        >>> [item.value for item in distributor.items(ShardSpec(index=1, num_shards=2), 0)]
+        [1, 3]
     """
 
     def __init__(self, source: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:
@@ -167,6 +177,11 @@ class FileShardDistributor(Distributor):
         read: returns the items of a part, in the same order at every call.
         shuffle: parts in a new order every epoch, by seed.
         shuffle_within: also shuffle the items of each part, which is then kept in memory.
+
+    Examples:
+        >>> distributor = FileShardDistributor(["ab", "cd"], list, shuffle=False)
+        >>> [item.value for item in distributor.items(ShardSpec(index=1, num_shards=2), 0)]
+        ['c', 'd']
     """
 
     def __init__(

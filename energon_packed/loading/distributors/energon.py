@@ -38,6 +38,12 @@ class EnergonDistributor(Distributor):
 
     Raises:
         ConfigError, FormatError: as `get_packed_loader`.
+
+    Examples:
+        >>> distributor = EnergonDistributor("demo-out", shuffle=False)
+        >>> pack_0 = next(distributor.items(ShardSpec(), 0)).value
+        >>> type(pack_0).__name__, pack_0.__key__
+        ('PackedCaptioningSample', 'demo-out_00000000')
     """
 
     def __init__(

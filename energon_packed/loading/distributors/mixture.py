@@ -40,6 +40,12 @@ class MixtureDistributor(Distributor):
 
     Raises:
         ConfigError: weights or names do not match the distributors, or a number is out of range.
+
+    Examples:
+        >>> parts = [MapDistributor(["x", "y"]), MapDistributor(["z"])]
+        >>> mixture = MixtureDistributor(parts, [2, 1])
+        >>> sorted(item.value for item in mixture.items(ShardSpec(), 0))
+        ['x', 'y', 'z']
     """
 
     def __init__(

@@ -81,6 +81,11 @@ class LoaderConfig:
 
     Raises:
         ConfigError: a value is invalid, or values contradict each other.
+
+    Examples:
+        >>> config = LoaderConfig(micro_batch_size=2, num_workers=0, epochs=1)
+        >>> config.one_pass, config.on_the_fly
+        (True, False)
     """
 
     seq_len: int | None = None

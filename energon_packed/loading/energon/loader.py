@@ -85,6 +85,11 @@ class PackedLoader:
         ranks: makes the ranks end an epoch together if it is not known.
         repeats: an epoch may have a pack several times.
         order_log: log of the consumed batches, or None.
+
+    Examples:
+        >>> loader = get_packed_loader("demo-out", encoder, num_workers=0, epochs=1)
+        >>> len(list(loader))
+        12
     """
 
     def __init__(self, source: EnergonSource, failures: FailureLog) -> None:

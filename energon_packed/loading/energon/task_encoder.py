@@ -89,6 +89,11 @@ class PackedTaskEncoder(TaskEncoder):
 
     Raises:
         ConfigError: as `set_media_root`.
+
+    Examples:
+        >>> class Sorted(PackedTaskEncoder):
+        ...     def batch(self, samples):
+        ...         return super().batch(sorted(samples, key=len))
     """
 
     decoder = None

@@ -65,6 +65,13 @@ class ThroughputMetrics:
 
     Raises:
         ConfigError: a number below 1.
+
+    Examples:
+        >>> metrics = ThroughputMetrics(seq_len=8)
+        >>> sample = EncodedSample(input_ids=np.arange(6), labels=np.arange(6))
+        >>> batches = list(metrics.watch([PaddingFreeCollator().collate([sample])]))
+        >>> metrics.summary()["data/utilization"]
+        0.75
     """
 
     def __init__(

@@ -9,6 +9,7 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ class OrderLog:
             `size` and `endless`, the items of an epoch in a global order, or `steps`, the batches of an epoch.
 
     Raises:
-        ConfigError: `folder` is in an object store; when the first line is written, the folder has the log of another
-            run that saved a state; a sample id or a dataset name is not UTF-8.
+        ConfigError: `folder` is a file, or in an object store; when the first line is written, the folder has the log
+            of another run that saved a state; a sample id or a dataset name is not UTF-8.
         FormatError: the file of this rank has another format.
         ResourceError: the disk is full, or fails.
     """
@@ -56,6 +57,8 @@ class OrderLog:
         if is_remote(as_path(folder)):
             raise ConfigError(f"`order_log` must be a local folder, got {folder}. Object stores append no lines.")
         self.folder = Path(folder)
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"`order_log` must be a folder, got the file {folder}. Pass another path.")
         self.file = file_of(self.folder, place[0])
         self._place, self._facts = place, facts
         self._run = secrets.token_hex(4)
@@ -70,7 +73,8 @@ class OrderLog:
     def state(self, at: Point) -> dict[str, Any]:
         """Return the entry of a loader state after the batch at (epoch, step)."""
         if self._descriptor is not None and not self._is_saved and at > (0, 0):
-            saved_marker(self.folder, self._place[1]).touch()
+            with _disk_errors(self.folder):
+                saved_marker(self.folder, self._place[1]).touch()
             self._is_saved = True
         return {KEY: {"run": self._run, "past": self._starts(), "at": [list(at)]}}
 
@@ -190,8 +194,9 @@ class OrderLog:
         return header is not None
 
     def _open(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with _disk_errors(self.file):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.file, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         end = os.fstat(self._descriptor).st_size
         while end:  # a kill may have cut the last line
             start = max(0, end - _BLOCK)
@@ -204,17 +209,27 @@ class OrderLog:
     def _write(self, text: bytes) -> None:
         assert self._descriptor is not None
         written = 0
-        try:
-            while written < len(text):  # a disk that is almost full writes a part
-                written += os.write(self._descriptor, text[written:])
-        except OSError as error:
-            os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-            raise_resource_error(error, self.file)
-            raise
+        with _disk_errors(self.file):
+            try:
+                while written < len(text):  # a disk that is almost full writes a part
+                    written += os.write(self._descriptor, text[written:])
+            except OSError:
+                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+                raise
 
     def __del__(self) -> None:
         if getattr(self, "_descriptor", None) is not None:
             os.close(self._descriptor)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _disk_errors(place: Path) -> Iterator[None]:
+    """Raise errors of the disk as ResourceError, with the place and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise_resource_error(error, place)
+        raise
 
 
 def _is_utf8(name: str) -> bool:

@@ -55,6 +55,16 @@ class Packer(ABC):
             the sample, `truncate` keeps its first `longest` tokens, `split` divides documents and token records into
             fragments, which repeat `split_overlap` tokens (both with DataflowLoader).
         rows: items in each row, if their number alone decides; None otherwise.
+
+    Examples:
+        >>> class Pairs(Packer):
+        ...     buffer_size = 2
+        ...
+        ...     def select(self, lengths):
+        ...         return [np.arange(len(lengths))]
+        >>> loader = DataflowLoader(MapDistributor([{"text": "A document."}] * 4), encoder, Pairs())
+        >>> [batch.num_samples for batch in loader]
+        [2, 2]
     """
 
     longest: int | None = None

@@ -45,6 +45,10 @@ class PoolPacker(Packer):
 
     Raises:
         ConfigError: an argument is out of range.
+
+    Examples:
+        >>> [row.tolist() for row in PoolPacker(8).select(np.array([5, 4, 3, 4]))]
+        [[1, 3], [0, 2]]
     """
 
     carry_over_last = True
@@ -114,6 +118,10 @@ class BalancedPoolPacker(PoolPacker):
 
     Raises:
         ConfigError: an argument is out of range.
+
+    Examples:
+        >>> [row.tolist() for row in BalancedPoolPacker(8).select(np.array([5, 4, 3, 4]))]
+        [[1, 3], [0, 2]]
     """
 
     def __init__(

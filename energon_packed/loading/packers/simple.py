@@ -16,7 +16,12 @@ from energon_packed.seqlens import round_up
 
 
 class PlannedPacker(Packer):
-    """Use every item as one row: for packs of `energon-packed pack`, and for `plan_in_memory`."""
+    """Use every item as one row: for packs of `energon-packed pack`, and for `plan_in_memory`.
+
+    Examples:
+        >>> [row.tolist() for row in PlannedPacker().select(np.array([5, 4, 3, 4]))]
+        [[0], [1], [2], [3]]
+    """
 
     buffer_size = 1
     rows = 1
@@ -37,6 +42,10 @@ class SequentialPacker(Packer):
 
     Raises:
         ConfigError: an argument is out of range.
+
+    Examples:
+        >>> [row.tolist() for row in SequentialPacker(8).select(np.array([5, 4, 3, 4]))]
+        [[0], [1, 2], [3]]
     """
 
     carry_over_last = True
@@ -75,6 +84,10 @@ class SimpleBatcher(Packer):
 
     Raises:
         ConfigError: `batch_size` is below 1.
+
+    Examples:
+        >>> [row.tolist() for row in SimpleBatcher(2).select(np.array([5, 4, 3, 4]))]
+        [[0, 1], [2, 3]]
     """
 
     def __init__(self, batch_size: int) -> None:

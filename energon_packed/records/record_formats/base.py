@@ -21,6 +21,10 @@ class PartialConversation:
         messages: turns in order; a system field of the record is added later.
         text: a document, every token supervised.
         input_ids: int64 (L,), with `labels` int64 (L,), and `loss_weights` float32 (L,) if any weight is not 1.
+
+    Examples:
+        >>> PartialConversation([Message("user", "2 + 2?"), Message("assistant", "4")]).messages[1].role
+        'assistant'
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -52,6 +56,17 @@ class RecordFormat(ABC):
             but the conversation gets a note.
         reads_images: the format reads `images` and `image` itself.
         reads_system: the format reads `system` itself.
+
+    Examples:
+        >>> class Dialog(RecordFormat):
+        ...     key = "dialog"
+        ...
+        ...     def read(self, record, media):
+        ...         roles = ("user", "assistant")
+        ...         turns = [Message(roles[i % 2], text) for i, text in enumerate(record["dialog"])]
+        ...         return PartialConversation(turns)
+        >>> Dialog().read({"dialog": ["2 + 2?", "4"]}, None).messages[1].content
+        '4'
     """
 
     key: ClassVar[str]

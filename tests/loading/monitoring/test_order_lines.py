@@ -256,6 +256,12 @@ def test_a_short_write_is_continued_and_a_full_disk_is_an_error(
     assert (check_order(tmp_path).problems, check_order(tmp_path).samples) == ([], 13)
 
 
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="`order_log` must be a folder, got the file .*file. Pass another path"):
+        logged(tmp_path / "file")
+
+
 def test_another_format_is_refused(tmp_path: Path) -> None:
     state = logged(tmp_path, stop=3)
     file = tmp_path / "order-00000.jsonl"

@@ -1,0 +1,63 @@
+"""Write the screenshots of docs/images: `python tools/make_screenshots.py`. It needs Chromium (`make chromium`).
+
+The pictures show the demo data of the pages, in the light and the dark color scheme. They depend on the fonts of the
+machine, so no test compares them.
+"""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from PIL import Image  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.terminal_theme import DEFAULT_TERMINAL_THEME, MONOKAI  # noqa: E402
+from rich.text import Text  # noqa: E402
+
+from tests.browser import Browser  # noqa: E402
+from tests.docs.pages import make_demo  # noqa: E402
+
+SIZES = {"report": (1100, 1500), "inspect": (960, 420)}  # CSS pixels
+_INSPECT = ("inspect", "demo-out", "--pack", "demo-out_00000000")
+_TERMINAL = (
+    "<!doctype html><meta charset=utf-8><style>{stylesheet} body {{ color: {foreground}; background: {background}; "
+    "margin: 16px; font: 15px/1.4 monospace }} pre {{ margin: 0; font: inherit }}</style><pre>{code}</pre>"
+)
+
+
+def terminal(text: str, scheme: str) -> str:
+    """Render the output of a command, with ANSI colors, as HTML."""
+    console = Console(width=100, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(Text.from_ansi(text))
+    theme = MONOKAI if scheme == "dark" else DEFAULT_TERMINAL_THEME
+    return console.export_html(theme=theme, code_format=_TERMINAL)
+
+
+def main() -> None:
+    """Make the demo data, run both commands, and write the pictures."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.chdir(name):
+        folder = Path(name)
+        make_demo(folder)
+        command = [sys.executable, "-m", "energon_packed"]
+        subprocess.run([*command, "report", "demo-out", "-o", "report.html"], check=True)
+        colors = os.environ | {"FORCE_COLOR": "1", "COLUMNS": "100"}
+        shown = subprocess.run([*command, *_INSPECT], env=colors, check=True, capture_output=True, text=True).stdout
+        for scheme in ("light", "dark"):
+            (folder / "inspect.html").write_text(terminal(shown, scheme), encoding="utf-8")
+            with Browser(folder / scheme) as browser:
+                for page, size in SIZES.items():
+                    browser.show(*size, scheme=scheme)
+                    browser.open((folder / f"{page}.html").as_uri())
+                    picture = ROOT / "docs" / "images" / f"{page}-{scheme}.png"
+                    Image.open(io.BytesIO(browser.picture())).quantize(96).save(picture, optimize=True)
+                    print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1000:.0f} kB")
+
+
+if __name__ == "__main__":
+    main()
