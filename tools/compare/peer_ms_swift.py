@@ -1,5 +1,6 @@
 """ms-swift: a cached dataset, and `packing`."""
 
+import json
 import os
 from pathlib import Path
 
@@ -17,6 +18,10 @@ def main(spec: Spec) -> None:
     from swift.pipelines.export.cached_dataset import ExportCachedDataset
     from swift.pipelines.train.sft import SwiftSft
 
+    if spec.images:  # its template has the token ids of the published models
+        from swift.template.templates.qwen import Qwen2VLTemplate
+
+        Qwen2VLTemplate.image_token_id = json.loads(Path(spec.model, "config.json").read_text())["image_token_id"]
     family = ("qwen2_5_vl", "qwen2_5_vl") if spec.images else ("qwen2", "qwen2_5")
     options = {"model": spec.model, "model_type": family[0], "template": family[1], "max_length": spec.seq_len}
     options |= {"torch_dtype": "float32", "attn_impl": "sdpa"}

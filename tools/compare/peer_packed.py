@@ -24,7 +24,8 @@ def main(spec: Spec) -> None:
         packed_training_arguments,
     )
 
-    encoder = None if spec.variant == "tokens" else ChatEncoder.from_pretrained(spec.model)
+    is_stored = spec.variant == "tokens" and not spec.images  # packs with images need the encoder for the pixels
+    encoder = None if is_stored else ChatEncoder.from_pretrained(spec.model)
     data = PackedDataset(packs, encoder)
     arguments = spec.arguments()
     watch_trainer(spec)
