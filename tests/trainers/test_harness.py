@@ -37,6 +37,8 @@ if int(os.environ["RANK"]):
     time.sleep(1)  # the store must not end with rank 0
 torch.distributed.init_process_group("gloo")
 print(torch.distributed.get_world_size())
+torch.distributed.barrier()  # a rank that ends may end the other one
+torch.distributed.destroy_process_group()
 """
 
 
@@ -45,5 +47,6 @@ def test_no_other_process_can_take_the_port_of_a_run() -> None:
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("127.0.0.1", int(place["MASTER_PORT"])))
     ranks = [Python("import torch" + MEET, env=os.environ | place | {"RANK": str(rank)}) for rank in range(2)]
-    assert [rank.wait().stdout for rank in ranks] == ["2\n", "2\n"]
+    ended = [rank.wait() for rank in ranks]
+    assert [done.stdout for done in ended] == ["2\n", "2\n"], [done.stderr for done in ended]
     del store
