@@ -129,7 +129,7 @@ class TokenRules:
         # A sample gets its first reject only, in this order: empty, ids, image tokens, reserved tokens, targets.
         rejects: dict[int, Reject] = {}
         for index in np.flatnonzero(batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]).tolist():
-            rejects[index] = Reject(Reason.EMPTY, "its text gives no token")
+            rejects[index] = Reject(Reason.EMPTY, "its text has no token")
         if self.vocabulary is not None and not in_vocabulary:
             self._check_ids(batch, rejects)
         labels = batch.labels
@@ -172,13 +172,13 @@ class TokenRules:
             if name == "labels":
                 wrong &= values != IGNORE_INDEX
             for index, at in _first_of_each(wrong, batch.cu_seqlens):
-                detail = f"{name} holds {values[at]}, outside the {self.vocabulary} tokens of the tokenizer"
+                detail = f"{name} contains {values[at]}, outside the {self.vocabulary} tokens of the tokenizer"
                 rejects.setdefault(index, Reject(Reason.MISSING_FIELD, detail))
 
     def _check_reserved(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
         for token in self.reserved:
             for index, _ in _first_of_each(batch.input_ids == token, batch.cu_seqlens):
-                detail = f"the text holds one of the tokens {' '.join(self.reserved_strings)}"
+                detail = f"the text contains one of the tokens {' '.join(self.reserved_strings)}"
                 rejects.setdefault(index, Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
 
 

@@ -74,7 +74,7 @@ class CaptioningCodec(Codec):
                 "PackedCaptioningSample stores text, not input_ids; set `sample_class` to PackedTokensSample",
             )
         if conversation.tools:
-            raise RecordError(Reason.BAD_ROLE, f"PackedCaptioningSample cannot hold tools; {_REMEDY}")
+            raise RecordError(Reason.BAD_ROLE, f"PackedCaptioningSample cannot store tools; {_REMEDY}")
         turns = conversation.messages
         start = 1 if turns and turns[0].role == "system" else 0
         for index, (role, _, extra, _) in enumerate(turns[start:]):
@@ -82,7 +82,7 @@ class CaptioningCodec(Codec):
                 actual = f"{role} with {', '.join(extra)}" if extra else role
                 raise RecordError(
                     Reason.BAD_ROLE,
-                    f"turn {index} is {actual}; PackedCaptioningSample holds alternating user and assistant turns; "
+                    f"turn {index} is {actual}; PackedCaptioningSample stores alternating user and assistant turns; "
                     f"{_REMEDY}",
                 )
 

@@ -59,17 +59,17 @@ class LlavaOnevision2Codec(CaptioningCodec):
         if conversation.videos:
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
-                f"{_READER} takes images only; omit `layout` for records with video files, or store their frames as "
+                f"{_READER} reads images only; omit `layout` for records with video files, or store their frames as "
                 "`images` with `patch_positions` and `fps`",
             )
         if conversation.text is not None:
             raise RecordError(
-                Reason.MISSING_FIELD, f"{_READER} takes pairs of prompt and caption only, and this is a document"
+                Reason.MISSING_FIELD, f"{_READER} reads pairs of prompt and caption only, and this is a document"
             )
         turns = [message for message in conversation.messages if message.role != "system"]
         if len(turns) % 2:
             raise RecordError(
-                Reason.BAD_ROLE, f"{_READER} takes pairs of prompt and caption only; the last prompt has no caption"
+                Reason.BAD_ROLE, f"{_READER} reads pairs of prompt and caption only; the last prompt has no caption"
             )
         if any(message.weight != 1 for message in turns if message.role == "assistant"):
             raise RecordError(

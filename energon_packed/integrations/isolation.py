@@ -84,7 +84,7 @@ def check_isolation(model: Any, batch: PackedBatch | None = None) -> IsolationRe
         if not isinstance(error, TypeError | ValueError | NotImplementedError):
             raise
         reason = " ".join(str(error).split())[:200]
-        raise IsolationError(f"{describe(model)} cannot take packed rows: {reason}; {_ONE_SAMPLE_A_ROW}") from error
+        raise IsolationError(f"{describe(model)} cannot read packed rows: {reason}; {_ONE_SAMPLE_A_ROW}") from error
     if not isfinite(result.later) or not isfinite(result.earlier):
         raise IsolationError(
             f"{describe(model)} returns logits that are not finite, or that do not depend on their tokens, so "

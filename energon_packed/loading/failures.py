@@ -348,7 +348,7 @@ def remedy_of(error: EnergonPackedError, folder: str) -> str:
     # Packed by their headers, these media were damaged in the input: neither a copy nor the same command repairs them.
     if isinstance(error, RecordError) and error.reason in (Reason.CORRUPT_IMAGE, Reason.CORRUPT_VIDEO):
         return "pack again with --check-media full, which rejects records with damaged images or videos"
-    return f"energon-packed verify {folder} tells whether files are damaged: copy or pack them again"
+    return f"energon-packed verify {folder} checks whether files are damaged: copy or pack them again"
 
 
 def _reason(error: Exception) -> str:

@@ -233,7 +233,7 @@ def read_tokens(value: Any, label: str) -> npt.NDArray[np.int64]:
         raise missing_field(f"{label} must be a flat list of integers")
     # astype(int64) would wrap values from 2**63 on to negative token ids.
     if array.size and (array.dtype.kind == "u" and array.max() >= 2**63):
-        raise missing_field(f"{label} holds a number over 64 bits")
+        raise missing_field(f"{label} contains a number over 64 bits")
     return array.astype(np.int64)
 
 
@@ -266,7 +266,7 @@ def check_writable(value: Any, label: str) -> None:
         for number in [item for item in level if isinstance(item, int)]:
             if not -(2**63) <= number < 2**64:
                 raise RecordError(
-                    Reason.BAD_JSON, f"{label} holds the number {number}, over 64 bits; write it as text"
+                    Reason.BAD_JSON, f"{label} contains the number {number}, over 64 bits; write it as text"
                 )
         level = [item for item in level if not isinstance(item, int)]
         depth += 1

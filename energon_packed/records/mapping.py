@@ -103,7 +103,7 @@ def _messages(turns: Mapping[str, Any]) -> list[dict[str, Any]]:
     if isinstance(user, list | tuple) or isinstance(answer, list | tuple):
         users, answers = ([side] if isinstance(side, str) else list(side or ()) for side in (user, answer))
         if len(users) != len(answers):
-            raise missing_field(f"`map` gives {len(users)} user turns for {len(answers)} answers")
+            raise missing_field(f"`map` has {len(users)} user turns for {len(answers)} answers")
     else:
         users, answers = [user], [answer]
     system = turns.get("system")

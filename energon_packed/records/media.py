@@ -196,7 +196,7 @@ class MediaReference:
             return self.path
         # os.path.realpath raises ValueError for a null byte.
         if "\0" in self.path:
-            raise RecordError(Reason.MISSING_IMAGE, f"{shown(self.path)} holds a null byte")
+            raise RecordError(Reason.MISSING_IMAGE, f"{shown(self.path)} contains a null byte")
         if is_remote(self.root):
             return self._in_store()
         root = os.path.realpath(self.root)

@@ -174,7 +174,7 @@ def read_media(
     if is_given(record.get(_BASE64)):
         # M3IT has a single image field; with a second field, the order of the images would be undefined.
         if not with_images or media.images:
-            raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both images and {_BASE64} are given; use one")
+            raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both images and {_BASE64} are in the record; use one")
         media.images = [MediaReference.from_value(_data_url(encoded)) for encoded in flatten(record[_BASE64])]
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
@@ -199,7 +199,7 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
         if record.get(key) is not None and is_given(record[key]) and (items := flatten(record[key])):
             filled[key] = items
     if len(filled) > 1:
-        raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(filled)} are given; use one")
+        raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(filled)} are in the record; use one")
     items = next(iter(filled.values()), [])
     for item in items:
         _unused(item)  # only for its rejections: harmless fields of image objects are not counted
@@ -236,5 +236,5 @@ def _read_videos(record: Record, root: str | None, known: frozenset[str]) -> lis
             raise unsupported_media(f"the field {key} is not supported; {remedy}")
     filled = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
     if len(filled) > 1:
-        raise unsupported_media("both video and videos are given; use one")
+        raise unsupported_media("both video and videos are in the record; use one")
     return read_videos(record[filled[0]], filled[0], root) if filled else []

@@ -261,11 +261,11 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
     # The order of the two lists relative to each other is not defined.
     if media.inline and media.images:
         raise RecordError(
-            Reason.IMAGE_COUNT_MISMATCH, "images stand both in the messages and in the images field; use one"
+            Reason.IMAGE_COUNT_MISMATCH, "images are both in the messages and in the images field; use one"
         )
     if media.inline_videos and media.videos:
         raise RecordError(
-            Reason.VIDEO_COUNT_MISMATCH, "videos stand both in the messages and in the videos field; use one"
+            Reason.VIDEO_COUNT_MISMATCH, "videos are both in the messages and in the videos field; use one"
         )
     if media.unlisted:
         frames = [frame for video in media.videos if isinstance(video, list) for frame in video]

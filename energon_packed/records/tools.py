@@ -24,9 +24,9 @@ from energon_packed.records.fields import (
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats import PartialConversation
 
-TOOLS_IN_TEXT = "tools stand in the system text"
+TOOLS_IN_TEXT = "tools are in the system text"
 """Note of a conversation whose `tools` field is not rendered, because the system text contains the tools."""
-CALLS_IN_TEXT = "tool calls stand in the text"
+CALLS_IN_TEXT = "tool calls are in the text"
 """Note of a conversation with `tool_calls` that are not rendered, because the text of the turn contains them."""
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 

@@ -184,7 +184,7 @@ def _own_videos(turn: Record, text: str, media: Media) -> str:
         raise RecordError(
             Reason.VIDEO_COUNT_MISMATCH,
             f"a turn has {' and '.join(filled)} with {len(values)} videos for {text.count(VIDEO_PLACEHOLDER)} "
-            f"{VIDEO_PLACEHOLDER}; give one list and one placeholder per video",
+            f"{VIDEO_PLACEHOLDER}; use one list and one placeholder per video",
         )
     check_video_fields(turn, "a turn", of_one_video=False)
     media.inline_videos += [read_video(value, media.root) for value in values]
@@ -202,7 +202,7 @@ def _own_images(turn: Record, text: str, media: Media) -> str:
         raise RecordError(
             Reason.IMAGE_COUNT_MISMATCH,
             f"a turn has {' and '.join(filled)} with {len(images)} images for {text.count(IMAGE_PLACEHOLDER)} "
-            f"{IMAGE_PLACEHOLDER}; give one list and one placeholder per image",
+            f"{IMAGE_PLACEHOLDER}; use one list and one placeholder per image",
         )
     for image in images:
         media.add_inline(image)
@@ -397,7 +397,7 @@ def _parsed_json(text: str, label: str) -> Any:
     try:
         value = parse_json(text)
     except orjson.JSONDecodeError as error:
-        raise RecordError(Reason.BAD_JSON, f"{label} is not JSON: {error}; it begins with {shown(text)}") from error
+        raise RecordError(Reason.BAD_JSON, f"{label} is not JSON: {error}; it starts with {shown(text)}") from error
     # Checked after parsing: the check of the record cannot see inside JSON text.
     check_writable(value, label)
     return value

@@ -307,7 +307,7 @@ def _vqa(group: KeyMembers, values: Fields) -> dict[str, Any]:
     value = values["answers"]
     answers = [value] if isinstance(value, str) else value
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
-        raise RecordError(Reason.MISSING_FIELD, f"{group.key} has no answers; VQA needs one or more texts")
+        raise RecordError(Reason.MISSING_FIELD, f"{group.key} has no answers; VQA needs one or more strings")
     weights = values.get("answer_weights")
     if weights is not None:
         if not isinstance(weights, list) or len(weights) != len(answers):
@@ -323,7 +323,7 @@ def _weight(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RecordError(Reason.MISSING_FIELD, f"answer_weights holds {repr(value)[:80]}; use numbers") from error
+        raise RecordError(Reason.MISSING_FIELD, f"answer_weights has {repr(value)[:80]}; use numbers") from error
 
 
 def _multi_choice(group: KeyMembers, values: Fields) -> dict[str, Any]:
@@ -364,7 +364,7 @@ def _interleaved(group: KeyMembers, values: Fields) -> dict[str, Any]:
         elif isinstance(item, str):
             texts.append(item)
         else:
-            raise RecordError(Reason.MISSING_FIELD, f"{group.key}: sequence holds {type(item).__name__}")
+            raise RecordError(Reason.MISSING_FIELD, f"{group.key}: sequence has {type(item).__name__}")
     return {"text": "".join(texts), "images": images, **({"videos": videos} if videos else {})}
 
 
@@ -382,7 +382,7 @@ def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
             )
     texts, images = values["texts"], _images(group, values["images"])
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise RecordError(Reason.MISSING_FIELD, f"{group.key}: texts must be a list of texts")
+        raise RecordError(Reason.MISSING_FIELD, f"{group.key}: texts must be a list of strings")
     matched: Any = values.get("matched_text_indices")
     if matched is None and isinstance(values.get("similarity_matrix"), list):
         matched = [_best(row) for row in values["similarity_matrix"] if row]

@@ -171,7 +171,7 @@ def read_records(group: KeyMembers) -> list[Any]:
     if isinstance(value, list) and value and all(isinstance(turn, dict) for turn in value):
         value = {"messages" if "role" in value[0] else "conversations": value}
     if value is not None and not isinstance(value, dict):
-        raise RecordError(Reason.BAD_JSON, f"{group.key}.json holds {type(value).__name__}, not an object")
+        raise RecordError(Reason.BAD_JSON, f"{group.key}.json is {type(value).__name__}, not an object")
     return [_record(group, value or {})]
 
 

@@ -107,7 +107,7 @@ def test_tokens_tensors_and_lengths_equal_the_processor(encoder: ChatEncoder, pr
 def test_heights_that_transformers_takes_for_channels_are_rejected(encoder: ChatEncoder) -> None:
     for height in (1, 3):
         for use in (encoder.encode, encoder.length):
-            with pytest.raises(RecordError, match=f"40x{height} pixels: Transformers takes a height of {height} for"):
+            with pytest.raises(RecordError, match=f"40x{height} pixels: Transformers reads a height of {height} for"):
                 use(talk("<image>", [Image.new("RGB", (40, height))]))
 
 

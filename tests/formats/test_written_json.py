@@ -163,9 +163,9 @@ def test_unsupported_content_of_captions_is_rejected_by_name() -> None:
     tools = [{"name": "f"}]
     for fields, message in (
         ({"input_ids": np.array([1]), "labels": np.array([1])}, "stores text, not input_ids; set `sample_class` to"),
-        ({"messages": PLAIN.conversation.messages, "tools": tools}, "PackedCaptioningSample cannot hold tools; set"),
+        ({"messages": PLAIN.conversation.messages, "tools": tools}, "PackedCaptioningSample cannot store tools; set"),
         ({"messages": (Message("user", "?"), call)}, "turn 1 is assistant with tool_calls, name; Packed"),
-        ({"messages": (Message("assistant", "!"),)}, "turn 0 is assistant; PackedCaptioningSample holds alternating"),
+        ({"messages": (Message("assistant", "!"),)}, "turn 0 is assistant; PackedCaptioningSample stores alternating"),
     ):
         with pytest.raises(RecordError, match=message):
             codec.check(Conversation(id="a", **fields))  # type: ignore[arg-type]

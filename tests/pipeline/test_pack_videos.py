@@ -545,7 +545,7 @@ def test_combinations_that_cannot_work_are_refused(data: VideoDemo, tmp_path: Pa
     file = write_jsonl(tmp_path, [record("a", "a.mp4"), record("b")])
     result = pack(file, **data.options(tmp_path / "out", layout="llava-onevision2"))
     reasons = {json.loads(line)["id"]: json.loads(line)["detail"] for line in result.rejects.read_text().splitlines()}
-    assert "takes images only; omit `layout` for records with video files" in reasons["a"]
+    assert "reads images only; omit `layout` for records with video files" in reasons["a"]
 
 
 @pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])

@@ -67,7 +67,7 @@ def part(**fields: Any) -> dict[str, Any]:
          "keep arguments"),
         ({"problem": "a", "solution": "b", "generated_solution": "c"}, "unsupported_field", "have different values"),
         ({"input_ids": [1, 2], "labels": [1, 2], "loss_mask": [0, 1]}, "unsupported_field", "have different targets"),
-        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "unsupported_field", "holds numbers other than 0 and 1"),
+        ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "unsupported_field", "has numbers other than 0 and 1"),
         ({"input_ids": [1, 2], "attention_mask": [1]}, "missing_field", "attention_mask has 1 entries for 2"),
         (turn(tool_calls=[{"name": "f"}], function_call={"name": "f"}), "unsupported_field", "keep tool_calls"),
         ({"messages": [HI, {"from": "function_call", "value": "f(x)"}]}, "bad_json", "function_call turn is not JSON"),

@@ -72,7 +72,7 @@ def test_consecutive_turns_of_calls_become_one_turn() -> None:
 
 def test_numbers_over_64_bits_are_not_rounded() -> None:
     call = {"name": "add", "arguments": '{"x": 18446744073709551616}'}
-    with pytest.raises(RecordError, match="arguments of add holds the number 18446744073709551616, over 64 bits"):
+    with pytest.raises(RecordError, match="arguments of add contains the number 18446744073709551616, over 64 bits"):
         normalize({"messages": [{"role": "user", "content": "2?"}, {"role": "assistant", "tool_calls": [call]}]})
     call["arguments"] = '{"x": 18446744073709551615, "id": "18446744073709551616"}'
     (found,) = normalize(

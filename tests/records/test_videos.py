@@ -585,7 +585,7 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
         (
             {**part(video="a.mp4"), "videos": ["b.mp4"]},
             "video_count_mismatch",
-            "videos stand both in the messages and",
+            "videos are both in the messages and",
         ),
         (
             {"video": "a.mp4", "start": 3.5, "end": 8, "QA": [{"q": "?", "a": "!"}]},

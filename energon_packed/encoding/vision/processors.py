@@ -179,14 +179,14 @@ class ProcessorVision(VisionFamily):
         """Number of tokens of an image, cached by size."""
         size = (height, width)
         if height in _CHANNELS:
-            detail = f"{width}x{height} pixels: Transformers takes a height of {height} for color channels"
+            detail = f"{width}x{height} pixels: Transformers reads a height of {height} for color channels"
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
         if size not in self._lengths:
             _bound(self._lengths, _KEPT_SIZES)
             known = None if self._constant is None else self._counted([size])[0] + self._constant
             self._lengths[size] = len(self._run_ids(height, width)) if known is None else known
         if self._lengths[size] < 1:
-            raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels give no token")
+            raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels have no token")
         return self._lengths[size]
 
     def _run_ids(self, height: int, width: int) -> Int64:

@@ -293,7 +293,7 @@ class OrderFiles:
             if process.header["run"] not in names or (len(process.starts) == 1 and process not in firsts):
                 yield (
                     f"{file_of(Path(), process.header['rank'])} has the lines of two runs: a run started again from "
-                    "its beginning, or from a state of another run. Pass another `order_log` folder to each run."
+                    "its start, or from a state of another run. Pass another `order_log` folder to each run."
                 )
                 return
         present = {

@@ -88,10 +88,10 @@ class Interleaved(RecordFormat):
             size = len(images) if isinstance(images, list | tuple) else 1
             raise RecordError(
                 Reason.IMAGE_COUNT_MISMATCH,
-                f"texts has {len(texts)} entries and images {size}; interleaved lists have one entry per place",
+                f"texts has {len(texts)} entries and images {size}; interleaved lists have one entry per position",
             )
         if is_given(record.get("image")):
-            raise RecordError(Reason.IMAGE_COUNT_MISMATCH, "both images and image are given; use one")
+            raise RecordError(Reason.IMAGE_COUNT_MISMATCH, "both images and image are in the record; use one")
         pieces = []
         for text, image in zip(texts, images, strict=True):
             if is_given(image):
@@ -132,7 +132,7 @@ def _index(value: Any, sentences: int) -> int:
 def _document(text: str, key: str) -> PartialConversation:
     # A document of images alone has no token to train on.
     if not text.replace(IMAGE_PLACEHOLDER, "").strip():
-        raise RecordError(Reason.EMPTY, f"{key} holds no text")
+        raise RecordError(Reason.EMPTY, f"{key} has no text")
     return PartialConversation(text=text)
 
 
@@ -187,5 +187,5 @@ def _flags(record: Record, name: str, size: int) -> npt.NDArray[np.bool_]:
     if len(flags) != size:
         raise missing_field(f"{name} has {len(flags)} entries for {size} input_ids")
     if ((flags != 0) & (flags != 1)).any():
-        raise unsupported_field(f"{name} holds numbers other than 0 and 1, which are not supported")
+        raise unsupported_field(f"{name} has numbers other than 0 and 1, which are not supported")
     return flags.astype(np.bool_)

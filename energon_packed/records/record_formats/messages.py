@@ -193,7 +193,7 @@ class Transcript(RecordFormat):
         before, *pieces = _TURN_START.split(read_text(record[self.key], self.key))
         if before.strip() or not pieces:
             raise missing_field(
-                f"chat does not begin with one of {', '.join(f'{name}:' for name in _ROLES)}; convert it to messages"
+                f"chat does not start with one of {', '.join(f'{name}:' for name in _ROLES)}; convert it to messages"
             )
         for name, text in zip(pieces[::2], pieces[1::2], strict=True):
             messages.append(Message(_ROLES[name], text.strip().removesuffix(_END).strip()))

@@ -193,7 +193,7 @@ def read_choices(value: Any, field: str) -> list[str]:
     """
     if not isinstance(value, OBJECT):
         if not isinstance(value, list | tuple):
-            raise missing_field(f"{field} is {type(value).__name__}; use a list of texts")
+            raise missing_field(f"{field} is {type(value).__name__}; use a list of strings")
         labels, texts = _letters(len(value)), list(value)
     elif isinstance(value.get("text"), list | tuple):
         texts, letters = list(value["text"]), value.get("label")
@@ -277,7 +277,7 @@ def _answer(record: Record, media: Media) -> str:
         return single
     texts = _texts(answers)
     if not texts:
-        raise RecordError(Reason.EMPTY, "answers holds no text")
+        raise RecordError(Reason.EMPTY, "answers has no text")
     if len({*texts, *([] if single is None else [single])}) > 1:
         media.notes.append(SEVERAL_ANSWERS)
     # A single answer beside `answers` (VQAv2) is the choice of the annotators. most_common keeps the order of ties.
@@ -289,7 +289,7 @@ def _texts(answers: Any) -> list[str]:
         answers = answers.get("text")
     answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(answers, list | tuple):
-        raise missing_field(f"answers is {type(answers).__name__}; use a list of texts")
+        raise missing_field(f"answers is {type(answers).__name__}; use a list of strings")
     return [
         read_text(answer.get("answer") if isinstance(answer, OBJECT) else answer, "an answer of answers")
         for answer in answers
