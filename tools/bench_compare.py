@@ -1,13 +1,14 @@
 """Compare energon-packed with the packing of TRL, ms-swift, LLaMA-Factory and Megatron-Energon.
 
-    python tools/bench_compare.py [--only NAME ...] [--kinds text images] [--records 20000]
+    python tools/bench_compare.py [--only NAME ...] [--kinds text images] [--records 5000 50000]
 
 Every peer gets the same conversations, tokenizer, chat template, tiny model and `seq_len`, and runs its own code; see
 `compare/contract.py`. Peers with tests/trainers/NAME/requirements.txt run in the environment of `make test-trainers`.
 The results are written to tools/compare/result.json, from which `make_tables.py` generates the tables of
 docs/comparison.md and the README. Measured for each peer:
 
-1. The preparation of `--records` conversations, in all processes until the first training step; again with its caches.
+1. The preparation of both numbers of `--records`, in all processes until the first training step; again with the
+   caches of this run. The smaller number is prepared `--runs` times, and the medians are written.
 2. One epoch over the first `--trained` of them: rows, utilization, tokens for each CPU second, and the losses of the
    samples in their rows and alone.
 3. Training that is stopped at a checkpoint and resumed, compared with the uninterrupted run.
@@ -19,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -53,8 +55,10 @@ _TEMPLATE = (
 _BAD = 5  # records of each kind that cannot be trained on as they are
 _CLEAN = 40  # other records of that set
 # A line of the output that reports a lost record, compared with the output of the same records without bad records.
+# It is not indented, as the frames of a traceback are. Caches of `datasets` sometimes report what they cannot pickle.
 _REPORTS = re.compile(
-    r"(?i)drop|skip|truncat|exceed|too long|longer|reject|invalid|corrupt|missing|error|failed|no_superv|cannot"
+    r"(?i)(?!.*pickle)(?!\s).*"
+    r"(drop|skip|truncat|exceed|too long|longer|reject|invalid|corrupt|missing|error|failed|no_superv|cannot)"
 )
 _NUMBERS = re.compile(r"\d+")
 
@@ -70,6 +74,7 @@ class Peer:
         variant: Spec.variant.
         prepares: has an offline command.
         loses: measure lost records; not for a second variant with the same preparation.
+        torchvision: with images, needs the packages of requirements-images.txt.
     """
 
     name: str
@@ -78,15 +83,16 @@ class Peer:
     variant: str = ""
     prepares: bool = False
     loses: bool = True
+    torchvision: bool = False
 
 
 PEERS = (
     Peer("energon-packed", "packed", prepares=True),
     Peer("energon-packed, stored tokens", "packed", variant="tokens", prepares=True, loses=False),
-    Peer("TRL, `packing` (bfd)", "trl", variant="packing"),
-    Peer("TRL, `padding_free`", "trl", variant="padding_free", loses=False),
-    Peer("ms-swift, `packing`, cached dataset", "ms_swift", environment="ms_swift", prepares=True),
-    Peer("LLaMA-Factory, `neat_packing`", "llamafactory", environment="llamafactory"),
+    Peer("TRL, `packing` (bfd)", "trl", variant="packing", torchvision=True),
+    Peer("TRL, `padding_free`", "trl", variant="padding_free", loses=False, torchvision=True),
+    Peer("ms-swift, `packing`, cached dataset", "ms_swift", environment="ms_swift", prepares=True, torchvision=True),
+    Peer("LLaMA-Factory, `neat_packing`", "llamafactory", environment="llamafactory", torchvision=True),
     Peer("Megatron-Energon, packing in the loader", "energon", prepares=True),
 )
 
@@ -231,7 +237,7 @@ class Runner:
         written.write_text(json.dumps(vars(spec)), encoding="utf-8")
         script = ROOT / "tools" / "compare" / f"peer_{self.peer.script}.py"
         environment = ["HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=true", "RAYON_NUM_THREADS=2", "OMP_NUM_THREADS=1"]
-        if self.peer.environment and self.common["images"]:
+        if self.peer.torchvision and self.common["images"]:
             environment.append(f"PYTHONPATH={image_packages(self.work.parents[1])}")
         log = self.work / f"{rows}-{phase}.log"
         command = f'exec env {" ".join(environment)} "$0" "$1" "$2" 2>"$3"'
@@ -254,16 +260,21 @@ class Runner:
         """Return the output of all processes with these rows."""
         return "".join(file.read_text(errors="replace") for file in sorted(self.work.glob(f"{rows}-*.log")))
 
-    def preparation(self, records: Path) -> dict[str, Any]:
-        """Measure the time until the first step, without and with caches."""
-        parts = [self.run(phase, "large", "cold", records)[0] for phase in self._phases]
-        warm = parts[-1] if self.peer.prepares else self.run("start", "large", "warm", records)[0]
+    def preparation(self, records: Path, runs: int) -> dict[str, float]:
+        """Measure the time until the first step, without and with caches: medians of several runs."""
+        results = [self._prepared(records, f"{records.stem}-run-{number}") for number in range(runs)]
+        return {name: statistics.median(result[name] for result in results) for name in results[0]}
+
+    def _prepared(self, records: Path, folder: str) -> dict[str, float]:
+        parts = [self.run(phase, folder, f"{folder}-cold", records)[0] for phase in self._phases]
+        warm = parts[-1] if self.peer.prepares else self.run("start", folder, f"{folder}-warm", records)[0]
+        shutil.rmtree(self.work / folder)
         return {
-            "prepare_cpu": sum(part.cpu for part in parts),
-            "prepare_wall": sum(part.wall for part in parts),
+            "wall": sum(part.wall for part in parts),
+            "cpu": sum(part.cpu for part in parts),
             "memory": max(part.memory for part in parts),
+            "warm_wall": warm.wall,
             "warm_cpu": warm.cpu,
-            "prepared": sum(1 for _ in records.open(encoding="utf-8")),
         }
 
     def epoch(self, records: Path) -> dict[str, Any]:
@@ -293,7 +304,7 @@ class Runner:
     def losses(self, kind: str, records: Path) -> dict[str, Any]:
         """Train on small sets with records of each bad kind."""
         clean = [json.loads(line) for line in first(records, _CLEAN).read_text(encoding="utf-8").splitlines()]
-        known = {_NUMBERS.sub("0", line.strip()) for line in self.output("epoch").splitlines()}
+        known = {_NUMBERS.sub("0", line.rstrip()) for line in self.output("epoch").splitlines()}
         found = {}
         for name, change in BAD[kind].items():
             bad = {number: change(clean[number], self.common) for number in range(0, 7 * _BAD, 7)}
@@ -305,11 +316,11 @@ class Runner:
                 failed = False
             except subprocess.CalledProcessError:
                 failed, lines = True, []
-            output = [line.strip() for line in self.output(rows).replace(str(self.work), "").splitlines()]
+            output = self.output(rows).replace(f"{self.work.parents[1]}/", "")
             new = [
                 line
-                for line in output  # long lines print all settings
-                if len(line) < 1000 and _REPORTS.search(line) and _NUMBERS.sub("0", line) not in known
+                for line in map(str.rstrip, output.splitlines())  # long lines print all settings
+                if len(line) < 1000 and _REPORTS.match(line) and _NUMBERS.sub("0", line) not in known
             ]
             samples = {
                 number: (is_whole, targets) for row in lines for number, is_whole, targets in row.get("samples", [])
@@ -377,8 +388,9 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["text", "images"])
     parser.add_argument("--parts", nargs="+", default=["preparation", "epoch", "losses"])
     parser.add_argument(
-        "--records", type=int, default=5000, help="conversations that are prepared; a tenth with images"
+        "--records", type=int, nargs=2, default=[5000, 50_000], help="conversations to prepare; a tenth with images"
     )
+    parser.add_argument("--runs", type=int, default=3, help="of the preparation of the smaller number")
     parser.add_argument("--trained", type=int, default=200, help="conversations of the epoch; half with images")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--seq-len", type=int, default=2048)
@@ -386,11 +398,10 @@ def main() -> None:
     work = options.work.resolve()
     for kind in options.kinds:
         images = kind == "images"
-        count, trained = (
-            (options.records // 10, options.trained // 2) if images else (options.records, options.trained)
-        )
-        data = image_records(work / "images", count) if images else text_records(count)
-        records = write_jsonl(work / f"{kind}-{count}.jsonl", marked(data))
+        counts = [count // 10 for count in options.records] if images else options.records
+        trained = options.trained // 2 if images else options.trained
+        data = image_records(work / "images", max(counts)) if images else text_records(max(counts))
+        records = write_jsonl(work / f"{kind}-{max(counts)}.jsonl", marked(data))
         model = write_model(work / f"model-{kind}", chain(*paragraphs()), images=images)
         common = {"model": str(model), "seq_len": options.seq_len, "images": images}
         for peer in PEERS:
@@ -405,7 +416,11 @@ def main() -> None:
                 if "losses" in options.parts and peer.loses:
                     values["bad"] = runner.losses(kind, records)
                 if "preparation" in options.parts:
-                    values |= runner.preparation(records)
+                    values["preparation"] = [
+                        {"records": count}
+                        | runner.preparation(first(records, count), options.runs if count < max(counts) else 1)
+                        for count in counts
+                    ]
             except subprocess.CalledProcessError as error:
                 lines = [line for file in runner.work.glob("*.log") for line in file.read_text().splitlines()]
                 values["error"] = next((line.strip()[:300] for line in reversed(lines) if "Error" in line), str(error))

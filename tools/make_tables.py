@@ -112,16 +112,30 @@ def _utilization(values: dict[str, Any]) -> str:
     return f"{values['utilization']:.1%}" if values["longest"] <= values["seq_len"] else "no limit of a row"
 
 
-_TIME, _LOSS = "CPU seconds until the first step", "largest difference of a sample's loss"
+def _seconds(values: dict[str, Any], index: int, prefix: str = "") -> str:
+    measured = values["preparation"][index]
+    return f"{measured[prefix + 'wall']:.0f}, CPU {measured[prefix + 'cpu']:.0f}"
+
+
+def _rate(values: dict[str, Any]) -> str:
+    """Return the records of a second between the two measured numbers of records, without the time of a start."""
+    less, more = values["preparation"]
+    return f"{(more['records'] - less['records']) / (more['wall'] - less['wall']):,.0f}"
+
+
+_TIME, _RATE = "seconds until the first step", "conversations prepared per second"
+_LOSS = "largest difference of a sample's loss"
 _BAD = {"too long": "5 records that are too long", "no answer": "5 records without an answer"}
 _BAD |= {"corrupt image": "5 corrupt images", "missing image": "5 missing images"}
 # Rows of the comparison: name, and the cell of a tool.
 _COMPARED: dict[str, Callable[[dict[str, Any]], str]] = {
     "versions": lambda values: ", ".join(f"{name} {number}" for name, number in values["versions"].items()),
-    _TIME: lambda values: f"{values['prepare_cpu']:.0f}",
-    "the same with its caches": lambda values: f"{values['warm_cpu']:.0f}",
-    "peak memory, MiB": lambda values: f"{values['memory'] / 2**20:,.0f}",
-    "tokens per CPU second of training": lambda values: f"{values['tokens_per_cpu_second']:,.0f}",
+    _TIME: functools.partial(_seconds, index=0),
+    "the same with its caches": functools.partial(_seconds, index=0, prefix="warm_"),
+    "the same with ten times the conversations": functools.partial(_seconds, index=1),
+    _RATE: _rate,
+    "peak memory, MiB": lambda values: f"{values['preparation'][1]['memory'] / 2**20:,.0f}",
+    "tokens per second of training": lambda values: f"{values['tokens_per_second']:,.0f}",
     "rows, and steps of an epoch": lambda values: str(values["rows"]),
     "utilization": _utilization,
     "padding in the computed rows": lambda values: f"{values['padding']:.1%}",
@@ -146,7 +160,8 @@ def comparison(*, short: bool = False) -> str:
         bad = {
             title for name, title in _BAD.items() if any(name in values.get("bad", ()) for values in tools.values())
         }
-        wanted = {_TIME, "utilization", _LOSS, _BAD["too long"]} if short else {*_COMPARED} - {*_BAD.values()} | bad
+        short_rows = {_TIME, _RATE, "utilization", _LOSS, _BAD["too long"]}
+        wanted = short_rows if short else {*_COMPARED} - {*_BAD.values()} | bad
         cells = [
             [title, *(_cell(cell, tools[name]) for name in names)]
             for title, cell in _COMPARED.items()

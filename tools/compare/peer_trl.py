@@ -1,6 +1,6 @@
 """TRL: SFTTrainer with `packing` (bfd) or `padding_free`."""
 
-from contract import Spec, cache_folder, run, watch_trainer
+from contract import Spec, cache_folder, run, watch_trainer, without_torchvision_operators
 
 _BATCH = 6  # conversations of a padding-free row: about as many tokens as a packed row
 
@@ -8,6 +8,8 @@ _BATCH = 6  # conversations of a padding-free row: about as many tokens as a pac
 def main(spec: Spec) -> None:
     """Prepare and train: SFTTrainer tokenizes and packs when it is created."""
     cache_folder(spec)
+    if spec.images:
+        without_torchvision_operators()
     from datasets import load_dataset
     from transformers import AutoProcessor, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
