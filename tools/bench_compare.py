@@ -89,11 +89,11 @@ class Peer:
 PEERS = (
     Peer("energon-packed", "packed", prepares=True),
     Peer("energon-packed, stored tokens", "packed", variant="tokens", prepares=True, loses=False),
-    Peer("TRL, `packing` (bfd)", "trl", variant="packing", torchvision=True),
-    Peer("TRL, `padding_free`", "trl", variant="padding_free", loses=False, torchvision=True),
-    Peer("ms-swift, `packing`, cached dataset", "ms_swift", environment="ms_swift", prepares=True, torchvision=True),
-    Peer("LLaMA-Factory, `neat_packing`", "llamafactory", environment="llamafactory", torchvision=True),
-    Peer("Megatron-Energon, packing in the loader", "energon", prepares=True),
+    Peer("TRL `packing`", "trl", variant="packing", torchvision=True),
+    Peer("TRL `padding_free`", "trl", variant="padding_free", loses=False, torchvision=True),
+    Peer("ms-swift", "ms_swift", environment="ms_swift", prepares=True, torchvision=True),
+    Peer("LLaMA-Factory", "llamafactory", environment="llamafactory", torchvision=True),
+    Peer("Megatron-Energon", "energon", prepares=True),
 )
 
 

@@ -170,7 +170,7 @@ def comparison(*, short: bool = False) -> str:
         parts.append(_table(["" if short else kind, *names], cells))
         if not short:
             failed = {name: values["error"] for name, values in sorted(results[kind].items()) if "error" in values}
-            parts += [f"{name}, {kind}: `{error}`" for name, error in failed.items()]
+            parts += [f"{name}, {kind}: {error}" for name, error in failed.items()]
     return "\n\n".join(parts)
 
 

@@ -46,6 +46,8 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
         raise ConfigError("--tokenizer must be omitted with two datasets, whose tokens are not read.")
     if other is not None:
         comparison = compare(PackedFolder.open(path), PackedFolder.open(other))
+        for each in comparison.tables["Settings that differ"]:
+            echo(f"{each.name}: {each.first} -> {each.second}")
         for each in comparison.tables["Counts"] + comparison.tables["Rejected records"]:
             if each.change:
                 echo(f"{each.name}: {each.first} -> {each.second}, {each.change}")

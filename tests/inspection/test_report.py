@@ -354,6 +354,7 @@ def test_two_runs_are_compared(pack_demo: Packer, tmp_path: Path) -> None:
     change = other.manifest.packs - one.packs
     packs = f"{one.packs} -> {other.manifest.packs}, {change:+} ({change / one.packs:+.2%})"
     assert f"packs: {packs}\n" in result.output
+    assert "seq_len: 1024 -> 512\n" in result.output
     assert "records:" not in result.output  # are equal
     points = 100 * (other.manifest.utilization - one.utilization)
     utilization = f"utilization {one.utilization:.2%} {other.manifest.utilization:.2%} {points:+.2f} points"
