@@ -34,7 +34,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 demo: setup
 	rm -rf $(DEMO_OUT)
-	$(BIN)/energon-packed demo --output-dir $(DEMO_OUT)
+	$(BIN)/energon-packed demo --output-dir $(DEMO_OUT) --records 160
 
 lint: setup
 	$(BIN)/ruff check .

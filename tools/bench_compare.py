@@ -16,6 +16,7 @@ docs/comparison.md and the README. Measured for each peer:
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -75,6 +76,7 @@ class Peer:
         prepares: has an offline command.
         loses: measure lost records; not for a second variant with the same preparation.
         torchvision: with images, needs the packages of requirements-images.txt.
+        streams: tokenizes and packs while training, so that the time until the first step contains only a buffer.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Peer:
     prepares: bool = False
     loses: bool = True
     torchvision: bool = False
+    streams: bool = False
 
 
 PEERS = (
@@ -93,7 +96,7 @@ PEERS = (
     Peer("TRL `padding_free`", "trl", variant="padding_free", loses=False, torchvision=True),
     Peer("ms-swift", "ms_swift", environment="ms_swift", prepares=True, torchvision=True),
     Peer("LLaMA-Factory", "llamafactory", environment="llamafactory", torchvision=True),
-    Peer("Megatron-Energon", "energon", prepares=True),
+    Peer("Megatron-Energon", "energon", prepares=True, streams=True),
 )
 
 
@@ -409,10 +412,12 @@ def main() -> None:
                 continue
             runner = Runner(peer, work / "runs" / f"{kind}-{peer.script}-{peer.variant}", common, options.save_every)
             print(f"{kind}: {peer.name}", file=sys.stderr, flush=True)
-            values: dict[str, Any] = {}
+            values: dict[str, Any] = {"streams": peer.streams}
             try:
                 if "epoch" in options.parts:
-                    values |= runner.epoch(first(records, trained)) | {"records": trained}
+                    part = first(records, trained)
+                    values |= runner.epoch(part) | {"records": trained}
+                    values["digest"] = hashlib.sha256(part.read_bytes()).hexdigest()
                 if "losses" in options.parts and peer.loses:
                     values["bad"] = runner.losses(kind, records)
                 if "preparation" in options.parts:

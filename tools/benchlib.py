@@ -126,12 +126,12 @@ def paragraphs() -> tuple[list[str], list[str]]:
 
 
 def text_records(count: int, *, mean_chars: int = 1000, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield conversations of one to three exchanges with lognormal lengths."""
+    """Yield conversations of one to three exchanges with lognormal lengths; the first do not depend on `count`."""
     prose, code = paragraphs()
-    rng = np.random.default_rng(seed)
+    rng, of_budgets, of_turns = np.random.default_rng(seed).spawn(3)
     # The mean of a lognormal distribution is exp(mu + sigma^2 / 2), and 0.8^2 / 2 = 0.32.
-    budgets = rng.lognormal(np.log(mean_chars) - 0.32, 0.8, count)
-    turns = rng.integers(1, 4, count)
+    budgets = of_budgets.lognormal(np.log(mean_chars) - 0.32, 0.8, count)
+    turns = of_turns.integers(1, 4, count)
     for index, (budget, exchanges) in enumerate(zip(budgets.tolist(), turns.tolist(), strict=True)):
         messages = []
         for _ in range(exchanges):

@@ -67,7 +67,7 @@ def test_torch_pins_a_batch_by_its_own_method() -> None:
 
     batch = batch_with_everything()
     if not torch.accelerator.is_available():  # torch then pins nothing, and says so for each tensor
-        with pytest.raises(RuntimeError, match="accelerator"):
+        with pytest.raises(RuntimeError, match="accelerator|NVIDIA driver"):  # builds for CPUs, for CUDA
             pin_memory(copy.copy(batch))
         return
     pinned = pin_memory(batch)

@@ -193,7 +193,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         (
             {"captions": ["c"], "images": ["a"], "image": "b"},
             "image_count_mismatch",
-            "both images and image are given",
+            "both images and image are in the record",
         ),
         ({"messages": [USER], "fps": 1e30}, "missing_field", "fps must be a number"),
         ({"messages": [USER], "fps": "fast"}, "missing_field", "fps must be a number"),
