@@ -243,7 +243,7 @@ class RecordError(EnergonPackedError):
         >>> normalize({"id": "a"})
         Traceback (most recent call last):
             ...
-        energon_packed.errors.RecordError: missing_field: no known shape has the fields id
+        energon_packed.errors.RecordError: missing_field: no record format has the fields id
     """
 
     def __init__(self, reason: Reason, detail: str) -> None:

@@ -18,7 +18,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, Unpack
@@ -134,21 +134,23 @@ def declared(cls: type[Any]) -> list[Declaration]:
     return [_declaration(field, hints[field.name]) for field in dataclasses.fields(cls) if _KEY in field.metadata]
 
 
-def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument") -> T:
+def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument", others: Iterable[str] = ()) -> T:
     """Build an option object.
 
     Args:
         cls: the option class.
         values: by name.
         what: noun for the names in messages.
+        others: further names that the caller accepts, for suggestions.
 
     Raises:
         ConfigError: a name is unknown (the message suggests a similar name), or a required name is missing.
     """
     names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     if unknown := [name for name in values if name not in names]:
-        close = difflib.get_close_matches(unknown[0], names, 1)
-        hint = f"; did you mean `{close[0]}`?" if close else f"; valid names: {', '.join(names)}"
+        valid = [*names, *others]
+        close = difflib.get_close_matches(unknown[0], valid, 1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; valid names: {', '.join(valid)}"
         raise ConfigError(f"unknown {what} {unknown[0]!r}{hint}")
     required = [declaration.name for declaration in declared(cls) if declaration.is_required]
     if missing := [name for name in required if name not in values]:

@@ -222,6 +222,7 @@ PLACES = {
     "_has_long_number": "records.fields:_has_long_number",
     "parse_json": "records.fields:parse_json",
     "mapping": "records.mapping",
+    "NO_IMAGE": "records.media_fields:NO_IMAGE",
     "NO_PLACEHOLDER": "records.normalize:NO_PLACEHOLDER",
     "VIDEO_SUFFIXES": "records.video:VIDEO_SUFFIXES",
     "is_video_content": "records.video:is_video_content",

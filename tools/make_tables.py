@@ -31,7 +31,7 @@ _RESULTS = {
 
 _EXTRAS = {
     "": "`lengths`, `pack`, `inspect`, `nv-meta`, `materialize`, `metadataset`; most checks of `verify`",
-    "train": "loaders; `steps`, `order`, `inspect --tokens`, `verify` with all checks",
+    "train": "loaders; `steps`, `order`, `state`, `inspect --tokens`, `verify` with all checks, the steps in `report`",
     "megatron": "Megatron-LM and Megatron-Bridge, with `train`",
     "transformers-train": "`Trainer` of Hugging Face, with `train`",
     "ray": "`pack --engine ray`, on [many nodes](many-nodes.md)",
@@ -109,7 +109,7 @@ def _lost(values: dict[str, Any], kind: str) -> str:
 
 
 def _utilization(values: dict[str, Any]) -> str:
-    return f"{values['utilization']:.1%}" if values["longest"] <= values["seq_len"] else "no limit of a row"
+    return f"{values['utilization']:.1%}" if values["longest"] <= values["seq_len"] else "rows have no limit"
 
 
 def _seconds(values: dict[str, Any], index: int, prefix: str = "") -> str:
@@ -120,6 +120,8 @@ def _seconds(values: dict[str, Any], index: int, prefix: str = "") -> str:
 def _rate(values: dict[str, Any]) -> str:
     """Return the records of a second between the two measured numbers of records, without the time of a start."""
     less, more = values["preparation"]
+    if values["streams"]:
+        return "while training"
     return f"{(more['records'] - less['records']) / (more['wall'] - less['wall']):,.0f}"
 
 
@@ -154,6 +156,8 @@ def comparison(*, short: bool = False) -> str:
     parts = []
     for kind in ["text"] if short else ["text", "images"]:
         tools = {name: values for name, values in results[kind].items() if "rows" in values}
+        if len({values["digest"] for values in tools.values()}) != 1:
+            raise SystemExit(f"{file}: tools have trained on different records of {kind}. Run bench_compare.py again.")
         names = sorted(tools, key=lambda name: (not name.startswith("energon-packed"), name.lower()))
         if short:
             names = [name for name in names if name != "energon-packed, stored tokens"]

@@ -110,7 +110,7 @@ def _shown(dataset: PackedFolder, checks: Iterator[Check], progress: Progress, o
     if failed:
         remedy = "pack it again"
         if any(check.remedy == "check-images" for check in failed):
-            remedy += " with --check-media full, which rejects records whose images or videos do not decode"
+            remedy += "; if the media of the input are damaged, with --check-media full, which rejects their records"
         # Packing again repairs everything; nv-meta is enough only if it repairs every problem.
         if all(check.remedy == "nv-meta" for check in failed):
             remedy = f"energon-packed nv-meta {dataset.path} rebuilds its indexes"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError
+from energon_packed.options import short
 from energon_packed.system import announced, no_collecting
 
 _SETTINGS = ("tokenizer_config.json", "config.json")
@@ -44,6 +45,11 @@ class TokenizerParts:
         Raises:
             ConfigError: a slow tokenizer, or a tokenizer with several chat templates and no default.
         """
+        if isinstance(tokenizer, str | Path):
+            raise ConfigError(
+                f"`tokenizer` must be a tokenizer of Transformers, got {short(tokenizer)}. For a folder, use "
+                "ChatEncoder.from_pretrained(DIR)."
+            )
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
         template = None
@@ -174,7 +180,7 @@ def find_pretrained(name: str | Path) -> Path:
     """
     if Path(name).is_dir():
         return Path(name)
-    if not _MODEL_NAME.fullmatch(str(name)):
+    if Path(name).exists() or not _MODEL_NAME.fullmatch(str(name)):
         remedy = f"its folder {Path(name).parent}" if Path(name).is_file() else "a tokenizer or processor folder"
         raise ConfigError(f"{name} is not a folder. Pass {remedy}.")
     from huggingface_hub import snapshot_download

@@ -15,8 +15,9 @@ _COUNTS = (
 _SETTINGS = (
     "tool_version", "sample_class", "layout", "shard_prefix", "seq_len", "algorithm", "max_samples_per_pack",
     "group_by", "seed", "split", "pad_multiple", "overlong", "media", "media_check", "extract_frames", "check_images",
-    "tokenizer_engine", "template_fingerprint", "tokenizer_fingerprint", "input_fingerprint",
+    "template_fingerprint", "tokenizer_fingerprint", "input_fingerprint",
 )  # fmt: skip
+_OF_SOURCES = ("image_root", "map", "adapter", "source_split", "weight")
 _DIGITS = 12  # characters shown of a fingerprint
 
 
@@ -115,11 +116,18 @@ def _differences(first: Mapping[str, float | None], second: Mapping[str, float |
 
 def _settings(first: PackingManifest, second: PackingManifest) -> Iterator[Difference]:
     pairs = [(name, getattr(first, name), getattr(second, name)) for name in _SETTINGS]
+    pairs += [(name, _of_sources(first, name), _of_sources(second, name)) for name in _OF_SOURCES]
     names = dict.fromkeys([*first.encoder, *second.encoder])
     pairs += [(name, first.encoder.get(name), second.encoder.get(name)) for name in names]
     for name, before, after in pairs:
         if before != after:
             yield Difference(name, *(_shown(name, value) for value in (before, after)))
+
+
+def _of_sources(manifest: PackingManifest, name: str) -> str:
+    """Values of a per-source setting, each once, in the order of the sources."""
+    values = [_shown(name, getattr(source, name)) for source in manifest.sources]
+    return ", ".join(dict.fromkeys(values))
 
 
 def _shown(name: str, value: Any) -> str:

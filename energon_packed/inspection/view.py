@@ -254,7 +254,7 @@ def _view(
     supervised = None
     if conversation.input_ids is not None:
         labels = conversation.input_ids if conversation.labels is None else conversation.labels
-        supervised = int((labels != IGNORE_INDEX).sum())
+        supervised = int((labels[1:] != IGNORE_INDEX).sum())  # no token predicts the first
     return SampleView(
         id=conversation.id,
         start=start,

@@ -33,6 +33,7 @@ from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
+from energon_packed.options import check_type
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
@@ -404,6 +405,7 @@ def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) 
     Raises:
         ConfigError, SourceError, RejectLimitError: as `PackedIterableDataset` and `plan_in_memory`.
     """
+    check_type("config", config, DataflowConfig, "Pass DataflowConfig.from_yaml(FILE).")
     if config.streaming:
         return PackedIterableDataset(config, **options).loader
     dataset = plan_in_memory(config)

@@ -14,6 +14,7 @@ from energon_packed.pipeline.engine import Engine, Progress
 from energon_packed.pipeline.options import InputOptions, PackOptions, image_check
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.workspace import ENCODER, Workspace
+from energon_packed.records.mapping import Adapter
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.system import announced
@@ -82,7 +83,7 @@ def compute_fingerprints(
         "content of the input": files,
         "path or time of the input": [(str(s.path.resolve()), changed_at(s.path)) for s in sources],
         ENCODER: encoder,
-        "`image_root`": [s.image_root for s in sources],
+        **_reading(options),
         "`part`": part,
         "`sample_class`": options.sample_class,
         "`layout`": options.layout,
@@ -100,6 +101,17 @@ def compute_fingerprints(
         write=digest(measure, tars, *media),
         settings={name: json.dumps(value, default=str) for name, value in named.items()},
     )
+
+
+def _reading(options: InputOptions) -> dict[str, object]:
+    """Settings that determine how records are read, by name: the value of a single source, or a list of them."""
+    configs = options.source_configs
+    values: dict[str, list[object]] = {"`image_root`": [c.image_root or options.image_root for c in configs]}
+    for name in ("map", "adapter", "source_split", "weight"):
+        values[f"`{name}`"] = [getattr(config, name) for config in configs]
+    values["code of the adapter"] = [digest(Adapter(c.adapter).source) if c.adapter else None for c in configs]
+    named: dict[str, object] = {name: each[0] if len(each) == 1 else each for name, each in values.items()}
+    return named | {"`record_weight`": options.record_weight}
 
 
 def digest(*values: object) -> str:

@@ -445,7 +445,7 @@ class Workspace:
             return "input, options or image root differ, or its .work is gone"
         shown: list[str] = []
         for name, value in self.settings.items():
-            if saved.get(name) == value:
+            if saved.get(name, value) == value:  # earlier releases have saved fewer names
                 continue
             if name == ENCODER and (named := self.encoder_differences()):
                 shown += named

@@ -302,7 +302,8 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
         if value.__class__ not in SCALARS and _is_media_bytes(value):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
-                f"the field {name} of {label} contains an image or video. Rename it to `images`.",
+                f"the field {name} of {label} contains an image or video; rename it to images, or add image={name} to "
+                "`map`",
             )
         if not is_risky or is_given(value):
             unused.append(str(name))

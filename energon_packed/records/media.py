@@ -157,7 +157,9 @@ class MediaReference:
             return value
         # `bytes` first: datasets stores {"bytes", "path"}, and its path is a name without a file.
         if isinstance(value, dict):
-            inner = next((value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), None)
+            inner = next(
+                (value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), value.get("bytes")
+            )
             if isinstance(inner, dict):
                 raise RecordError(missing, f"{_A[kind]} is nested in two objects; use a path, url or bytes")
             return cls.from_value(inner, root, kind=kind)

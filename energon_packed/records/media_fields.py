@@ -31,6 +31,8 @@ _UNSUPPORTED = {
     "video_path": "read it with `--map video=video_path`",
     "video_paths": "read it with `--map videos=video_paths`",
 }
+NO_IMAGE = "image field is null or empty: read without an image"
+"""Note of a record that has an image field without a value. An empty list is the usual form of no images."""
 _BASE64 = "image_base64_str"  # the image field of M3IT
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
 
@@ -178,6 +180,8 @@ def read_media(
         media.images = [MediaReference.from_value(_data_url(encoded)) for encoded in flatten(record[_BASE64])]
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
+    elif with_images and any(key in record and not isinstance(record[key], list | tuple) for key in _IMAGE_FIELDS):
+        media.notes.append(NO_IMAGE)
     # The early return is for speed: most records have no video fields.
     if _BEYOND_IMAGES.isdisjoint(record):
         return media
@@ -196,7 +200,8 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     """
     filled = {}
     for key in keys:
-        if record.get(key) is not None and is_given(record[key]) and (items := flatten(record[key])):
+        value = record.get(key)
+        if value is not None and (is_given(value) or _is_empty_file(value)) and (items := flatten(value)):
             filled[key] = items
     if len(filled) > 1:
         raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(filled)} are in the record; use one")
@@ -204,6 +209,12 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     for item in items:
         _unused(item)  # only for its rejections: harmless fields of image objects are not counted
     return [MediaReference.from_value(item, root) for item in items]
+
+
+def _is_empty_file(value: Any) -> bool:
+    """Whether a value has the bytes of a file, and there are none: not an image that the record does not have."""
+    data = value.get("bytes") if isinstance(value, Mapping) else value
+    return isinstance(data, bytes) and not data
 
 
 def _unused(image: Any) -> tuple[str, ...]:

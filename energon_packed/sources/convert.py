@@ -105,7 +105,7 @@ def arrow_errors(path: Path, fault: str, remedy: str = "") -> Iterator[None]:
         raise
     except _ARROW_ERRORS as error:
         raise_resource_error(error, path)
-        raise SourceError(f"{path} {fault}: {one_line(error)}{remedy}") from error
+        raise SourceError(f"{path} {fault}: {one_line(error).rstrip('.')}{remedy}") from error
 
 
 def one_line(error: Exception) -> str:

@@ -31,6 +31,8 @@ def test_blocks_print_the_output_on_the_page(page: Path, tmp_path: Path, request
         shutil.copytree(request.getfixturevalue("demo_out"), tmp_path, dirs_exist_ok=True)
     if needs_store(page):
         request.getfixturevalue("store")
+    if page.stem == "tutorial" and oldest.TRANSFORMERS:
+        pytest.skip("this release lets samples of Qwen2.5-VL attend to each other, so PackedTrainer refuses it")
     if page.stem == "trainers" and oldest.ACCELERATE:
         pytest.skip("TRL needs a newer accelerate than we do")
     for step, printed in run_page(page, tmp_path):

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pack
+from tests import oldest
 from tests.encoding.real_templates import source
 from tests.internals import ProcessorVision
 
@@ -40,6 +41,8 @@ QWEN = {"qwen25vl": "Qwen2_5_VLProcessor", "qwen3vl": "Qwen3VLProcessor", "qwen3
 SIZES = {"patch_size": 14, "merge_size": 2, "min_pixels": 56 * 56, "max_pixels": 112 * 112}
 PLACES = ("i", "it", "ti", "tit", "iti", "iit", "itit", "tii", "iiit", "t")
 SITUATIONS = ("alone", "later", "system", "image in the system message", "image in the answer")
+if oldest.TRANSFORMERS:  # its processors leave out images of system and assistant messages
+    SITUATIONS = SITUATIONS[:3]
 ROUNDS = max(1, int(os.environ.get("ENERGON_PACKED_FUZZ", "0")) // 20 // (len(PLACES) * len(SITUATIONS)))
 IMAGE = {"type": "image"}
 TEXTS = ("What is this?", "\nWhat is this?", "  two\n\nlines ", "and", " ", "a <b> & 'c'", "1. first\n2. second\n")

@@ -73,6 +73,13 @@ def test_the_sample_of_a_line_is_shown_with_its_supervised_tokens(pack_demo: Pac
     assert f"supervised tokens of the sample: [{value['supervised_spans'][0][0]}, " in shown
 
 
+@pytest.mark.parametrize("location", ["a.jsonl:2", "b.parquet:0"])  # a fragment, and a whole document
+def test_the_first_token_of_a_sample_is_not_counted_as_supervised(out: Path, location: str) -> None:
+    value = json.loads(run(out, "--source", location, "--json").output.splitlines()[0])
+    assert value["content"]["supervised"] == sum(stop - start for start, stop in value["supervised_spans"])
+    assert value["content"]["supervised"] == value["content"]["length"] - 1
+
+
 def test_split_repeated_and_table_records_are_found(out: Path) -> None:
     folder = PackedFolder.open(out)
     by_id, by_line = find_records(folder, ident="long"), find_records(folder, location="a.jsonl:2")

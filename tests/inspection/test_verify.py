@@ -159,6 +159,14 @@ def test_fast_skips_encoding_and_nothing_else(copy: Path) -> None:
     assert run(copy, "--fast").exit_code == 1
 
 
+def test_a_dataset_without_its_tars_has_no_check_mark_for_them(copy: Path) -> None:
+    for tar in copy.glob("*.tar"):
+        tar.unlink()
+    result = run(copy)
+    assert result.exit_code == 1
+    assert re.search(r"^- tars are intact.*: not checked, there is no tar$", result.output, re.MULTILINE)
+
+
 @pytest.mark.parametrize(
     ("removed", "arguments", "name", "reason"),
     [

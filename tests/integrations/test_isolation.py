@@ -1,6 +1,7 @@
 """Models that do not keep the samples of a row apart are refused, and the table says what the test finds."""
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from energon_packed import IsolationCheckCallback, IsolationError, check_isolation
+from energon_packed import ChatEncoder, IsolationCheckCallback, IsolationError, check_isolation
+from tests import oldest
 from tests.internals import isolation, isolation_table, measure, short_row
+from tests.loading.models import tiny_model
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from isolation_table import family, images
@@ -34,6 +37,11 @@ def test_a_clean_model_passes_in_any_dtype_and_keeps_its_mode() -> None:
         assert not check_isolation(model).leaks
         assert not model.training
         assert model.model.layers[0].training
+
+
+def test_qwen2_5_vl_is_refused_in_the_release_in_which_it_leaks(encoder: ChatEncoder) -> None:
+    with pytest.raises(IsolationError, match="does not keep") if oldest.TRANSFORMERS else nullcontext():
+        check_isolation(tiny_model("qwen2_5_vl", encoder, "sdpa"))
 
 
 def test_withheld_boundaries_are_seen() -> None:

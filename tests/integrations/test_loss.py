@@ -27,6 +27,7 @@ from energon_packed import (
     packed_training_arguments,
     prepare_loader,
 )
+from tests import oldest
 from tests.conftest import Packer
 from tests.integrations.launched import run_script, tiny_qwen2
 from tests.integrations.trainer_runs import QUIET
@@ -36,6 +37,8 @@ from tests.loading.models import tiny_model
 BLOCKS = {"accelerate": "trainers.md", "ddp": "trainers.md", "fsdp": "train-torch.md"}
 TRAINED = [("qwen2", "token", ""), ("qwen2", "sample", ""), ("qwen2_5_vl", "token", "")]
 WEIGHTED = [("qwen2", "token", "weighted"), ("llama", "sample", "weighted"), ("qwen2_5_vl", "sample", "weighted")]
+if oldest.TRANSFORMERS:  # PackedTrainer refuses its Qwen2.5-VL
+    TRAINED, WEIGHTED = TRAINED[:-1], WEIGHTED[:-1]
 
 
 def weighted_records(images: list[str]) -> list[dict[str, Any]]:
@@ -130,7 +133,8 @@ def ranks(
         if weights:
             jobs[f"loop of {model}"] = ("loop", out | data)
     jobs["Trainer"] = ("trainer", jobs["qwen2 token "][1] | {"kind": "Trainer"})
-    jobs["Trainer of a vision model"] = ("trainer", jobs["qwen2_5_vl token "][1] | {"kind": "Trainer"})
+    if not oldest.TRANSFORMERS:
+        jobs["Trainer of a vision model"] = ("trainer", jobs["qwen2_5_vl token "][1] | {"kind": "Trainer"})
     return run_script("tests.integrations.loss_runs", json.dumps(jobs), out=folder)
 
 
@@ -160,7 +164,7 @@ def test_batch_loss_has_the_gradient_of_the_weights_in_the_records(ranks: list[A
 
 
 def test_the_mean_of_means_is_another_gradient(ranks: list[Any]) -> None:
-    for name in ("naive", "Trainer of a vision model"):
+    for name in ranks[0].keys() & {"naive", "Trainer of a vision model"}:
         assert ranks[0][name]["error"] > 1e-2, "rows have unequal numbers of targets"
 
 

@@ -14,6 +14,7 @@ import yaml
 
 from energon_packed import (
     BatchError,
+    ChatEncoder,
     ConfigError,
     DataflowConfig,
     DataflowLoader,
@@ -28,6 +29,7 @@ from energon_packed import (
     PaddingFreeCollator,
     WorkerError,
     get_packed_loader,
+    get_raw_loader,
     pack,
     steps_per_epoch,
 )
@@ -35,6 +37,26 @@ from tests.internals import StoredTokens, torch_loader
 
 Make = Callable[..., Any]
 PACKS = 24
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: MapDistributor("out"), r"^`dataset` must be a map-style dataset, got 'out'\. Pass PackedDataset"),  # type: ignore[arg-type]
+        (lambda: get_raw_loader("c.yaml"), r"^`config` must be a DataflowConfig, got 'c\.yaml'\. Pass .*from_yaml"),  # type: ignore[arg-type]
+        (
+            lambda: ChatEncoder("tok"),
+            r"^`tokenizer` must be a tokenizer of .*, got 'tok'\. .*from_pretrained",
+        ),  # type: ignore[arg-type]
+        (
+            lambda: DataflowLoader(MapDistributor([1, 2]), num_worker=2),
+            r"^unknown option 'num_worker'; did you mean `num_workers`\?",
+        ),
+    ],
+)
+def test_a_path_or_a_misspelled_name_is_one_line_with_the_remedy(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
 
 
 def packed(folder: Path, packs: int, first: int = 0, **options: Any) -> Path:

@@ -104,6 +104,19 @@ def test_the_options_in_which_another_run_differs_are_named(build: Any) -> None:
     assert build(records, overwrite=True)
 
 
+def test_maps_and_the_code_of_adapters_are_named(build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build([{"a": "Hi", "b": "Hello."}], map="user=a,assistant=b")
+    with pytest.raises(ConfigError, match=r"run \(`map` was \"user=a,assistant=b\", now \"user=b,assistant=a\"\)"):
+        build(map="user=b,assistant=a")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("one", "two"):
+        Path(f"adapter_{name}.py").write_text(f"def convert(record): return {{'text': record['a'] + '{name}'}}\n")
+    build(adapter="adapter_one:convert", overwrite=True)
+    with pytest.raises(ConfigError, match=r"`adapter` was .*one:.*, now .*two:.*, the code of the adapter differs"):
+        build(adapter="adapter_two:convert")
+
+
 def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         (tmp_path / name).mkdir()

@@ -53,7 +53,9 @@ def test_verify_names_the_option(build: Any, records: list[Any], tmp_path: Path)
     result = build(records)
     found = CliRunner().invoke(cli, ["verify", str(result.shards)])
     assert found.exit_code == 1
-    remedy = "pack it again with --check-media full, which rejects records whose images or videos do not decode"
+    remedy = (
+        "pack it again; if the media of the input are damaged, with --check-media full, which rejects their records"
+    )
     assert remedy in found.output
     full = build(records, check_images="full", overwrite=True)
     found = CliRunner().invoke(cli, ["verify", str(full.shards)])

@@ -405,8 +405,8 @@ def test_decisions_are_noted_and_do_not_count_as_content() -> None:
             "fields task, thoughts, verdict; name the question and the answer with `map=user=FIELD,assistant=FIELD`",
         ),
         ({"info": {}, "annotations": [{"caption": "a"}]}, "if annotations is the list of records, write it alone"),
-        ({"translation": {"en": "a", "de": "b"}}, "no known shape has the fields translation"),
-        ({1: "a", 2: "b"}, "no known shape has the fields 1, 2"),  # of an adapter
+        ({"translation": {"en": "a", "de": "b"}}, "no record format has the fields translation"),
+        ({1: "a", 2: "b"}, "no record format has the fields 1, 2"),  # of an adapter
         ({}, "the record has no fields"),
     ],
 )

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from energon_packed import RecordError, normalize
+from tests.internals import NO_IMAGE
 
 USER = {"role": "user", "content": "Hi"}
 ANSWER = {"role": "assistant", "content": "Hello."}
@@ -172,7 +173,9 @@ def test_tools_calls_and_metadata_are_kept() -> None:
     ("record", "reason", "detail"),
     [
         ([1], "bad_json", "must be an object, not list"),
-        ({"question": "?"}, "missing_field", "no known shape has the fields question"),
+        ({"question": "?"}, "missing_field", "no record format has the fields question"),
+        ({"question": "?", "answer": None}, "missing_field", "has the fields question; answer is null"),
+        ({"question": "", "answer": ""}, "missing_field", "has the fields question, answer; question is empty"),
         ({"messages": [{"content": "x"}]}, "missing_field", "a message has no role"),
         ({"messages": [{"role": "user"}]}, "missing_field", "the user message has no content"),
         ({"messages": ["x"]}, "missing_field", "an entry of messages is str"),
@@ -222,7 +225,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
             "image_count_mismatch",
             "both in the messages and in the images field",
         ),
-        ({"messages": None, "source": "x"}, "missing_field", "no known shape has the fields source"),
+        ({"messages": None, "source": "x"}, "missing_field", "no record format has the fields source"),
         ({"text": "a", "system": "b"}, "bad_role", "a text record has a system field"),
         ({"conversations": VIDEO_TURNS, "videos": [["a.png"], []]}, "unsupported_media", "none of them empty"),
         ({"conversations": VIDEO_TURNS, "videos": [[["a.png"]]]}, "unsupported_media", "a list of frames for each"),
@@ -282,3 +285,24 @@ def test_rejects(record: Any, reason: str, detail: str) -> None:
     assert caught.value.reason.value == reason
     assert detail in caught.value.detail
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [b"", {"bytes": b"", "path": None}])
+def test_an_empty_file_is_an_image_that_is_damaged(value: object) -> None:
+    record = {"image": value, "question": "What is it?", "answer": "A cat."}
+    (image,) = normalize(record).images
+    assert image.data == b""  # rejected as corrupt_image when it is measured
+
+
+@pytest.mark.parametrize(
+    ("value", "notes"),
+    [
+        (None, (NO_IMAGE,)),
+        ("", (NO_IMAGE,)),
+        ({"bytes": None, "path": None}, (NO_IMAGE,)),
+        ([], ()),
+    ],
+)
+def test_a_record_with_an_image_field_without_a_value_is_text_with_a_note(value: object, notes: tuple[str]) -> None:
+    conversation = normalize({"image": value, "question": "What is it?", "answer": "A cat."})
+    assert (conversation.images, conversation.notes) == ((), notes)

@@ -78,6 +78,7 @@ def verify(
     for tar in tars:
         intact.add(tar.intact)
     intact.summary = f"{sum(tar.stat().st_size for tar in known):,} bytes"
+    intact.not_checked = "" if known else "there is no tar"
     yield intact
     # Only intact tars are read further: the others would repeat the problem found above.
     read = [tar.path for tar in tars if tar.keys is not None]

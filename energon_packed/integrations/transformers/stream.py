@@ -74,8 +74,8 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
 
     @property
     def num_shards(self) -> int:
-        """Number of processes: accelerate requests a shard for each process."""
-        return group_place()[1]
+        """Number of processes + 1: before 1.14, accelerate requests shards only if there are more than processes."""
+        return group_place()[1] + 1
 
     n_shards = num_shards
 

@@ -296,7 +296,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         torch_names = TorchOptions.__annotations__
         of_torch: dict[str, Any] = {name: value for name, value in options.items() if name in torch_names}
         own = {name: value for name, value in options.items() if name not in torch_names}
-        settings = make(Settings, own, what="option")
+        settings = make(Settings, own, what="option", others=("batch_size", "num_workers", *torch_names))
         if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
             raise ConfigError(f"`num_workers` must be an integer of at least 0, got {num_workers!r}.")
         if batch_size is not None:

@@ -9,6 +9,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import BatchError, ConfigError, FormatError, RecordError
@@ -16,6 +17,7 @@ from energon_packed.loading.costs.model import Balance, cost_model
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.order import Order, Segment
 from energon_packed.loading.ranks import ShardSpec, shuffled
+from energon_packed.options import short
 
 
 class MapDistributor(Distributor):
@@ -57,6 +59,10 @@ class MapDistributor(Distributor):
         accumulation: int = 1,
         repeat: bool = False,
     ) -> None:
+        if isinstance(dataset, str | Path):  # a string has a length and items, too
+            raise ConfigError(
+                f"`dataset` must be a map-style dataset, got {short(dataset)}. Pass PackedDataset(path)."
+            )
         cost = None if balance is None else cost_model(balance)
         self.order = Order(dataset, shuffle=shuffle, cost=cost, accumulation=accumulation, repeat=repeat)
         self.infinite = repeat

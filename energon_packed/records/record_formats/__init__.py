@@ -103,13 +103,17 @@ def find_record_format(record: Record) -> RecordFormat:
     check_preference(record)
     names = key_names(record)
     raise missing_field(
-        f"no known shape has the fields {names}{_hint(record)}" if names else "the record has no fields"
+        f"no record format has the fields {names}{_hint(record)}" if names else "the record has no fields"
     )
 
 
 def _hint(record: Record) -> str:
     """Suggest a remedy: a list of records in the record, or fields that a `map` can name."""
     record = {str(name): value for name, value in record.items()}  # an adapter may return other names
+    # Records of a known format without their question or answer.
+    for name, value in record.items():
+        if value in (None, "") and (_QUESTION.fullmatch(name) or _ANSWER.fullmatch(name)):
+            return f"; {name} is {'null' if value is None else 'empty'}"
     lists = [
         name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
     ]
