@@ -216,7 +216,7 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} must be a mapping of option names to values, such as `seq_len`: 4096")
+        raise ConfigError(f"{file} must be a mapping of option names to values, such as seq_len: 4096")
     if _is_internvl(values):
         values = {"datasets": values}
     for nested in [name for name in _NESTED if isinstance(values.get(name), dict)]:

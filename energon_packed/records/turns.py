@@ -165,7 +165,7 @@ def _message(turn: Record, media: Media) -> Message:
         text = "".join([_read_part(part, media) for part in content])
     else:
         if not isinstance(content, str):
-            content = read_text("" if content is None else content, f"content of a {role} message")
+            content = read_text("" if content is None else content, f"content of the {role} message")
         text = media.take_tagged(content) if has_tags(content) else content
     if not keys.is_plain:
         text = _own_images(turn, _own_videos(turn, text, media), media)
