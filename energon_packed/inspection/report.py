@@ -243,11 +243,14 @@ def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: st
         figure.patch.set_alpha(0)
         axes = figure.subplots()
         axes.patch.set_alpha(0)
-        axes.stairs(counts, edges, fill=True, color=_BAR)
-        axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log else "linear")
         # Integers closer to each other than labels would be shown several times.
         is_short = is_integer and edges[-1] - edges[0] <= _MAX_TICKS
-        integers: list[float] = np.arange(np.ceil(edges[0]), edges[-1]).tolist() if is_short else []
+        integers: list[float] = (np.arange(np.ceil(edges[0]), edges[-1]) + 0).tolist() if is_short else []  # not -0
+        if len(integers) == len(counts):  # bars of equal height would look like a single bar without gaps
+            axes.bar(integers, counts, width=0.8, color=_BAR)
+        else:
+            axes.stairs(counts, edges, fill=True, color=_BAR)
+        axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if log else "linear")
         if is_constant := min(values) == max(values):
             axes.set_xlim(edges[0] - 2 * (edges[-1] - edges[0]), edges[-1] + 2 * (edges[-1] - edges[0]))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))

@@ -43,9 +43,15 @@ def test_equal_values_get_a_bin_around_them() -> None:
         ([97.25] * 9, even_bins, ["97.25"]),
         ([100.0] * 9, even_bins, ["100"]),
         ([3, 5, 5], integer_bins, ["3", "4", "5"]),
+        ([0, 1], integer_bins, ["0", "1"]),
     ],
 )
 def test_each_value_is_on_the_axis_once(values: list[int], bins: Callable[..., Any], labels: list[str]) -> None:
     text = histogram_svg(values, bins(values), "x", "y", log=bins is log_integer_bins)
     axis = text[text.index('id="matplotlib.axis_1"') : text.index('id="matplotlib.axis_2"')]
     assert re.findall(r"<text[^>]*>([^<]*)</text>", axis) == [*labels, "x"]
+
+
+def test_equal_counts_of_neighboring_integers_are_separate_bars() -> None:
+    values = [0, 0, 1, 1, 2]
+    assert histogram_svg(values, integer_bins(values), "x", "y").count("fill: var(--accent)") == 3
