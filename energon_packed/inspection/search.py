@@ -150,7 +150,7 @@ def _at_location(file: Any, location: str) -> list[FoundRecord]:
     if not found:
         raise ConfigError(
             f"`location` must be the place of a record, got {location}. The line is blank, or after the "
-            f"end of {source}."
+            f"end of {source}. Lines are counted from 1, and rows of tables from 0."
         )
     if found[0].line is None and JsonlSource.matches(Path(source)):
         raise ConfigError(
@@ -161,7 +161,7 @@ def _at_location(file: Any, location: str) -> list[FoundRecord]:
 
 
 def _source_of(file: Any, path: str) -> str:
-    """Find the input file with this path, absolute path or end of the path."""
+    """Find the input file with this path, absolute path or end of the path, or with a path that is the end of this."""
     groups = (file.read_row_group(group, columns=["source"]) for group in range(file.num_row_groups))
     names: dict[str, None] = dict.fromkeys(name for rows in groups for name in pc.unique(rows["source"]).to_pylist())
     parts = Path(path).parts
@@ -169,6 +169,8 @@ def _source_of(file: Any, path: str) -> str:
         [name for name in names if name == path],
         [name for name in names if os.path.abspath(name) == os.path.abspath(path)],
         [name for name in names if Path(name).parts[-len(parts) :] == parts],
+        # The input was packed by a relative path, in another folder.
+        [name for name in names if parts[-len(Path(name).parts) :] == Path(name).parts],
     ):
         if len(matches) == 1:
             return matches[0]

@@ -133,6 +133,19 @@ def test_tables_without_places_are_refused_with_the_remedy(out: Path, tmp_path: 
     assert "lengths.parquet must exist to find records. Run the pack command" in str(run(copy, "--id", "p1").exception)
 
 
+def test_the_absolute_path_of_an_input_with_a_relative_path_is_found(
+    text_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").write_text(json.dumps(RECORDS[1]) + "\n")
+    monkeypatch.chdir(tmp_path)
+    pack("data/a.jsonl", output_dir="out", tokenizer=text_tokenizer_dir, seq_len=64, workers=1)
+    monkeypatch.chdir("/")
+    assert (
+        "data/a.jsonl line 1 (row 0), packed" in run(tmp_path / "out", "--source", f"{tmp_path}/data/a.jsonl:1").output
+    )
+
+
 def test_lines_of_an_input_part_are_not_known(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(
         "".join(json.dumps({"id": f"{i}", "text": "word " * 9}) + "\n" for i in range(40))
