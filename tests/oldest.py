@@ -5,10 +5,9 @@ from importlib.metadata import version
 import pytest
 
 TRANSFORMERS = version("transformers").startswith("5.16.")
-ACCELERATE = version("accelerate").startswith("1.10.")
 DATASETS = version("datasets").startswith("3.2.")
 PYARROW = version("pyarrow").startswith("18.0.")
 
-isolates_qwen2_5_vl = pytest.mark.skipif(
-    TRANSFORMERS, reason="in this release, samples of Qwen2.5-VL leak with sdpa; test_isolation has the refusal"
+needs_isolated_qwen2_5_vl = pytest.mark.skipif(
+    TRANSFORMERS, reason="in this release, samples of Qwen2.5-VL leak into each other; test_isolation has the refusal"
 )

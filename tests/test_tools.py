@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.oldest import isolates_qwen2_5_vl
+from tests.oldest import needs_isolated_qwen2_5_vl
 from tests.processes import run_python
 
 TOOLS = Path(__file__).parents[1] / "tools"
@@ -28,7 +28,7 @@ _PEER = "import sys; sys.path.insert(0, sys.argv.pop(1)); import contract, peer_
 
 @pytest.mark.parametrize(
     ("peer", "kind"),
-    [("packed", "text"), *(pytest.param(p, "images", marks=isolates_qwen2_5_vl) for p in ("packed", "energon"))],
+    [("packed", "text"), *(pytest.param(p, "images", marks=needs_isolated_qwen2_5_vl) for p in ("packed", "energon"))],
 )
 def test_a_peer_of_the_comparison_trains_on_every_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str, kind: str

@@ -55,11 +55,9 @@ _TEMPLATE = (
 )
 _BAD = 5  # records of each kind that cannot be trained on as they are
 _CLEAN = 40  # other records of that set
-# A line of the output that reports a lost record, compared with the output of the same records without bad records.
-# It is not indented, as the frames of a traceback are. Caches of `datasets` sometimes report what they cannot pickle.
+# Words of a line that reports a lost record; see `is_report`.
 _REPORTS = re.compile(
-    r"(?i)(?!.*pickle)(?!\s).*"
-    r"(drop|skip|truncat|exceed|too long|longer|reject|invalid|corrupt|missing|error|failed|no_superv|cannot)"
+    r"(?i)drop|skip|truncat|exceed|too long|longer|reject|invalid|corrupt|missing|error|failed|no_superv|cannot"
 )
 _NUMBERS = re.compile(r"\d+")
 
@@ -322,8 +320,8 @@ class Runner:
             output = self.output(rows).replace(f"{self.work.parents[1]}/", "")
             new = [
                 line
-                for line in map(str.rstrip, output.splitlines())  # long lines print all settings
-                if len(line) < 1000 and _REPORTS.match(line) and _NUMBERS.sub("0", line) not in known
+                for line in map(str.rstrip, output.splitlines())
+                if is_report(line) and _NUMBERS.sub("0", line) not in known
             ]
             samples = {
                 number: (is_whole, targets) for row in lines for number, is_whole, targets in row.get("samples", [])
@@ -336,6 +334,15 @@ class Runner:
                 "message": (new[-1] if failed else new[0])[:300] if new else "",
             }
         return found
+
+
+def is_report(line: str) -> bool:
+    """Whether a line of output may report a lost record.
+
+    Long lines print all settings, indented lines are frames of a traceback, and the caches of `datasets` sometimes
+    report what they cannot pickle.
+    """
+    return len(line) < 1000 and not line[:1].isspace() and "pickle" not in line and bool(_REPORTS.search(line))
 
 
 def describe(lines: list[dict[str, Any]], seq_len: int, save_every: int) -> dict[str, Any]:

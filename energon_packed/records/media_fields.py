@@ -180,8 +180,6 @@ def read_media(
         media.images = [MediaReference.from_value(_data_url(encoded)) for encoded in flatten(record[_BASE64])]
     if media.images:
         media.per_turn = _images_per_turn(record.get("images"))
-    elif with_images and any(key in record and not isinstance(record[key], list | tuple) for key in _IMAGE_FIELDS):
-        media.notes.append(NO_IMAGE)
     # The early return is for speed: most records have no video fields.
     if _BEYOND_IMAGES.isdisjoint(record):
         return media
@@ -209,6 +207,11 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     for item in items:
         _unused(item)  # only for its rejections: harmless fields of image objects are not counted
     return [MediaReference.from_value(item, root) for item in items]
+
+
+def has_empty_image_field(record: Record) -> bool:
+    """Whether a record without images has an image field: null or an empty string, not an empty list."""
+    return any(key in record and not isinstance(record[key], list | tuple) for key in _IMAGE_FIELDS)
 
 
 def _is_empty_file(value: Any) -> bool:

@@ -37,7 +37,14 @@ from energon_packed.records.fields import (
     unsupported,
     unsupported_field,
 )
-from energon_packed.records.media_fields import Media, has_tags, read_media, references
+from energon_packed.records.media_fields import (
+    NO_IMAGE,
+    Media,
+    has_empty_image_field,
+    has_tags,
+    read_media,
+    references,
+)
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
@@ -114,6 +121,8 @@ def normalize(record: Any, *, image_root: str | None = None, record_weight: Reco
     ident = record.get("id")
     fps = read_number(record.get("fps"), "fps", float)
     images, videos = tuple(media.inline or media.images), tuple(media.files)
+    if not images and has_empty_image_field(record):
+        media.notes.append(NO_IMAGE)
     if videos:  # also of content parts and of the format's own fields
         check_video_fields(record, "the record", of_one_video=False)
     if fps and (images or videos):

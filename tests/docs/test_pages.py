@@ -33,8 +33,6 @@ def test_blocks_print_the_output_on_the_page(page: Path, tmp_path: Path, request
         request.getfixturevalue("store")
     if page.stem == "tutorial" and oldest.TRANSFORMERS:
         pytest.skip("this release lets samples of Qwen2.5-VL attend to each other, so PackedTrainer refuses it")
-    if page.stem == "trainers" and oldest.ACCELERATE:
-        pytest.skip("TRL needs a newer accelerate than we do")
     for step, printed in run_page(page, tmp_path):
         assert normalized(printed) == normalized(step.shown), step.code
 

@@ -18,7 +18,7 @@ from energon_packed import (
 from tests.integrations.launched import tiny_qwen2
 from tests.integrations.trainer_runs import QUIET, StopAt
 from tests.loading.models import tiny_model
-from tests.oldest import isolates_qwen2_5_vl
+from tests.oldest import needs_isolated_qwen2_5_vl
 
 Weights = dict[str, torch.Tensor]
 
@@ -60,7 +60,7 @@ def train(
     return start.weights, copied(model), losses
 
 
-@pytest.mark.parametrize("kind", [pytest.param("qwen2_5_vl", marks=isolates_qwen2_5_vl), "tied embeddings"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen2_5_vl", marks=needs_isolated_qwen2_5_vl), "tied embeddings"])
 def test_a_resumed_run_continues_with_the_saved_weights(
     image_packs: Path, text_packs: list[Path], encoder: ChatEncoder, tmp_path: Path, kind: str
 ) -> None:
@@ -84,7 +84,7 @@ def test_a_resumed_run_continues_with_the_saved_weights(
     assert second == losses
 
 
-@isolates_qwen2_5_vl
+@needs_isolated_qwen2_5_vl
 def test_a_checkpoint_with_other_names_is_refused_until_it_is_rewritten(
     image_packs: Path, encoder: ChatEncoder, tmp_path: Path
 ) -> None:
@@ -108,7 +108,7 @@ def test_a_checkpoint_with_other_names_is_refused_until_it_is_rewritten(
     assert equal(start, saved)
 
 
-@isolates_qwen2_5_vl
+@needs_isolated_qwen2_5_vl
 def test_the_best_model_is_restored(image_packs: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
     data = PackedDataset(image_packs, encoder)
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}

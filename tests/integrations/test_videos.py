@@ -33,7 +33,7 @@ from energon_packed import (
 from tests.integrations.trainer_runs import QUIET, StopAt
 from tests.loading.clips import MODELS, Clips
 from tests.loading.models import tiny_model
-from tests.oldest import isolates_qwen2_5_vl
+from tests.oldest import needs_isolated_qwen2_5_vl
 from tests.videos import make_video
 
 RECORDS = 25
@@ -112,7 +112,7 @@ def test_stored_samples_equal_the_encoded_records(source: Path, tokenizer_dir: P
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=isolates_qwen2_5_vl) if f == "qwen2_5_vl" else f for f in MODELS]
+    "family", [pytest.param(f, marks=needs_isolated_qwen2_5_vl) if f == "qwen2_5_vl" else f for f in MODELS]
 )
 def test_encoded_records_in_a_row_equal_separate_forward_passes(
     source: Path, tokenizer_dir: Path, family: str
@@ -136,7 +136,7 @@ def losses(trainer: Trainer, **arguments: Any) -> dict[int, float]:
     return {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
 
 
-@isolates_qwen2_5_vl
+@needs_isolated_qwen2_5_vl
 @pytest.mark.parametrize("kind", ["packed", "stream"])
 def test_a_resumed_trainer_equals_the_run_without_interruption(
     dataset: PackedDataset, vision_encoder: ChatEncoder, kind: str, tmp_path: Path

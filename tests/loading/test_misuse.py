@@ -42,12 +42,12 @@ PACKS = 24
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: MapDistributor("out"), r"^`dataset` must be a map-style dataset, got 'out'\. Pass PackedDataset"),  # type: ignore[arg-type]
-        (lambda: get_raw_loader("c.yaml"), r"^`config` must be a DataflowConfig, got 'c\.yaml'\. Pass .*from_yaml"),  # type: ignore[arg-type]
+        (lambda: MapDistributor("out"), r"^`dataset` must be a map-style dataset, got 'out'\. Pass PackedDataset"),
+        (lambda: get_raw_loader("c.yaml"), r"^`config` must be a DataflowConfig, got 'c\.yaml'\. Pass .*from_yaml"),
         (
             lambda: ChatEncoder("tok"),
             r"^`tokenizer` must be a tokenizer of .*, got 'tok'\. .*from_pretrained",
-        ),  # type: ignore[arg-type]
+        ),
         (
             lambda: DataflowLoader(MapDistributor([1, 2]), num_worker=2),
             r"^unknown option 'num_worker'; did you mean `num_workers`\?",

@@ -306,3 +306,10 @@ def test_an_empty_file_is_an_image_that_is_damaged(value: object) -> None:
 def test_a_record_with_an_image_field_without_a_value_is_text_with_a_note(value: object, notes: tuple[str]) -> None:
     conversation = normalize({"image": value, "question": "What is it?", "answer": "A cat."})
     assert (conversation.images, conversation.notes) == ((), notes)
+
+
+def test_a_null_image_field_beside_an_image_in_the_messages_has_no_note() -> None:
+    parts = [{"type": "image", "image": "a.jpg"}, {"type": "text", "text": "What is it?"}]
+    turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]
+    conversation = normalize({"image": None, "messages": turns})
+    assert (len(conversation.images), conversation.notes) == (1, ())
