@@ -199,7 +199,7 @@ def references(record: Record, keys: Sequence[str], root: str | None) -> list[Me
     filled = {}
     for key in keys:
         value = record.get(key)
-        if value is not None and (is_given(value) or _is_empty_file(value)) and (items := flatten(value)):
+        if _has_media(value) and (items := flatten(value)):
             filled[key] = items
     if len(filled) > 1:
         raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(filled)} are in the record; use one")
@@ -214,10 +214,12 @@ def has_empty_image_field(record: Record) -> bool:
     return any(key in record and not isinstance(record[key], list | tuple) for key in _IMAGE_FIELDS)
 
 
-def _is_empty_file(value: Any) -> bool:
-    """Whether a value has the bytes of a file, and there are none: not an image that the record does not have."""
+def _has_media(value: Any) -> bool:
+    """Whether a value is given. A file of 0 bytes is: it is damaged, and not a file that the record does not have."""
+    if value is None or is_given(value):
+        return value is not None
     data = value.get("bytes") if isinstance(value, Mapping) else value
-    return isinstance(data, bytes) and not data
+    return isinstance(data, bytes)
 
 
 def _unused(image: Any) -> tuple[str, ...]:
@@ -248,7 +250,7 @@ def _read_videos(record: Record, root: str | None, known: frozenset[str]) -> lis
             and len(value) > 0
         ):
             raise unsupported_media(f"the field {key} is not supported; {remedy}")
-    filled = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and is_given(record.get(key))]
+    filled = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and _has_media(record.get(key))]
     if len(filled) > 1:
         raise unsupported_media("both video and videos are in the record; use one")
     return read_videos(record[filled[0]], filled[0], root) if filled else []

@@ -313,3 +313,15 @@ def test_a_null_image_field_beside_an_image_in_the_messages_has_no_note() -> Non
     turns = [{"role": "user", "content": parts}, {"role": "assistant", "content": "A cat."}]
     conversation = normalize({"image": None, "messages": turns})
     assert (len(conversation.images), conversation.notes) == (1, ())
+
+
+def test_an_empty_video_file_is_a_video_that_is_damaged() -> None:
+    (video,) = normalize({"video": b"", "question": "What moves?", "answer": "A cat."}).videos
+    assert video.file.data == b""  # rejected as corrupt_video when it is measured
+    with pytest.raises(RecordError, match="video is dict"):
+        normalize({"video": {"bytes": b"", "path": None}, "question": "What moves?", "answer": "A cat."})
+
+
+def test_a_record_of_no_known_format_may_have_arrays() -> None:
+    with pytest.raises(RecordError, match="no record format has the fields question, z"):
+        normalize({"question": np.array(["a", "b"]), "z": np.zeros(3)})

@@ -112,7 +112,8 @@ def _hint(record: Record) -> str:
     record = {str(name): value for name, value in record.items()}  # an adapter may return other names
     # Records of a known format without their question or answer.
     for name, value in record.items():
-        if value in (None, "") and (_QUESTION.fullmatch(name) or _ANSWER.fullmatch(name)):
+        is_empty = value is None or (isinstance(value, str) and not value)
+        if is_empty and (_QUESTION.fullmatch(name) or _ANSWER.fullmatch(name)):
             return f"; {name} is {'null' if value is None else 'empty'}"
     lists = [
         name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
