@@ -6,6 +6,7 @@
 # make chromium   install the browser that the tests need, as root on Debian; `make test` does it too
 # make hard     the tests that have a long form, in that form: hours
 # make coverage   all tests with line coverage of every process; fails below the limit in pyproject.toml
+# make mutants   changes of the core modules that no test notices, MUTANTS names some modules; fails if there are too many
 PYTHON ?= python3
 VENV ?= .venv
 TRAINERS_VENV ?= .venv-trainers
@@ -15,6 +16,8 @@ TRAINERS := $(patsubst tests/trainers/%/run.py,%,$(wildcard tests/trainers/*/run
 OTHER_TRAINERS := $(patsubst tests/trainers/%/requirements.txt,%,$(wildcard tests/trainers/*/requirements.txt))
 DEMO_OUT ?= demo-out
 TESTS ?= tests
+MUTANTS ?=
+MUTANTS_JOBS ?= 1
 
 # What the long form of each test counts; tests/test_make.py compares the names with those that the tests read.
 HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILLS=40 ENERGON_PACKED_FAULTS=500 ENERGON_PACKED_SOAK=200 ENERGON_PACKED_COMBINATIONS=1000 ENERGON_PACKED_MEDIA_CHANGES=300
@@ -22,7 +25,7 @@ HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAM
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest hard coverage lint docs unit bench setup clean
+.PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest hard coverage mutants lint docs unit bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -99,6 +102,13 @@ coverage: setup chromium
 	$(BIN)/coverage run -m pytest -n 2 $(TESTS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+$(VENV)/.mutants: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt mutmut==3.8.1
+	touch $@
+
+mutants: $(VENV)/.mutants
+	nice $(BIN)/python tools/mutants.py --jobs $(MUTANTS_JOBS) $(MUTANTS)
 
 bench: setup
 	for script in tools/bench_*.py; do $(BIN)/python $$script || exit 1; done

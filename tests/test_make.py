@@ -112,3 +112,14 @@ def test_the_workflow_runs_targets_of_make_with_the_versions_of_pyproject() -> N
     targets = {target for command in commands if command[0] == "make" for target in command[1:]}
     assert targets == {"lint", "docs", "unit"}  # the parts of `make test`
     subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, check=True)
+
+
+def test_the_modules_of_make_mutants_and_the_lines_that_it_lists_exist() -> None:
+    modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutants"]["modules"]
+    assert all((ROOT / name).exists() for module, tests in modules.items() for name in (module, *tests))
+    listed = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text())
+    assert listed.keys() <= modules.keys()
+    for module, mutants in listed.items():
+        source = re.sub(r"\s+", " ", (ROOT / module).read_text())
+        stale = [name for name in mutants if name.partition(" => ")[0] not in source]
+        assert not stale, f"remove {stale} from tests/mutants.toml"
