@@ -58,7 +58,6 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
-_NO_VISION = "a record has images or videos, but no image processor is set; pass `processor` or `image_processor`"
 # Part of the fingerprint; increase it when the same input produces different tokens.
 _VERSION = 7
 _DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
@@ -172,7 +171,8 @@ class ChatEncoder(Processor):
                 image processor, that is used too.
             processor: folder with preprocessor_config.json.
             image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
-            vision_family: name of the family, such as `llava_onevision2`, if several share an image processor.
+            vision_family: name of the family, such as `llava_onevision2`, in place of the names in the folder; `none`
+                for text without images.
             factor: pixels per token side: `patch_size` times `merge_size`.
             patch_size, merge_size: pixels of a patch side, patches merged along each side into one token.
             min_pixels, max_pixels: limits of the resized image in pixels.
@@ -228,7 +228,7 @@ class ChatEncoder(Processor):
         for index, conversation in enumerate(conversations):
             try:
                 has_media = conversation.images or conversation.videos
-                media[index] = read_pixels(self._vision(), conversation) if has_media else Pixels()
+                media[index] = read_pixels(self._vision(conversation), conversation) if has_media else Pixels()
             except RecordError as error:
                 results[index] = error.reject
         sizes = [MediaSize(pixels.runs, frames=pixels.frames, spelled=pixels.spelled) for pixels in media.values()]
@@ -276,7 +276,7 @@ class ChatEncoder(Processor):
         for index, conversation in enumerate(conversations):
             try:
                 has_media = conversation.images or conversation.videos
-                media[index] = measure_media(self._vision(), conversation) if has_media else _NO_MEDIA
+                media[index] = measure_media(self._vision(conversation), conversation) if has_media else _NO_MEDIA
             except RecordError as error:
                 results[index] = Measurement.rejected(error.reject)
         usable = list(media)
@@ -541,9 +541,16 @@ class ChatEncoder(Processor):
         token = np.zeros(1, dtype=np.int64)
         return self.vision is not None and self.vision.position_ids(token, -1, NO_IMAGES) is not None
 
-    def _vision(self) -> VisionFamily:
+    def _vision(self, conversation: Conversation) -> VisionFamily:
         if self.vision is None:
-            raise ConfigError(_NO_VISION)
+            if (named := self._settings.get("vision_family")) is not None:
+                cause, remedy = f"`vision_family` is {named}", "Remove it"
+            else:
+                folder = self._settings.get("tokenizer", "the folder of the tokenizer")
+                cause = f"{folder} has no image settings (preprocessor_config.json)"
+                remedy = "Set `processor` to the processor folder of the model, or `image_processor`"
+            record = "a record" if conversation.id is None else f"record {conversation.id}"
+            raise ConfigError(f"{record} has images or videos, but {cause}. {remedy}.")
         return self.vision
 
 

@@ -42,7 +42,8 @@ class EncoderSettings:
         None, help="Image processor by name, such as Qwen2_5_VLProcessor.", metavar="NAME"
     )
     vision_family: str | None = _image_option(
-        None, help="Model family by name, such as llava_onevision2, if several families share an image processor.",
+        None, help="Model family by name, such as llava_onevision2, in place of the names in the folder; none: text "
+        "without images.",
         metavar="NAME",
     )  # fmt: skip
     factor: int | None = _image_option(None, help="Pixels per token side: patch size times merge size.", minimum=1)

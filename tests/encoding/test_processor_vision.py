@@ -171,7 +171,7 @@ def test_the_reason_why_a_processor_cannot_be_loaded_is_shown(text_tokenizer_dir
     llava = write_processor(tmp_path / "llava", "llava", text_tokenizer_dir)
     settings = json.loads((llava / "processor_config.json").read_text())
     (llava / "processor_config.json").write_text(json.dumps(settings | {"processor_class": "NoSuchProcessor"}))
-    with pytest.raises(ConfigError, match=r"unknown image processor 'NoSuchProcessor'.* register a VisionFamily"):
+    with pytest.raises(ConfigError, match=r"unknown vision family 'NoSuchProcessor'.* register a VisionFamily"):
         ChatEncoder.from_pretrained(llava)
 
 

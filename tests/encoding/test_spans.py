@@ -248,8 +248,11 @@ def test_image_tokens_in_text_are_refused(tokenizer_dir: Path) -> None:
 
 def test_images_without_an_image_processor_stop_the_run(text_tokenizer_dir: Path) -> None:
     encoder = ChatEncoder.from_pretrained(text_tokenizer_dir)
-    with pytest.raises(ConfigError, match="pass `processor` or `image_processor`"):
-        encoder.length(normalize({"images": [b"x"], "captions": ["c"]}))
+    with pytest.raises(
+        ConfigError,
+        match=r"record a has images or videos, but .*text-tokenizer has no image settings .*Set `processor`",
+    ):
+        encoder.length(normalize({"id": "a", "images": [b"x"], "captions": ["c"]}))
 
 
 def test_truncation_keeps_images_whole_and_a_target(encoder: ChatEncoder, demo: Any) -> None:
@@ -269,10 +272,10 @@ def test_truncation_keeps_images_whole_and_a_target(encoder: ChatEncoder, demo: 
     ("options", "message"),
     [
         ({"loss_on": "nothing"}, "`loss_on` must be one of assistant, last, all, got 'nothing'"),
-        ({"image_processor": "Pixtral"}, "unknown image processor 'Pixtral'; .* one of .*qwen25vl"),
+        ({"image_processor": "Pixtral"}, "unknown vision family 'Pixtral'. .* one of .*qwen25vl"),
         ({"factor": 31}, r"`factor` must be patch size times merge size .*, got `factor` 31"),
         ({"factor": 48, "patch_size": 14}, "`factor` must be .*, got `factor` 48, `patch_size` 14"),
-        ({"vision_family": "pixtral"}, "unknown image processor 'pixtral'; set `vision_family`"),
+        ({"vision_family": "pixtral"}, "unknown vision family 'pixtral'. Set `vision_family`"),
         ({"patch_order": "col"}, "`patch_order` must be one of auto, row, block, got 'col'"),
         ({"min_pixels": 100, "max_pixels": 50}, "`min_pixels` must be at most `max_pixels` 50, got 100"),
         ({"processor": "/nowhere"}, "/nowhere is not a folder"),

@@ -114,7 +114,7 @@ def test_samples_without_images_are_encoded_again_with_an_ambiguous_factor(
             "(not set in packing.json), --min-pixels 6272 (3136 in packing.json). Omit",
         ),
         ("--patch-size 16 --loss-on all", "--loss-on all (assistant in packing.json). Omit the settings that"),
-        ("--image-processor Nobody", "unknown image processor 'Nobody'; set --vision-family or --image-processor"),
+        ("--image-processor Nobody", "unknown vision family 'Nobody'. Set --vision-family to one of"),
     ],
 )
 def test_settings_that_result_in_other_tokens_are_refused(by_factor: Path, line: str, message: str) -> None:

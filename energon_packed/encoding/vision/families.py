@@ -59,8 +59,8 @@ class VisionFamily(ABC):
     """Image preprocessing of a model family, based on a Transformers image processor such as Qwen2VLImageProcessor.
 
     Attributes:
-        names: lower-case prefixes of the processor, image processor or model_type names of this family;
-            punctuation is ignored.
+        names: model types of this family, in lower case without punctuation; with `Processor` or `ImageProcessor`
+            behind, names of its processors. The most specific name of a folder must be one of them.
         image_token: token whose run represents an image.
         placeholder: text of an image in a conversation, with a single `image_token`.
         reserved: tokens that text must not contain.
@@ -634,7 +634,7 @@ class Qwen3VLVision(Qwen2VLVision):
     whole video.
     """
 
-    names = ("qwen3vl", "qwen35")
+    names = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
     patch_size = 16
     image_mean = (0.5, 0.5, 0.5)
     image_std = (0.5, 0.5, 0.5)
@@ -767,7 +767,7 @@ class LlavaOnevision2Vision(OnevisionVision):
     `max_frames` is set, and its frame extraction for training, like this family, up to 32.
     """
 
-    names: ClassVar[tuple[str, ...]] = ("llavaonevision2",)
+    names: ClassVar[tuple[str, ...]] = ("llavaonevision2", "llavaonevision2moe")
     patch_size = 16
     default_merge = 3
     layouts: ClassVar[tuple[tuple[int, int], ...]] = ((16, 3), (14, 2), (16, 2), (14, 3))
@@ -810,7 +810,7 @@ def _to_microseconds(seconds: float) -> float:
 class LlavaOnevision15Vision(OnevisionVision):
     """LLaVA-OneVision-1.5: 14-pixel patches, 2 x 2 merged; frames of a video file are images, without timestamps."""
 
-    names: ClassVar[tuple[str, ...]] = ("llavaonevision15", "llavaov")
+    names: ClassVar[tuple[str, ...]] = ("llavaonevision15", "llavaov15", "llavaov")
     layouts: ClassVar[tuple[tuple[int, int], ...]] = ((14, 2),)
 
 

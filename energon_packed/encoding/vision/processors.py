@@ -242,7 +242,7 @@ class ProcessorVision(VisionFamily):
         if texts != [self._texts[first], self._texts[second]]:
             raise self._unsupported("the text of an image depends on the other images of the sample")
         if positions := sorted(_OF_POSITIONS & both.keys()):
-            raise self._unsupported(f"its model computes positions from {positions[0]}")
+            raise self._unsupported(f"its model gets {positions[0]}, from which models compute positions")
         dims: dict[str, int] = {}
         for name in sorted(both.keys() - _OF_TEXT):
             shapes = [tuple(out[name].shape) for out in (left, right, both)]

@@ -6,6 +6,7 @@ size (`_layouts`), load the image processor of the folder or of the published mo
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _MERGES = (3, 2)  # merge sizes of published models
 _NUMBERS = [option.name for option in declared(EncoderSettings) if option.kind is int and option.group == IMAGES]
 _VIDEO_NUMBERS = [option.name for option in declared(EncoderSettings) if option.group == VIDEOS]
 _NAMES = ("model_type", "processor_class", "image_processor_type")  # most specific first
+_NO_FAMILY = "none"  # `vision_family` of text without images, whatever the folder contains
 _Layouts = tuple[tuple[int, int], ...]
 """(patch size, merge size); several such pairs if the settings allow all of them, with the same lengths."""
 
@@ -40,7 +42,7 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
         settings: settings of the encoder.
 
     Returns:
-        The family, or None if no image processor is configured.
+        The family; None if no image processor is configured, or if `vision_family` is `none`.
 
     Raises:
         ConfigError: an unknown family, conflicting settings, or a `processor` folder without image settings.
@@ -51,6 +53,10 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
     numbers = {name: getattr(settings, name) for name in _NUMBERS if getattr(settings, name) is not None}
     videos = {name: getattr(settings, name) for name in _VIDEO_NUMBERS if getattr(settings, name) is not None}
     of_folder = _processor_settings(folder) if folder is not None else {}
+    if settings.vision_family is not None and _plain(settings.vision_family) == _NO_FAMILY:
+        for name in (*numbers, *videos, *(["image_processor"] if settings.image_processor else [])):
+            raise ConfigError(f"`{name}` must not be set with `vision_family` {_NO_FAMILY}. Remove one of them.")
+        return None
     if not of_folder and named is None:
         if numbers or videos:
             names = ", ".join(f"`{name}`" for name in (*numbers, *videos))
@@ -66,12 +72,20 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
             vision, overruled = _of_folder(folder, family, numbers, named=named)
         except ConfigError as error:
             # No family has the folder's name, and its processor cannot be used either: list the known names, unless
-            # the user can help with other options or by installing a package.
-            if family is ProcessorVision and not (numbers or isinstance(error.__cause__, ImportError)):
-                raise _unknown(_names(of_folder), str(error)) from error
+            # the user can help with other options, or by installing a package for a processor of no known family.
+            others = [_registered(name) for _, name in _names(of_folder)]
+            needs_package = isinstance(error.__cause__, ImportError) and not any(others)
+            if family is ProcessorVision and not (numbers or needs_package):
+                raise _unknown(_names(of_folder)[0][1], f" of {folder} ({error})") from error
             raise
         if overruled := [*notices, *overruled]:
             notices = [f"image options win over {folder}: {', '.join(overruled)}"]
+        key, name = _names(of_folder)[0]
+        if named is None and key == _NAMES[-1]:
+            notices.append(
+                f"{folder} names no model, only {name}, which several models have: images and positions are those of "
+                f"{family.__name__}. Set `vision_family` if the model is another one, or use its complete folder"
+            )
     else:
         vision = _of_family(family, numbers)
     if vision.ambiguous_layouts:
@@ -227,7 +241,8 @@ def _qwen_image_processor() -> Any:
 
 def _processor_settings(folder: Path) -> dict[str, Any]:
     """JSON files of a processor folder by name; {} if it has no image processor."""
-    files = _json_files(folder, "config.json", _PROCESSOR, "preprocessor_config.json")
+    # The processor class of tokenizer_config.json is the last that AutoProcessor reads.
+    files = _json_files(folder, "config.json", _PROCESSOR, "preprocessor_config.json", "tokenizer_config.json")
     nested = "image_processor" in files.get(_PROCESSOR, {})
     return files if "preprocessor_config.json" in files or nested else {}
 
@@ -256,48 +271,50 @@ def _json_files(folder: Path, *names: str) -> dict[str, Any]:
 
 
 def _family(settings: EncoderSettings, of_folder: dict[str, Any]) -> tuple[type[VisionFamily], list[str]]:
-    """Select the family by explicit name, else by the names in the folder, most specific first.
+    """Select the family by explicit name, else by the most specific name in the folder.
 
-    The image processor of LLaVA-OneVision-2 has the name of Qwen2.5-VL's. If a folder contains the explicit name
-    itself, its `model_type` therefore decides the family.
+    Less specific names never decide: 14 model types have the image processor of Qwen2-VL, and some of them the
+    processor of Qwen3-VL, with other positions. For the same reason an `image_processor` that the folder names itself
+    decides nothing.
 
     Returns:
-        (family, a text if an explicit name overrides the folder).
+        (family, texts for the user: the explicit name overrides the folder, or an image processor names the family).
     """
     own_names = _names(of_folder)
-    own = next((family for name in own_names if (family := _registered(name)) is not None), None)
+    own = _registered(own_names[0][1])
     explicit = settings.vision_family or settings.image_processor
-    if explicit is None:
+    is_own = settings.vision_family is None and _plain(explicit) in [_plain(name) for _, name in own_names]
+    if explicit is None or is_own:
         return own or ProcessorVision, []
-    if settings.vision_family is None and own is not None and _plain(explicit) in map(_plain, own_names):
-        return own, []
     family = _registered(explicit)
-    if family is None and own is None and _plain(explicit) in map(_plain, own_names):
-        return ProcessorVision, []
     if family is None:
-        raise _unknown([explicit])
-    if own is None or own is family:
+        raise _unknown(explicit)
+    if family is own or not of_folder:
         return family, []
     option = "vision_family" if settings.vision_family is not None else "image_processor"
-    return family, [f"`{option}` {explicit} ({own_names[0]})"]
+    return family, [f"`{option}` {explicit} ({own_names[0][1]})"]
 
 
-def _names(of_folder: dict[str, Any]) -> list[Any]:
-    return [file[key] for key in _NAMES for file in of_folder.values() if file.get(key)]
+def _names(of_folder: dict[str, Any]) -> list[tuple[str, Any]]:
+    """(key, value) of each name of a model in the files of a folder, most specific first; at least one."""
+    names = [(key, file[key]) for key in _NAMES for file in of_folder.values() if file.get(key)]
+    return names or [("", "")]
 
 
 def _registered(name: object) -> type[VisionFamily] | None:
-    return next((family for family in vision_families() if _plain(name).startswith(family.names)), None)
+    """Return the family of a model type, or of a processor or image processor."""
+    base = re.sub("(image)?processor(fast|pil)?$", "", _plain(name))
+    return next((family for family in vision_families() if base in family.names), None)
 
 
 def _plain(name: object) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum())
 
 
-def _unknown(names: list[Any], reason: str = "") -> ConfigError:
-    valid = ", ".join(sorted(name for family in vision_families() for name in family.names))
+def _unknown(name: str, found: str = "") -> ConfigError:
+    valid = ", ".join(sorted(family.names[0] for family in vision_families()))
     return ConfigError(
-        f"unknown image processor {', '.join(map(repr, names)) or 'without a name'}{reason and f' ({reason})'}; "
-        f"set `vision_family` or `image_processor` to one of {valid} if the model belongs to one of these families, "
-        f"otherwise {_NEXT_STEP}"
+        f"unknown vision family {repr(name) if name else 'without a name'}{found}. Set `vision_family` to one of "
+        f"{valid} if the model has the tokens and positions of that family, to {_NO_FAMILY} for text without images; "
+        f"otherwise {_NEXT_STEP}."
     )
