@@ -192,6 +192,7 @@ class Reason(StrEnum):
     CORRUPT_VIDEO = "corrupt_video"
     VIDEO_COUNT_MISMATCH = "video_count_mismatch"
     UNSUPPORTED_VIDEO = "unsupported_video"
+    AUDIO_COUNT_MISMATCH = "audio_count_mismatch"
 
 
 REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)

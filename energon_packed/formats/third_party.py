@@ -10,7 +10,7 @@
 It is a stricter PackedCaptioningSample: every image name ends in `.jpg`, every image has an entry in `patch_positions`
 ("" for none), every sample has as many prompts as captions. The reader has no field for a system prompt, so it becomes
 the start of the first prompt, in the measured length too. Content that the reader would change or cannot store is
-rejected: documents, turns that are not supervised, `<video>` in the text. Source: the generated `sample_loader.py`
+rejected: documents, turns that are not supervised. Source: the generated `sample_loader.py`
 (`s5_convert_to_webdataset.py`), and `TaskEncoder.encode_sample` and `Qwen2VLTaskEncoder` in
 `aiak_training_llm/data/multimodal` of EvolvingLMMs-Lab/LLaVA-OneVision-2.
 
@@ -42,7 +42,6 @@ from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED
 
 SYSTEM_IN_PROMPT = "system prompt in the first prompt"
 """Note of a conversation whose system prompt is stored in the first prompt."""
-_VIDEO = "<video>"
 _READER = "the reader of layout llava-onevision2"
 _MEMBER = re.compile(r"s\d{3}_.*\.\w+")  # {sample}_{name of the file}, of LoongForge
 _MESSAGE_FIELDS = ("messages", "conversations", "tools", "system")  # that `normalize` reads
@@ -80,11 +79,6 @@ class LlavaOnevision2Codec(CaptioningCodec):
             raise RecordError(
                 Reason.UNSUPPORTED_FIELD,
                 f"{_READER} has no loss weights, and the record has the weight {conversation.weight:g}; omit `layout`",
-            )
-        if any(_VIDEO in message.content for message in conversation.messages):
-            raise RecordError(
-                Reason.UNSUPPORTED_MEDIA,
-                f"{_READER} puts images in place of the text {_VIDEO}; remove it from the text",
             )
         if (conversation.fps or 0) > 0 and not _is_single_group([message.content for message in turns]):
             raise RecordError(

@@ -1,7 +1,7 @@
 """Conversation: the output of `normalize` and the input of measuring, packing and encoding.
 
-The position of each image is an `<image>` placeholder in the text; `images[k]` belongs to the k-th placeholder. In a
-conversation with video files, the same is true of `<video>` and `videos[k]`; in others, `<video>` is plain text.
+The position of each image is an `<image>` placeholder in the text; `images[k]` belongs to the k-th placeholder. The
+same is true of `<video>` and `videos[k]`. A placeholder without its medium is an error, also of `<audio>`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +18,7 @@ from energon_packed.records.media import MediaReference
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
 
 IMAGE_PLACEHOLDER = "<image>"
+AUDIO_PLACEHOLDER = "<audio>"
 ROLES = ("system", "user", "assistant", "tool")
 EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Keys of a message, beside role and content, that are passed to the chat template."""
@@ -110,10 +111,8 @@ class Conversation:
             raise RecordError(Reason.EMPTY, "no message, text or token")
         if self.messages:
             self._check_messages()
-        elif self.text is not None and self.text.count(IMAGE_PLACEHOLDER) != len(self.images):
-            raise _count_mismatch(self.text.count(IMAGE_PLACEHOLDER), len(self.images))
-        if self.videos and self.input_ids is None:
-            self._check_videos()
+        elif self.text is not None:
+            self._check_placeholders([self.text])
         tokens = 0 if self.input_ids is None else len(self.input_ids)
         if self.labels is not None and (self.input_ids is None or len(self.labels) != tokens):
             raise RecordError(
@@ -170,12 +169,16 @@ class Conversation:
             return self.images
         return (*self.images, *[file for video in self.videos for file in video.files])
 
-    def _check_videos(self) -> None:
-        texts = [self.text] if self.text is not None else [message.content for message in self.messages]
-        placeholders = sum([text.count(VIDEO_PLACEHOLDER) for text in texts])
-        if placeholders != len(self.videos):
-            detail = f"{placeholders} {VIDEO_PLACEHOLDER} placeholders for {len(self.videos)} videos"
-            raise RecordError(Reason.VIDEO_COUNT_MISMATCH, detail)
+    def _check_placeholders(self, texts: Sequence[str]) -> None:
+        """Compare placeholders and media: a missing placeholder would shift all later media, an extra one is text."""
+        for reason, placeholder, kind, media in (
+            (Reason.IMAGE_COUNT_MISMATCH, IMAGE_PLACEHOLDER, "images", self.images),
+            (Reason.VIDEO_COUNT_MISMATCH, VIDEO_PLACEHOLDER, "videos", self.videos),
+            (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER, "audio files, which are not supported", ()),
+        ):
+            count = sum([text.count(placeholder) for text in texts])
+            if count != len(media):
+                raise RecordError(reason, f"{count} {placeholder} placeholders for {len(media)} {kind}")
 
     def _check_messages(self) -> None:
         roles = [message.role for message in self.messages]
@@ -186,10 +189,7 @@ class Conversation:
         if "system" in roles[1:]:
             index = roles.index("system", 1)
             raise RecordError(Reason.BAD_ROLE, f"message {index} is a system message; only the first may be one")
-        # A missing placeholder would shift all later images to wrong positions without an error.
-        placeholders = sum([message.content.count(IMAGE_PLACEHOLDER) for message in self.messages])
-        if placeholders != len(self.images):
-            raise _count_mismatch(placeholders, len(self.images))
+        self._check_placeholders([message.content for message in self.messages])
         # Without an assistant turn nothing is supervised, but the conversation can still be encoded as a prompt.
         has_answers = "assistant" in roles
         for role, content, extra, _ in self.messages:
@@ -232,9 +232,3 @@ def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return left is not None and right is not None and np.array_equal(left, right)
     return bool(left == right)
-
-
-def _count_mismatch(placeholders: int, images: int) -> RecordError:
-    return RecordError(
-        Reason.IMAGE_COUNT_MISMATCH, f"{placeholders} {IMAGE_PLACEHOLDER} placeholders for {images} images"
-    )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER
+from energon_packed.records.conversation import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unused_fields
 from energon_packed.records.media import MediaReference
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
@@ -20,9 +20,13 @@ from energon_packed.records.video_fields import Video, read_video, read_videos, 
 
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 # Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
-_TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>([^<>\n]+)</img>")
+_TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>(?!\s*</img>)([^<>\n]+)</img>")
 # ms-swift 2 writes `<video>path</video>`; without the extension of a video file, it is HTML.
 _TAGGED_VIDEO = re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO_SUFFIXES))}))</video>", re.IGNORECASE)
+# Placeholders of other data formats: Qwen-VL without a path, DeepSeek-VL, InternLM-XComposer, MiniCPM-V, MMMU and Phi.
+_UNREAD = re.compile(
+    r"<img>\s*</img>|<image_placeholder>|<ImageHere>|<(?P<bar>\|)?(?P<kind>image|video|audio)[ _]?\d+(?(bar)\|)>"
+)
 _IMAGE_FIELDS = ("images", "image")
 _VIDEO_FIELDS = ("video", "videos")
 _UNSUPPORTED = {
@@ -34,6 +38,11 @@ _UNSUPPORTED = {
 NO_IMAGE = "image field is null or empty: read without an image"
 """Note of a record that has an image field without a value. An empty list is the usual form of no images."""
 _BASE64 = "image_base64_str"  # the image field of M3IT
+_PLACEHOLDERS = {
+    "image": (Reason.IMAGE_COUNT_MISMATCH, IMAGE_PLACEHOLDER),
+    "video": (Reason.VIDEO_COUNT_MISMATCH, VIDEO_PLACEHOLDER),
+    "audio": (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER),
+}
 _BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
 
 
@@ -46,7 +55,6 @@ class Media:
         images: images of the images field, in order.
         per_turn: number of images in each inner list, if the images field is a list of several lists.
         videos: videos of the video field, in order: files, and lists of frames.
-        has_videos: the record has a video field, so each `<video>` in its text is a placeholder.
         is_video: the images are frames of a video.
         inline: images of content parts, in order.
         inline_videos: video files of content parts, in order.
@@ -59,7 +67,6 @@ class Media:
     images: list[MediaReference] = field(default_factory=list)
     per_turn: list[int] | None = None
     videos: list[Video] = field(default_factory=list)
-    has_videos: bool = False
     is_video: bool = False
     inline: list[MediaReference] = field(default_factory=list)
     inline_videos: list[VideoReference] = field(default_factory=list)
@@ -74,7 +81,7 @@ class Media:
 
     def set_videos(self, videos: list[Video]) -> None:
         """Set the videos of the video field, and whether the images are frames."""
-        self.videos, self.has_videos = videos, True
+        self.videos = videos
         self.is_video = any(isinstance(video, list) for video in videos)
 
     def take_tagged(self, text: str) -> str:
@@ -123,14 +130,13 @@ class Media:
         """Replace each `<video>` of frames by an `<image>` for each frame; `images` gets all images in text order.
 
         Raises:
-            RecordError: `video_count_mismatch` if the number of `<video>` is not the number of videos;
-                `image_count_mismatch` if all videos are lists of frames.
+            RecordError: `video_count_mismatch` if the number of `<video>` is not the number of videos.
         """
         # Checked here because frames are indistinguishable from images afterwards.
         placeholders = sum(text.count(VIDEO_PLACEHOLDER) for text in strings)
         if placeholders != len(self.videos):
             raise RecordError(
-                Reason.VIDEO_COUNT_MISMATCH if self.files else Reason.IMAGE_COUNT_MISMATCH,
+                Reason.VIDEO_COUNT_MISMATCH,
                 f"{placeholders} {VIDEO_PLACEHOLDER} placeholders for {len(self.videos)} videos",
             )
         images: Iterator[MediaReference] = iter(self.images)  # may run out: Conversation rejects a wrong count later
@@ -155,6 +161,19 @@ class Media:
 def has_tags(text: str) -> bool:
     """Whether a text may have tags with paths, for `Media.take_tagged`."""
     return "<img>" in text or "</video>" in text
+
+
+def check_spellings(texts: Sequence[str]) -> None:
+    """Reject placeholders in a spelling that is not read, unless others place the media that they mention.
+
+    Raises:
+        RecordError: the mismatch of their kind, such as `image_count_mismatch`.
+    """
+    for text in texts:
+        for match in _UNREAD.finditer(text) if "<" in text else ():
+            reason, placeholder = _PLACEHOLDERS[match["kind"] or "image"]
+            if not any(placeholder in other for other in texts):
+                raise RecordError(reason, f"{match[0]} is not read as a placeholder; write {placeholder} instead")
 
 
 def read_media(
@@ -184,8 +203,6 @@ def read_media(
     if _BEYOND_IMAGES.isdisjoint(record):
         return media
     media.set_videos(_read_videos(record, root, known))
-    # An empty video field counts too: it makes `<video>` a placeholder. In other records `<video>` is an HTML tag.
-    media.has_videos = "videos" in record or ("video" in record and not isinstance(record["video"], bool))
     media.is_video |= record.get("video") is True
     return media
 

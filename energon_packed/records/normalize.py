@@ -10,6 +10,7 @@ in a few passes over all turns. It leaves every unusual record to the record for
 paths return the same conversation.
 """
 
+import re
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -40,6 +41,7 @@ from energon_packed.records.fields import (
 from energon_packed.records.media_fields import (
     NO_IMAGE,
     Media,
+    check_spellings,
     has_empty_image_field,
     has_tags,
     read_media,
@@ -66,8 +68,7 @@ FPS_OF_FILE = "fps beside a video file, not used to sample frames"
 NO_PLACEHOLDER = "no placeholder: media are placed before the first user turn"
 """Note of a conversation without placeholders: its images or videos were put before the first user turn."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
-_TAG_START = "<im"  # of `<image>` and `<img>`
-_VIDEO_TAG_END = "</video>"  # of `<video>path</video>`; `<video>` alone is text here
+_TAG = re.compile(r"<\|?(?:im|vid|aud)", re.IGNORECASE)  # of `<image>`, `<img>`, `<|image_1|>`, `<video>`, `<audio>`
 _TOOL_FIELDS = frozenset(("tools", "functions"))
 _POSITION_FIELDS = ("patch_positions",)
 _SYSTEM_NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
@@ -177,7 +178,7 @@ def plain_conversation(record: Record, record_format: RecordFormat) -> Conversat
         names = tuple([turn[keys.role[0]] for turn in turns])
         contents = [turn[keys.content[0]] for turn in turns]
         joined = "".join(contents)  # raises TypeError if a content is not a string
-        has_media = _TAG_START in joined or _VIDEO_TAG_END in joined
+        has_media = "<" in joined and _TAG.search(joined) is not None
         roles, speakers = _roles(names)
     except (TypeError, KeyError):
         return None
@@ -263,7 +264,8 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
         record_format: the format of the record; decides whether missing placeholders are usual (no note).
 
     Raises:
-        RecordError: media appear both in the turns and in a field, or placeholders and videos do not match.
+        RecordError: media appear both in the turns and in a field, placeholders and videos do not match, or
+            placeholders have a spelling that is not read.
     """
     if any(has_tags(message.content) for message in draft.messages):  # formats without typed turns
         draft.messages = [message._replace(content=media.take_tagged(message.content)) for message in draft.messages]
@@ -284,10 +286,11 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
         if media.is_video and media.videos:
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; pass the frames as images")
         return
-    # The common case: content parts placed all of their images.
-    if not (media.images or media.has_videos):
-        return
     contents = [draft.text] if draft.text is not None else [message.content for message in draft.messages]
+    check_spellings(contents)
+    # The common case: content parts placed all of their images.
+    if not (media.images or media.videos):
+        return
     # Before leading placeholders are added: a single `<image>` may represent all frames of a video.
     contents = _mark_videos(contents, media)
     leading = _leading_placeholders(contents, media)
@@ -298,7 +301,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
             contents[first] = leading + contents[first]
             if not record_format.images_first:
                 media.notes.append(NO_PLACEHOLDER)
-    if media.has_videos:
+    if media.videos:
         contents = media.place(contents)
     if draft.text is not None:
         draft.text = contents[0]

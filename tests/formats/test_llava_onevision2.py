@@ -264,7 +264,6 @@ def test_an_empty_system_prompt_is_none() -> None:
         ({"messages": turns("p", "a", "q")}, "bad_role", "the last prompt has no caption"),
         ({"messages": [*turns("p", "a", "q", "b")[:3], {"role": "assistant", "content": "b", "weight": 0}]},
          "unsupported_field", "a turn cannot have a weight"),
-        ({"messages": turns("What does <video> mean?", "An element.")}, "unsupported_media", "the text <video>"),
         ({"messages": [{"role": "tool", "content": "x"}, *turns("p", "a")]}, "bad_role", "turn 0 is tool"),
     ],
 )  # fmt: skip

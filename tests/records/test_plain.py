@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from energon_packed import PartialConversation, RecordError, RecordFormat, normalize, register_record_format
 from tests.internals import RECORD_FORMATS, normalize_module
 
-TEXT = st.sampled_from(["Hi", "", " ", "<image>", "<img>a.jpg</img>", "<video>", "a\nb", "日本"])
+TEXT = st.sampled_from(
+    ["Hi", "", " ", "<image>", "<img>a.jpg</img>", "<video>", "<audio>", "<|image_1|>", "<ImageHere>", "a\nb", "日本"]
+)
 ROLE = st.sampled_from(["user", "assistant", "human", "gpt", "system", "tool", "function_call", "User ", "other"])
 TURN = st.fixed_dictionaries(
     {"role": ROLE | st.none(), "content": TEXT | st.none() | st.just([{"type": "text", "text": "x"}])},

@@ -129,9 +129,7 @@ def test_images_and_videos_keep_the_order_of_their_placeholders() -> None:
     assert normalize({"prompts": ["q"], "captions": ["c"], "videos": [["1"]]}).messages[0].content == "<image>q"
 
 
-def test_video_is_a_flag_or_a_word_where_it_is_no_media() -> None:
-    messages = [{"role": "user", "content": "Write <video> in HTML."}, ANSWER]
-    assert normalize({"messages": messages, "img": 0}).messages[0].content == "Write <video> in HTML."
+def test_video_may_be_a_flag_of_frames() -> None:
     stored = {
         "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
         "images": ["a", "b"],
@@ -143,6 +141,61 @@ def test_video_is_a_flag_or_a_word_where_it_is_no_media() -> None:
     conversation = normalize({**part, "videos": [["a", "b"]]})
     assert conversation.messages[0].content == "<image><image>?"
     assert [image.path for image in conversation.images] == ["a", "b"]
+
+
+PLACEHOLDERS = {
+    "image_count_mismatch": (
+        *("<image>", "<img></img>", "<img> </img>", "<image_placeholder>", "<ImageHere>"),
+        *("<image_00>", "<image 1>", "<image1>", "<|image_1|>"),
+    ),
+    "video_count_mismatch": ("<video>", "<video></video>", "<video_1>", "<|video_1|>"),
+    "audio_count_mismatch": ("<audio>", "<audio></audio>", "<audio>a.wav</audio>", "<audio_1>", "<|audio_1|>"),
+}
+PLACES = (
+    lambda text: {"messages": [{"role": "user", "content": text}, ANSWER]},
+    lambda text: {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": f"`{text}`"}]},
+    lambda text: {"messages": [USER, ANSWER], "system": text},
+    lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}, ANSWER], "images": []},
+    lambda text: {"question": text, "answer": "a", "videos": [], "audios": []},
+    lambda text: {"instruction": "Hi", "input": text, "output": "Hello."},
+    lambda text: {"text": f"A tag: {text}"},
+    lambda text: {"texts": [text, "b"], "images": [None, None]},
+)
+
+
+@pytest.mark.parametrize(
+    ("reason", "placeholder"), [(key, text) for key in PLACEHOLDERS for text in PLACEHOLDERS[key]]
+)
+def test_a_placeholder_without_its_medium_rejects_the_record_in_every_place(reason: str, placeholder: str) -> None:
+    for record in PLACES:
+        with pytest.raises(RecordError, match=reason):
+            normalize(record(f"{placeholder} What?"))
+    # Another kind of medium changes nothing.
+    media = {"images": ["a.png"]} if reason != "image_count_mismatch" else {}
+    with pytest.raises(RecordError, match=reason):
+        normalize({"messages": [{"role": "user", "content": placeholder}, ANSWER], **media})
+
+
+def test_text_about_media_is_text() -> None:
+    for text in (
+        "<video controls>",
+        "<audio src='a.wav'>",
+        "<img src='a.png'>",
+        "&lt;image&gt;",
+        "\\<image\\>",
+        "<imagery>",
+    ):
+        assert normalize({"messages": [{"role": "user", "content": text}, ANSWER]}).messages[0].content == text
+    # A reference to an image that has a placeholder.
+    mention = "<image> <image> Compare <image 1> and <image 2>."
+    record = {"messages": [{"role": "user", "content": mention}, ANSWER], "images": ["a.png", "b.png"]}
+    assert normalize(record).messages[0].content == mention
+
+
+def test_a_placeholder_that_is_not_read_is_not_moved_to_the_start() -> None:
+    record = {"messages": [{"role": "user", "content": "See <|image_1|>."}, ANSWER], "images": ["a.png"]}
+    with pytest.raises(RecordError, match=r"<\|image_1\|> is not read as a placeholder; write <image> instead"):
+        normalize(record)
 
 
 def test_lists_of_images_belong_to_their_prompts() -> None:
@@ -231,7 +284,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"conversations": VIDEO_TURNS, "videos": [[["a.png"]]]}, "unsupported_media", "a list of frames for each"),
         (
             {"conversations": VIDEO_TURNS, "videos": [["a"], ["b"]]},
-            "image_count_mismatch",
+            "video_count_mismatch",
             "1 <video> placeholders for 2",
         ),
         ({"messages": [USER, ANSWER], "audios": ["a.wav"]}, "unsupported_media", "the field audios is not supported"),
@@ -251,11 +304,11 @@ def test_tools_calls_and_metadata_are_kept() -> None:
             "image_count_mismatch",
             "a list of 3 lists for 2 prompts",
         ),
-        ({"conversations": VIDEO_TURNS, "videos": []}, "image_count_mismatch", "1 <video> placeholders for 0 videos"),
-        ({"conversations": VIDEO_TURNS, "video": None}, "image_count_mismatch", "1 <video> placeholders for 0 videos"),
+        ({"conversations": VIDEO_TURNS, "videos": []}, "video_count_mismatch", "1 <video> placeholders for 0 videos"),
+        ({"conversations": VIDEO_TURNS, "video": None}, "video_count_mismatch", "1 <video> placeholders for 0 videos"),
         (
             {"messages": [USER, ANSWER], "system": "<video>", "videos": [["a"], ["b"]]},
-            "image_count_mismatch",
+            "video_count_mismatch",
             "1 <video> placeholders for 2",
         ),
         ({"messages": [USER, ANSWER], "video": 5}, "unsupported_media", "video is int; pass a list of frames"),

@@ -428,13 +428,6 @@ FORMATS: dict[str, tuple[Any, list[tuple[str, str]], list[Any], list[str], list[
         [],
     ),
     "a document": ({"text": "See <video>.", "videos": ["a.mp4"]}, [("", "See <video>.")], ["a.mp4"], [], []),
-    "no video field": (
-        {"messages": [{"role": "user", "content": "Write <video> or <video>a</video> in HTML."}, ANSWER]},
-        [("user", "Write <video> or <video>a</video> in HTML."), ("assistant", "A bus.")],
-        [],
-        [],
-        [],
-    ),
 }
 
 
