@@ -56,6 +56,10 @@ class IrregularFile(ValueError):
     """A path is not a regular file; the message names its kind, and has no path."""
 
 
+class LinkRefused(ValueError):
+    """A path has a symbolic link where links are refused; the message names it, and the remedy."""
+
+
 def irregular_kind(mode: int) -> str | None:
     """Return the kind of an irregular file, such as `a FIFO`; None for a regular file.
 
@@ -67,26 +71,69 @@ def irregular_kind(mode: int) -> str | None:
     return next((name for is_kind, name in _KINDS if is_kind(mode)), "not a file")
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path, without_links: str | None = None) -> BinaryIO:
     """Open a regular file for reading; opening a FIFO would block indefinitely.
+
+    Args:
+        path: the file.
+        without_links: a folder that contains it: links in the path below the folder are refused.
 
     Raises:
         OSError: it cannot be opened.
         IrregularFile: it is a folder, device, socket or FIFO.
+        LinkRefused: there is a link.
     """
     if isinstance(path, RemotePath):
         try:
             return RemoteReader(path)
         except IsADirectoryError:
             raise IrregularFile("is a folder, not a regular file") from None
-    _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if without_links is None:
+        _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
+        descriptor = os.open(path, flags)
+    else:
+        descriptor = _open_without_links(os.path.abspath(without_links), os.path.abspath(path), flags)
     try:
         _refuse(os.fstat(descriptor).st_mode)  # the opened file, if the path was replaced in between
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _open_without_links(folder: str, path: str, flags: int) -> int:
+    """Open one folder after the other: a name that becomes a link in the meantime is not followed."""
+    if not path.startswith(folder.rstrip("/") + "/"):  # by the other name of the folder
+        folder = os.path.realpath(folder)
+    *folders, file = os.path.relpath(path, folder).split("/")
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        for name in folders:
+            _refuse_link(at, name, folder)
+            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at, folder = inner, os.path.join(folder, name)
+        _refuse(_refuse_link(at, file, folder))
+        return os.open(file, flags | os.O_NOFOLLOW, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def _refuse_link(at: int, name: str, folder: str) -> int:
+    """Return the mode of a name in an open folder, if it is not a link."""
+    mode = os.stat(name, dir_fd=at, follow_symlinks=False).st_mode
+    if stat.S_ISLNK(mode):
+        raise link_refused(os.path.join(folder, name))
+    return mode
+
+
+def link_refused(path: str | Path) -> LinkRefused:
+    """Return the error for a link, where links are refused."""
+    return LinkRefused(
+        f"{visible(str(path), keep='')} is a symbolic link, which `no_links` refuses; replace it with its target, or "
+        "omit `no_links`"
+    )
 
 
 def read_range(stream: BinaryIO, at: int, size: int) -> bytes:

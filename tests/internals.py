@@ -52,6 +52,8 @@ PLACES = {
     "messages": "loading.dataflow.transport:messages",
     "read_state": "loading.energon.states:read_state",
     "replay": "loading.monitoring.replay:replay",
+    # records: roots that refuse links, which only readers of data files make
+    "ImageRoot": "records.media:ImageRoot",
     # demo: the data and the tokenizer that tests pack
     "DemoDataset": "demo:DemoDataset",
     "write_dataset": "demo:write_dataset",

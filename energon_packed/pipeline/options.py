@@ -317,6 +317,10 @@ class InputOptions(EncoderSettings):
         group=INPUT, parse=parse_media_root, metavar="OLD=NEW", shown_default="the recorded paths",
         repeatable=True,
     )  # fmt: skip
+    no_links: bool = option(
+        False, help="Refuse symbolic links in media paths, folders and globs, for untrusted data.", group=INPUT,
+        decides="lengths",
+    )  # fmt: skip
     trust_sample_loader: bool = option(
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
     )
@@ -401,7 +405,8 @@ class InputOptions(EncoderSettings):
         """Values that determine how records are read, for fingerprints: an item for each source."""
         # The default is left out, so that digests of runs with it never change.
         weight = [] if self.record_weight == "refuse" else [self.record_weight]
-        return [*[config.key(self.seed) for config in self.source_configs], *weight]
+        links = ["no_links"] if self.no_links else []
+        return [*[config.key(self.seed) for config in self.source_configs], *weight, *links]
 
     @property
     def codec(self) -> Codec:
@@ -678,6 +683,7 @@ class PackKeywords(TypedDict, total=False):
     adapter: str | None
     record_weight: RecordWeight
     media_root: Mapping[str, str] | str
+    no_links: bool
     trust_sample_loader: bool
     check_images: CheckImages
     sample_class: str

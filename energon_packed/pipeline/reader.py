@@ -76,7 +76,7 @@ class RecordReader:
             if not self.use_patch_positions and isinstance(record, Mapping) and "patch_positions" in record:
                 record = {name: value for name, value in record.items() if name != "patch_positions"}
             conversation = normalize(
-                record, image_root=self.sources[source].image_root, record_weight=self.record_weight
+                record, image_root=self.sources[source].media_folder, record_weight=self.record_weight
             )
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
@@ -189,6 +189,7 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
             split=options.source_split,
             seed=options.seed,
             trust_sample_loader=options.trust_sample_loader,
+            links=not options.no_links,
             ignored=ignored,
         ),
         ignored_entries=ignored,

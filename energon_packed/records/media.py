@@ -1,8 +1,8 @@
 """MediaReference: a path, a byte range of a file, or bytes in; the bytes of one image (or .npy file) out.
 
-No other module reads media. Paths from data files are untrusted: with a `root`, a path that resolves outside it
-(through `..` or a symbolic link) is refused. Only regular files are opened: opening a FIFO would wait for its writer,
-and a device may never end.
+No other module reads media. Paths from data files are untrusted: with a `root`, a path that leaves it as written
+(through `..`) is refused. Links inside the root are followed, unless the root refuses links. Only regular files are
+opened: opening a FIFO would wait for its writer, and a device may never end.
 """
 
 import base64
@@ -13,17 +13,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import DataChangedError, Reason, RecordError, ResourceError
-from energon_packed.files import IrregularFile, open_regular, open_shared, read_range, status
+from energon_packed.files import IrregularFile, LinkRefused, open_regular, open_shared, read_range, status
 from energon_packed.records.fields import shown
-from energon_packed.storage import RangeStream, RemotePath, RemoteReader, as_path, is_remote
+from energon_packed.storage import RangeStream, RemotePath, RemoteReader, absolute_name, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
-
-if TYPE_CHECKING:
-    pass
 
 CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
@@ -112,6 +109,41 @@ def media_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:32]
 
 
+class ImageRoot(NamedTuple):
+    """The folder of media paths, as a data file uses it.
+
+    Attributes:
+        folder: folder that relative paths start from, and that every path must stay in as it is written.
+        start: folder of the data file: a path such as `../images/x.png` that leaves `folder` starts from it instead.
+        links: follow symbolic links below `folder`; False refuses them.
+    """
+
+    folder: str
+    start: str | None = None
+    links: bool = True
+
+    def find(self, path: str) -> tuple[str, bool]:
+        """Return the absolute path of a file without `..`, links unresolved, and whether it is inside `folder`."""
+        folder = absolute_name(self.folder)
+        climbs = os.path.normpath(path).split("/", 1)[0] == ".."
+        starts = [self.start, folder] if climbs and self.start is not None else [folder]
+        found = [_joined(start, path) for start in starts]
+        inside = [name for name in found if _contains(folder, name)]
+        # A folder that is reached by a link has two names, and absolute paths may start with either of them.
+        if not inside and os.path.isabs(path) and not is_remote(folder):
+            inside = [name for name in found if _contains(os.path.realpath(folder), name)]
+        return (inside or found)[0], bool(inside)
+
+
+def _joined(folder: str, path: str) -> str:
+    return absolute_name(as_path(path) if is_remote(path) else as_path(folder) / path)
+
+
+def _contains(folder: str, path: str) -> bool:
+    # The separator keeps /data/images2 outside the folder /data/images.
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaReference:
     """Bytes of a single media file: exactly one of `path` and `data` is set.
@@ -119,7 +151,7 @@ class MediaReference:
     Attributes:
         path: a file; relative paths start from `root`, or from the working directory if `root` is None.
         data: the bytes in memory.
-        root: folder that `path` must stay inside; None for no limit.
+        root: folder that `path` must stay inside as it is written; None for no limit.
         offset, size: byte range of `path`; None for the whole file.
         packed: what the bytes must be, of an image whose location is stored in a pack. They are compared at every
             opening, for which all of them are read.
@@ -133,14 +165,16 @@ class MediaReference:
 
     path: str | None = None
     data: bytes | None = None
-    root: str | None = None
+    root: str | ImageRoot | None = None
     offset: int | None = None
     size: int | None = None
     packed: PackedImage | None = None
     name: str | None = field(default=None, compare=False)
 
     @classmethod
-    def from_value(cls, value: object, root: str | None = None, *, kind: str = "image") -> "MediaReference":
+    def from_value(
+        cls, value: object, root: str | ImageRoot | None = None, *, kind: str = "image"
+    ) -> "MediaReference":
         """Make a reference from a record's value: path, `file://` or `data:` URL, bytes, {"bytes"/"path"/"url"}.
 
         Args:
@@ -173,7 +207,7 @@ class MediaReference:
             return cls(path=_file_url(value), root=root)
         # Nothing is fetched: a run must not depend on the network, nor contact hosts that a data file names.
         is_object = is_remote(value)
-        if is_object and root is not None and is_remote(root):
+        if is_object and root is not None and is_remote(_root_of(root).folder):
             return cls(path=value, root=root)
         if is_object:
             raise RecordError(
@@ -188,7 +222,7 @@ class MediaReference:
         return cls(path=value, root=root)
 
     def resolved(self) -> str:
-        """Resolve the real path of the file.
+        """Return the path of the file, links unresolved; absolute if there is a `root`.
 
         Raises:
             RecordError: `image_outside_root` if it is not inside `root`.
@@ -196,33 +230,22 @@ class MediaReference:
         assert self.path is not None
         if self.root is None:
             return self.path
-        # os.path.realpath raises ValueError for a null byte.
         if "\0" in self.path:
             raise RecordError(Reason.MISSING_IMAGE, f"{shown(self.path)} contains a null byte")
-        if is_remote(self.root):
-            return self._in_store()
-        root = os.path.realpath(self.root)
-        real = os.path.realpath(os.path.join(root, self.path))
-        # The separator keeps /data/images2 outside the root /data/images.
-        if real != root and not real.startswith(root.rstrip("/") + "/"):
-            raise self._outside(real)
-        return real
-
-    def _in_store(self) -> str:
-        """Resolve the URL of the object."""
-        assert self.path is not None
-        assert self.root is not None
-        root = as_path(self.root).resolve()
-        real = (as_path(self.path) if is_remote(self.path) else root / self.path).resolve()
-        if real.parts[: len(root.parts)] != root.parts:
-            raise self._outside(real)
-        return str(real)
-
-    def _outside(self, real: object) -> RecordError:
-        return RecordError(
+        root = _root_of(self.root)
+        found, is_inside = root.find(self.path)
+        if is_inside:
+            return found
+        both = (
+            "/"
+            if is_remote(found) or is_remote(root.folder)
+            else os.path.commonpath([found, absolute_name(root.folder)])
+        )
+        such = "" if os.path.isabs(self.path) or both == "/" else f", such as {both}"
+        raise RecordError(
             Reason.IMAGE_OUTSIDE_ROOT,
-            f"{self.path} resolves to {real}, outside `image_root` {self.root}; "
-            "pass the folder that contains all images and videos",
+            f"{self.path} leads to {found}, outside `image_root` {root.folder}; pass a folder that contains "
+            f"both{such}",
         )
 
     def open(self) -> BinaryIO:
@@ -254,18 +277,21 @@ class MediaReference:
         is_object = is_remote(path)
         try:
             if not is_object:
-                stream = open_regular(path)
+                stream = open_regular(path, self._without_links())
             elif self.offset is None:
                 stream = RemoteReader(RemotePath(path), _REMOTE_BLOCK)
             else:
                 stream = open_shared(RemotePath(path))
         except (IrregularFile, IsADirectoryError) as error:
             raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {error}; pass the path of an image file") from None
+        except LinkRefused as error:
+            raise RecordError(Reason.IMAGE_OUTSIDE_ROOT, str(error)) from None
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in ABSENT:
                 raise_resource_error(error, self.path)
                 raise
-            raise RecordError(Reason.MISSING_IMAGE, f"{self.path}: {_reason(error)}") from error
+            hint = "; its folders are separated by \\, write / in the record" if "\\" in path else ""
+            raise RecordError(Reason.MISSING_IMAGE, f"{absolute_name(path)}: {_reason(error)}{hint}") from error
         if self.offset is None:
             return stream
         end = status(stream).st_size
@@ -312,14 +338,22 @@ class MediaReference:
     @property
     def file(self) -> str | None:
         """Path of the file, with `root` and with symbolic links; None for bytes in memory."""
-        if self.path is None or is_remote(self.path):
+        if self.path is None or self.root is None or "\0" in self.path:
             return self.path
-        return os.path.join(self.root or "", self.path)
+        return _root_of(self.root).find(self.path)[0]
+
+    def _without_links(self) -> str | None:
+        root = None if self.root is None else _root_of(self.root)
+        return None if root is None or root.links else root.folder
 
     @property
     def label(self) -> str:
         """Short name for messages."""
         return self.path or self.name or f"<{len(self.data or b'')} bytes>"
+
+
+def _root_of(root: str | ImageRoot) -> ImageRoot:
+    return root if isinstance(root, ImageRoot) else ImageRoot(str(root))
 
 
 class _Window(RangeStream):

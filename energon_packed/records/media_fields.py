@@ -13,7 +13,7 @@ from typing import Any
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unused_fields
-from energon_packed.records.media import MediaReference
+from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, VideoReference
 from energon_packed.records.video_fields import Video, read_video, read_videos, unsupported_media
@@ -63,7 +63,7 @@ class Media:
         notes: decisions made while reading, such as the choice of a caption.
     """
 
-    root: str | None
+    root: str | ImageRoot | None
     images: list[MediaReference] = field(default_factory=list)
     per_turn: list[int] | None = None
     videos: list[Video] = field(default_factory=list)
@@ -177,7 +177,7 @@ def check_spellings(texts: Sequence[str]) -> None:
 
 
 def read_media(
-    record: Record, root: str | None, *, with_images: bool = True, known: frozenset[str] = frozenset()
+    record: Record, root: str | ImageRoot | None, *, with_images: bool = True, known: frozenset[str] = frozenset()
 ) -> Media:
     """Read the media fields of a record.
 
@@ -207,7 +207,7 @@ def read_media(
     return media
 
 
-def references(record: Record, keys: Sequence[str], root: str | None) -> list[MediaReference]:
+def references(record: Record, keys: Sequence[str], root: str | ImageRoot | None) -> list[MediaReference]:
     """Read the media of the first field that has any.
 
     Raises:
@@ -259,7 +259,7 @@ def _images_per_turn(value: Any) -> list[int] | None:
     return [len(flatten(item)) for item in value]
 
 
-def _read_videos(record: Record, root: str | None, known: frozenset[str]) -> list[Video]:
+def _read_videos(record: Record, root: str | ImageRoot | None, known: frozenset[str]) -> list[Video]:
     for key, remedy in _UNSUPPORTED.items():
         if (
             key not in known

@@ -38,6 +38,7 @@ from energon_packed.records.fields import (
     unsupported,
     unsupported_field,
 )
+from energon_packed.records.media import ImageRoot
 from energon_packed.records.media_fields import (
     NO_IMAGE,
     Media,
@@ -74,7 +75,9 @@ _POSITION_FIELDS = ("patch_positions",)
 _SYSTEM_NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
 
 
-def normalize(record: Any, *, image_root: str | None = None, record_weight: RecordWeight = "refuse") -> Conversation:
+def normalize(
+    record: Any, *, image_root: str | ImageRoot | None = None, record_weight: RecordWeight = "refuse"
+) -> Conversation:
     """Make a Conversation from a record.
 
         >>> c = normalize({"images": ["cat.jpg"], "prompts": ["What is it?"], "captions": ["A cat."]})

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from energon_packed.errors import Reason, RecordError, ResourceError
 from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
-from energon_packed.records.media import MediaReference
+from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.video import VIDEO_SUFFIXES, VideoReference
 from energon_packed.storage import as_path
 
@@ -71,7 +71,7 @@ class UnlistedMedia(NamedTuple):
         """Whether the name is a spelling of an image field, so that the field is not metadata of another image."""
         return _kind(self.name) is _Kind.LISTED
 
-    def differs_from(self, used: Sequence[MediaReference], root: str | None) -> bool:
+    def differs_from(self, used: Sequence[MediaReference], root: str | ImageRoot | None) -> bool:
         """Whether the field names a file or has data that none of the used images has; False if unknown."""
         for item in _items(self.value):
             if isinstance(item, str) and _BASE64.match(item):
@@ -96,7 +96,9 @@ def _items(value: Any) -> list[Any]:
     return [item for item in value if item is not None] if isinstance(value, list | tuple) else [value]
 
 
-def find_unlisted(record: Record, names: tuple[str, ...], label: str, root: str | None) -> list[UnlistedMedia]:
+def find_unlisted(
+    record: Record, names: tuple[str, ...], label: str, root: str | ImageRoot | None
+) -> list[UnlistedMedia]:
     """List the fields that refer to media.
 
     Args:
@@ -126,7 +128,7 @@ def _are_plain(names: tuple[str, ...]) -> tuple[tuple[str, bool], ...]:
     return tuple((name, kind is _Kind.ANY_FIELD) for name, kind in kinds if kind is not _Kind.IDENTIFIER)
 
 
-def refers_to_media(name: str, value: Any, root: str | None = None) -> bool:
+def refers_to_media(name: str, value: Any, root: str | ImageRoot | None = None) -> bool:
     """Whether the value of a field that is not read refers to an image or video.
 
     Args:
@@ -169,7 +171,7 @@ def _kind(name: str) -> _Kind:
     return _Kind.IDENTIFIER if _IDENTIFIER.fullmatch(name) else _Kind.ANY_FIELD
 
 
-def _is_media(text: str, kind: _Kind, root: str | None) -> bool:
+def _is_media(text: str, kind: _Kind, root: str | ImageRoot | None) -> bool:
     if text[:4] in _STARTS and (_DATA_URL.match(text) or _BASE64.match(text)):
         return True
     has_extension = _has_extension(text)
@@ -189,7 +191,7 @@ def _has_extension(text: str) -> bool:
     return "." in text[-5:] and text[-5:].lower().endswith(_MEDIA_FILES)
 
 
-def _exists(path: str, root: str | None) -> bool:
+def _exists(path: str, root: str | ImageRoot | None) -> bool:
     try:
         return root is not None and as_path(MediaReference(path=path, root=root).resolved()).is_file()
     except ResourceError:
@@ -198,7 +200,9 @@ def _exists(path: str, root: str | None) -> bool:
         return False
 
 
-def check_unlisted(unlisted: Sequence[UnlistedMedia], used: Sequence[MediaReference], root: str | None) -> list[str]:
+def check_unlisted(
+    unlisted: Sequence[UnlistedMedia], used: Sequence[MediaReference], root: str | ImageRoot | None
+) -> list[str]:
     """Reject a record with media that would be lost; return a note for each field that is not certain.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import Record, is_given, shown, unsupported_field, unused_fields
-from energon_packed.records.media import MediaReference
+from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_FILES
 from energon_packed.records.video import SIGNATURE_BYTES, VideoReference, has_video_suffix, is_video_content
 
@@ -58,7 +58,7 @@ _LISTED = (".gif",)  # an image in other fields, and decoded as a video by FFmpe
 _SIGNATURE_TEXT = 4 * -(-SIGNATURE_BYTES // 3)  # base64 characters of the signature
 
 
-def read_videos(value: Any, label: str, root: str | None) -> list[Video]:
+def read_videos(value: Any, label: str, root: str | ImageRoot | None) -> list[Video]:
     """Read the videos of a field.
 
     Args:
@@ -95,7 +95,7 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _read_frames(value: Sequence[Any], label: str, root: str | None) -> list[list[MediaReference]]:
+def _read_frames(value: Sequence[Any], label: str, root: str | ImageRoot | None) -> list[list[MediaReference]]:
     # A flat list of frames is a single video.
     videos = value if all(isinstance(item, list | tuple) for item in value) else [value]
     if any(isinstance(frame, list | tuple) for frames in videos for frame in frames) or not all(videos):
@@ -103,7 +103,7 @@ def _read_frames(value: Sequence[Any], label: str, root: str | None) -> list[lis
     return [[MediaReference.from_value(frame, root) for frame in frames] for frames in videos]
 
 
-def read_video(value: Any, root: str | None, settings: Mapping[str, Any] | None = None) -> VideoReference:
+def read_video(value: Any, root: str | ImageRoot | None, settings: Mapping[str, Any] | None = None) -> VideoReference:
     """Make a reference from the value of a video file.
 
     Args:

@@ -4,8 +4,10 @@ Required methods: `extent` and `read`.
 """
 
 import hashlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reject
+from energon_packed.records.media import ImageRoot
 from energon_packed.sources.config import Reading
-from energon_packed.storage import is_remote, recent_status
+from energon_packed.storage import absolute_name, is_remote, recent_status
 
 
 class SourceRecord(NamedTuple):
@@ -48,6 +51,7 @@ class Source(ABC):
         data: the file that is read: `path`, or its converted copy.
         image_root: folder that relative media paths start from and must stay in.
         reading: per-source settings of the user.
+        links: follow symbolic links in media paths.
         share: slice of the address space to read, as (start, stop, total): from start / total to stop / total of it.
         has_splits: `files` uses its argument `split`.
         has_sample_loader: `open` accepts `trust_sample_loader` and `for_adapter`, like `WebDatasetSource.open`.
@@ -71,13 +75,19 @@ class Source(ABC):
     chunk_limits: ClassVar[tuple[int, int]] = (64, 512)
     share: tuple[int, int, int] = (0, 1, 1)
     reading: Reading = Reading()
+    links: bool = True
     has_splits: ClassVar[bool] = False
     has_sample_loader: ClassVar[bool] = False
 
     def __init__(self, path: Path, *, data: Path | None = None, image_root: Path | None = None) -> None:
         self.path = path
         self.data = data or path
-        self.image_root = str(image_root if image_root is not None else path.resolve().parent)
+        self.image_root = _absolute(image_root if image_root is not None else path.parent)
+
+    @cached_property
+    def media_folder(self) -> ImageRoot:
+        """`image_root`, with the folder of the file and whether links are followed."""
+        return ImageRoot(self.image_root, _absolute(self.path.parent), self.links)
 
     @classmethod
     def matches(cls, path: Path) -> bool:
@@ -168,6 +178,13 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """Hex digest of the size and of samples of the bytes, so that a copy has the same fingerprint."""
         return file_fingerprint(self.path)
+
+
+def _absolute(folder: Path) -> str:
+    """Return the absolute name of a folder, links unresolved, unless `..` follows a link and leads elsewhere."""
+    name = absolute_name(folder)
+    is_other = ".." in folder.parts and not is_remote(folder) and os.path.realpath(name) != os.path.realpath(folder)
+    return os.path.realpath(folder) if is_other else name
 
 
 def indices_of(addresses: Sequence[int], in_order: Iterable[int]) -> list[int]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import IgnoredEntries, SourceError
-from energon_packed.files import irregular_kind, visible
+from energon_packed.files import irregular_kind, link_refused, visible
 from energon_packed.metadatasets import is_metadataset
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.sources.arrow import ArrowSource, ParquetSource
@@ -68,6 +68,7 @@ def open_sources(
     split: str | None = None,
     seed: int = 0,
     trust_sample_loader: bool = False,
+    links: bool = True,
     ignored: list[IgnoredEntries] | None = None,
 ) -> list[Source]:
     """Open files, globs and folders, in the order of `inputs`; the files of a glob or folder are sorted by name.
@@ -80,6 +81,7 @@ def open_sources(
         split: split of Energon datasets (train by default) and of Hugging Face datasets with several splits.
         seed: seed of the selection for fractional weights.
         trust_sample_loader: run the sample_loader.py of Energon datasets.
+        links: follow symbolic links in media paths, and read linked files of folders and globs.
         ignored: the entries of input folders that are not read are added.
 
     Raises:
@@ -90,6 +92,8 @@ def open_sources(
     skipped: dict[Path, Skipped] = {}
     for index, config in enumerate(configs):
         with _naming(config):
+            if not links:
+                _refuse_links(config.path)
             files += _files_of(index, config, split, seed, skipped)
     if ignored is not None:
         ignored += _ignored(skipped)
@@ -113,7 +117,7 @@ def open_sources(
             _refuse_irregular(path)
             # Only after the check: opening a FIFO would block.
             source = kind.open(path, **options)
-        source.share, source.reading = share, reading
+        source.share, source.reading, source.links = share, reading, links
         sources.append(source)
     if not sources:
         raise SourceError(f"part {part[0]}/{part[1]} of the input is empty; use fewer parts" if part else "no input")
@@ -136,6 +140,23 @@ def _files_of(
         for position, match in enumerate(matches):
             salt = "" if fraction == 1 else f"{seed} {index} {position}"
             yield match, Reading(index, field_map, adapter, copy, fraction, salt)
+
+
+def _refuse_links(patterns: Iterable[str]) -> None:
+    """Refuse links in inputs, but not in the names that the user wrote.
+
+    Raises:
+        SourceError: a file of a folder or glob is a link.
+    """
+    for written, path in [(pattern, path) for pattern in patterns for path in _expand(pattern)]:
+        if is_remote(path):
+            continue
+        count = next((index for index, name in enumerate(Path(written).parts) if glob.has_magic(name)), None)
+        found = [] if count is None or str(path) == written else [path, *[*path.parents][::-1][count + 1 :]]
+        for folder, folders, names in os.walk(path):
+            found += [Path(folder, name) for name in (*folders, *names)]
+        if (link := next((name for name in found if name.is_symlink()), None)) is not None:
+            raise SourceError(str(link_refused(link)))
 
 
 def _refuse_twice(files: list[tuple[Match, Reading]]) -> None:

@@ -246,7 +246,7 @@ class WebDatasetSource(Source):
                 if row.reject is not None:
                     raise RecordError.of(row.reject)
                 if not isinstance(row.record, Conversation):
-                    normalize(row.record, image_root=self.image_root)
+                    normalize(row.record, image_root=self.media_folder)
                 return
             except RecordError as error:
                 reject = reject or error.reject

@@ -36,6 +36,8 @@ _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
 _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
+# The folder of a page, in errors that name absolute paths; some files come from the folder of a fixture.
+_TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/\S*?/(?=demo-out/|lights/)")
 _OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*?)(2>&1 )?((?<= )[|>](?!\|)[^&;$`]*)?")
 
 
@@ -92,13 +94,13 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     try:
         for step in page_steps:
             if step.language == "console":
-                yield step, _run(step.code, folder)
+                yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder))
             elif step.language != "python":
                 (folder / step.language).write_text(step.code, encoding="utf-8")
                 yield step, ""
             else:
                 assert session is not None
-                yield step, session.run(step.code)
+                yield step, _TEMPORARY.sub("/home/user/", session.run(step.code))
     finally:
         if session is not None:
             session.close()

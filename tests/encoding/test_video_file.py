@@ -20,7 +20,7 @@ from PIL import Image
 from transformers.video_utils import read_video_pyav
 
 from energon_packed import ConfigError, FrameSelection, MediaReference, RecordError, ResourceError
-from tests.internals import call_in_child, check_video, decode_frames, read_video_info, video_file
+from tests.internals import ImageRoot, call_in_child, check_video, decode_frames, read_video_info, video_file
 from tests.processes import run_python
 from tests.storage import Store
 from tests.videos import (
@@ -627,8 +627,10 @@ def test_missing_files_and_files_outside_the_root(tmp_path: Path) -> None:
     make_video(tmp_path / "a.mp4")
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link.mp4").symlink_to(tmp_path / "a.mp4")
-    for name in ("link.mp4", "../a.mp4"):
-        reference = MediaReference(path=name, root=str(tmp_path / "root"))
+    read_video_info(MediaReference(path="link.mp4", root=str(tmp_path / "root")))
+    strict = ImageRoot(str(tmp_path / "root"), links=False)
+    for name, root in (("link.mp4", strict), ("../a.mp4", str(tmp_path / "root"))):
+        reference = MediaReference(path=name, root=root)
         with pytest.raises(RecordError, match="image_outside_root"):
             read_video_info(reference)
     for path in (tmp_path / "none.mp4", tmp_path):

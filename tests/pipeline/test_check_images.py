@@ -108,8 +108,14 @@ def test_hostile_places_cost_their_records(build: Any, tmp_path: Path) -> None:
     (tmp_path / "good.jpg").write_bytes(GOOD["good.jpg"])
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "cut.svg").write_text("<svg/>")
-    places = {"good.jpg": None, "fifo": "missing_image", "folder": "missing_image", "cut.svg": "corrupt_image"}
-    places |= dict.fromkeys(["link", "/dev/zero", "../x", "/etc/passwd"], "image_outside_root")
+    places = {
+        "good.jpg": None,
+        "fifo": "missing_image",
+        "folder": "missing_image",
+        "link": "missing_image",
+        "cut.svg": "corrupt_image",
+    }
+    places |= dict.fromkeys(["/dev/zero", "../x", "/etc/passwd"], "image_outside_root")
     result = build([{"id": place, "images": [place], "captions": ["A thing."]} for place in places])
     lines = [orjson.loads(line) for line in (tmp_path / "out" / "rejects.jsonl").read_bytes().splitlines()]
     assert {line["id"]: line["reason"] for line in lines} == {p: why for p, why in places.items() if why}
