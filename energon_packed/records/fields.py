@@ -43,27 +43,28 @@ COMMON_FIELDS = frozenset(
 RECORD_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_scale")
 """Fields of a record that may have its loss weight; `normalize` reads them with `record_weight='loss'`."""
 
-_PREFERENCE = "preference data is out of scope; keep the chosen answer as messages"
+_PREFERENCE = "preference data is out of scope"
+_CHOSEN_REMEDY = f"{_PREFERENCE}; return the answer to train on as messages from an `adapter`"
+_QUESTIONS = ("prompt", "question", "instruction", "query", "input")  # beside `chosen`
+_FIRST_ROLES = ("system", "user", "human")
+_ASSISTANT = "Assistant: "
+_KEPT = ("id", "system", "images", "image", "videos", "video", "tools")
 _MASK = "give each turn a weight: 0 or 1"
 _RECORD_WEIGHT = (
     "set `record_weight` to loss if it multiplies the loss of the record; to repeat or sample records, use the "
     "`weight` of a source"
 )
-_BOXES = (
-    "write the boxes into the text in place of <ref-object> and <bbox>, in the coordinates of the model, "
-    "with an `adapter`"
-)
 _TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of a turn"
 # Fields that would change training if they were ignored: pattern of the name -> remedy. Other fields are only counted.
 _REMEDIES = {
     r"audios?|audio_.*": "audio is not supported; remove it, or convert it to text",
-    r"chosen.*|rejected.*|preferred|dispreferred": _PREFERENCE,
-    r"objects|bbox(es)?|bounding_boxes": _BOXES,
+    r"chosen.*|rejected.*|preferred|dispreferred": _CHOSEN_REMEDY,
     r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
     r"system.*|developer.*": "pass it as system",
     r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
+    r"bbox(es)?|bounding_boxes": "write the boxes into the text, in the coordinates of the model, with an `adapter`",
     r".*_pixels|resized_(height|width)": "resize the image, or pass min_pixels and max_pixels as options",
     r"video(?!.*_ids?$).*": "pass video files or lists of frames as videos",
     r"n?frames|(min|max)_frames|do_sample_frames": "pass the frames as videos, one list for each video",
@@ -168,10 +169,17 @@ def flatten(value: Any) -> list[Any]:
 
 
 def read_text(value: Any, label: str) -> str:
-    """Return a string unchanged; `label` names it in the error."""
-    if not isinstance(value, str):
-        raise missing_field(f"{label} must be text, not {type(value).__name__}")
-    return value
+    """Return a string unchanged, and a number as its digits, as tables of strings (CSV) have it.
+
+    Raises:
+        RecordError: `missing_field` for another value, also for NaN (an empty cell of pandas); `label` names it.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return str(value)
+    kind = "null" if value is None else "NaN" if isinstance(value, float) else type(value).__name__
+    raise missing_field(f"{label} must be text, not {kind}")
 
 
 def one_text(record: Record, names: Sequence[str]) -> str | None:
@@ -298,6 +306,8 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
             continue
         if is_risky and is_given(value) and not _is_metadata(name, record):
             is_weight = name in RECORD_WEIGHTS and label == "the record" and isinstance(value, int | float)
+            if label == "the record":
+                check_preference(record)
             raise unsupported(name, label, _RECORD_WEIGHT if is_weight else "")
         if value.__class__ not in SCALARS and _is_media_bytes(value):
             raise RecordError(
@@ -334,9 +344,37 @@ def check_preference(record: Record) -> None:
     Raises:
         RecordError: `unsupported_field`.
     """
-    for name in ("chosen", "rejected"):
+    for name in ("chosen", "rejected", "rejected_response"):
         if is_given(record.get(name)):
-            raise unsupported(name)
+            raise unsupported(name, remedy=_preference_remedy(record))
+
+
+def _preference_remedy(record: Record) -> str:
+    """Write an adapter that trains on the chosen answer, for the usual forms of preference data."""
+    chosen: Any = record.get("chosen")
+    prompt = next((name for name in _QUESTIONS if is_given(record.get(name))), None)
+    turns = next((name for name in ("messages", "conversations") if isinstance(record.get(name), list)), None)
+    is_list = isinstance(chosen, list | tuple) and len(chosen) > 0 and isinstance(chosen[0], OBJECT)
+    is_dialog = is_list and any(chosen[0].get(name) in _FIRST_ROLES for name in ("role", "from"))
+    if is_dialog and not isinstance(record.get("prompt"), list | tuple):
+        kept = '"messages": record["chosen"]'  # with the prompt as its first turn, as in UltraFeedback
+    elif turns is not None and chosen is None:  # ms-swift: the last turn is the chosen answer
+        kept = f'"messages": record["{turns}"]'
+    elif turns is not None and isinstance(chosen, OBJECT):
+        kept = f'"messages": [*record["{turns}"], record["chosen"]]'  # LLaMA-Factory
+    elif prompt is not None and (is_list or isinstance(chosen, str)):
+        kept = f'"prompt": record["{prompt}"], "completion": record["chosen"]'
+        if prompt == "instruction" and is_given(record.get("input")):
+            kept = kept.replace('record["instruction"]', 'record["instruction"] + "\\n\\n" + record["input"]')
+    elif isinstance(chosen, str) and _ASSISTANT in chosen:  # a transcript, as in HH-RLHF
+        kept = f'**dict(zip(("prompt", "completion"), record["chosen"].rsplit("{_ASSISTANT}", 1)))'
+    else:
+        return _CHOSEN_REMEDY
+    kept += "".join(f', "{name}": record["{name}"]' for name in _KEPT if is_given(record.get(name)))
+    return (
+        f"{_PREFERENCE}. To train on the chosen answer, pass --adapter dpo:chosen with this line in dpo.py: "
+        f"def chosen(record): return {{{kept}}}"
+    )
 
 
 @lru_cache(maxsize=4096)

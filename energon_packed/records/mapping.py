@@ -2,6 +2,7 @@
 
     --map user=question,assistant=answer,image=pic      field names of flat records
     --map images=screenshot                             a field of records in any record format
+    --map messages=data.turns                           a field of an object; turns.0 is an item of a list
     --adapter package.module:function                   record -> record, Conversation, or None to drop the record
 
 Both run before the record formats: their result is read like any other record.
@@ -19,11 +20,13 @@ from typing import Any
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.options import short
 from energon_packed.records.conversation import Conversation
-from energon_packed.records.fields import OBJECT, Record, key_names, missing_field, unsupported_field
+from energon_packed.records.fields import OBJECT, Record, is_given, key_names, missing_field, shown, unsupported_field
+from energon_packed.records.turns import is_turn
 from energon_packed.system import raise_resource_error
 
+_MEDIA = ("image", "images", "video", "videos", "image_base64_str")
 TURNS = ("system", "user", "assistant")
-TARGETS = (*TURNS, "image", "images", "video", "videos", "tools", "id")
+TARGETS = (*TURNS, "messages", "image", "images", "video", "videos", "tools", "id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class FieldMap:
             raise ConfigError(f"unknown name {unknown[0]!r} in `map`. Use {', '.join(TARGETS)}.")
         if len(set(targets)) < len(targets) or len(set(fields)) < len(fields):
             raise ConfigError(f"`map` {value!r} repeats a name or a field. Use each only once.")
+        if "messages" in targets and not set(targets).isdisjoint(TURNS):
+            raise ConfigError(f"`map` {value!r} has messages beside single turns. Name either of them.")
         if "assistant" not in targets and not set(targets).isdisjoint(TURNS):
             raise ConfigError(f"`map` {value!r} has no assistant. Name the field with the answer.")
         return cls(tuple(pairs))
@@ -75,19 +80,26 @@ class FieldMap:
         """Rename fields; with turns in the map, convert to the messages format. Other fields stay unchanged.
 
         Raises:
-            RecordError: a field is missing, or a field of the record already has the name of a target.
+            RecordError: a field is missing, a field of the record already has the name of a target, or the question is
+                empty and the record has no image or video.
         """
         if not isinstance(record, OBJECT):
             return record  # `normalize` rejects it
-        used = {field for _, field in self.fields}
-        if missing := [field for _, field in self.fields if field not in record]:
-            raise missing_field(f"`map` names {missing[0]}, but the record has {key_names(record) or 'no fields'}")
+        values = {target: _value(record, field) for target, field in self.fields}
         # A field that the map uses is removed, or it would be read again under its old name.
-        mapped = {key: value for key, value in record.items() if key not in used}
-        values = {target: record[field] for target, field in self.fields}
+        mapped: Any = record
+        for _, field in self.fields:
+            mapped = _without(mapped, _path(record, field))
         turns = {target: values.pop(target) for target in TURNS if target in values}
         if turns:
             values["messages"] = _messages(turns)
+            if not (
+                any(is_given(values.get(name) or mapped.get(name)) for name in _MEDIA)
+                or any(turn["role"] == "user" and str(turn["content"]).strip() for turn in values["messages"])
+            ):
+                name = dict(self.fields).get("user")
+                fault = f"{name} is empty" if name else "`map` has no user"
+                raise RecordError(Reason.EMPTY, f"{fault}, and the record has no image or video: there is no question")
         for name in values:
             # Neither value is preferred silently: the record has both a mapped field and a field of the target's name.
             if name != "id" and mapped.get(name) is not None:
@@ -95,6 +107,42 @@ class FieldMap:
                     f"the record has a field {name} beside those of `map`; name it in the map, or use an `adapter`"
                 )
         return {**mapped, **values}
+
+
+def _path(record: Record, field: str) -> list[str]:
+    """Keys of a field in the record: a single key if the record has it, or else one per dot."""
+    return [field] if field in record else field.split(".")
+
+
+def _value(record: Record, field: str) -> Any:
+    """Find the value of a field, in objects and lists of the record.
+
+    Raises:
+        RecordError: `missing_field`; the message names the fields that the innermost object has.
+    """
+    value: Any = record
+    place = "the record"
+    for key in _path(record, field):
+        if isinstance(value, OBJECT) and key in value:
+            value = value[key]
+        elif isinstance(value, list | tuple) and key.isdecimal() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            has = f"has {key_names(value) or 'no fields'}" if isinstance(value, OBJECT) else f"is {shown(value)}"
+            raise missing_field(f"`map` names {field}, but {place} {has}")
+        place = key if place == "the record" else f"{place}.{key}"
+    return value
+
+
+def _without(value: Any, path: list[str]) -> Any:
+    """Copy a record without a field, and without objects that have no other; items of lists are kept."""
+    if not path or not isinstance(value, OBJECT):
+        return value if path else {}
+    rest = {key: inner for key, inner in value.items() if key != path[0]}
+    inner = value.get(path[0])
+    if len(path) > 1 and (not isinstance(inner, OBJECT) or (inner := _without(inner, path[1:]))):
+        rest[path[0]] = inner
+    return rest
 
 
 def _messages(turns: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -154,6 +202,12 @@ class Adapter:
             raise RecordError(Reason.ADAPTER_FAILED, f"{self.name} raised {text[:200]}") from error
         if adapted is None:
             raise RecordError(Reason.DROPPED_BY_ADAPTER, f"{self.name} returned None")
+        if isinstance(adapted, list) and not (adapted and all(map(is_turn, adapted))):
+            raise RecordError(
+                Reason.ADAPTER_FAILED,
+                f"{self.name} returned a list of {len(adapted)} values; return one record, or the list of its turns. "
+                "To make several records of one, write them to a file before packing",
+            )
         # A wrong type is a fault of the adapter and not of the record.
         if not isinstance(adapted, (Conversation, *OBJECT, list)):
             raise RecordError(

@@ -12,7 +12,7 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER
-from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unused_fields
+from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field, unused_fields
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, VideoReference
@@ -21,12 +21,13 @@ from energon_packed.records.video_fields import Video, read_video, read_videos, 
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 # Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>(?!\s*</img>)([^<>\n]+)</img>")
-# ms-swift 2 writes `<video>path</video>`; without the extension of a video file, it is HTML.
+# ms-swift 2 writes `<video>path</video>`; other content is not read as a path.
 _TAGGED_VIDEO = re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO_SUFFIXES))}))</video>", re.IGNORECASE)
 # Placeholders of other data formats: Qwen-VL without a path, DeepSeek-VL, InternLM-XComposer, MiniCPM-V, MMMU and Phi.
 _UNREAD = re.compile(
     r"<img>\s*</img>|<image_placeholder>|<ImageHere>|<(?P<bar>\|)?(?P<kind>image|video|audio)[ _]?\d+(?(bar)\|)>"
 )
+_BOXES = re.compile(r"<ref-object>|<bbox>")  # of ms-swift, whose `objects` replace them
 _IMAGE_FIELDS = ("images", "image")
 _VIDEO_FIELDS = ("video", "videos")
 _UNSUPPORTED = {
@@ -164,12 +165,17 @@ def has_tags(text: str) -> bool:
 
 
 def check_spellings(texts: Sequence[str]) -> None:
-    """Reject placeholders in a spelling that is not read, unless others place the media that they mention.
+    """Reject placeholders that are not read: of boxes, and of media, unless others place the media that they mention.
 
     Raises:
-        RecordError: the mismatch of their kind, such as `image_count_mismatch`.
+        RecordError: the mismatch of their kind, such as `image_count_mismatch`; `unsupported_field` for boxes.
     """
     for text in texts:
+        if box := _BOXES.search(text) if "<" in text else None:
+            raise unsupported_field(
+                f"{box[0]} is not replaced by a box of `objects`: write the boxes into the text in place of "
+                "<ref-object> and <bbox>, in the coordinates of the model, with an `adapter`"
+            )
         for match in _UNREAD.finditer(text) if "<" in text else ():
             reason, placeholder = _PLACEHOLDERS[match["kind"] or "image"]
             if not any(placeholder in other for other in texts):

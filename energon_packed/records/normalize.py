@@ -69,7 +69,8 @@ FPS_OF_FILE = "fps beside a video file, not used to sample frames"
 NO_PLACEHOLDER = "no placeholder: media are placed before the first user turn"
 """Note of a conversation without placeholders: its images or videos were put before the first user turn."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
-_TAG = re.compile(r"<\|?(?:im|vid|aud)", re.IGNORECASE)  # of `<image>`, `<img>`, `<|image_1|>`, `<video>`, `<audio>`
+# Start of `<image>`, `<img>`, `<|image_1|>`, `<video>`, `<audio>`, `<bbox>` and `<ref-object>`.
+_TAG = re.compile(r"<\|?(?:im|vid|aud|bbox|ref-)", re.IGNORECASE)
 _TOOL_FIELDS = frozenset(("tools", "functions"))
 _POSITION_FIELDS = ("patch_positions",)
 _SYSTEM_NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
@@ -115,6 +116,8 @@ def normalize(
     draft = record_format.read(record, media)
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
+    if not record_format.has_roles:
+        _check_question(draft)
     tools = None if _TOOL_FIELDS.isdisjoint(record) else read_tools(record, draft, media)
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if tools is not None:
@@ -149,6 +152,17 @@ def normalize(
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
+
+
+def _check_question(draft: PartialConversation) -> None:
+    """Reject a question without text and media; in lists of turns with roles, an empty turn is meant.
+
+    Raises:
+        RecordError: `empty`.
+    """
+    questions = [message.content for message in draft.messages if message.role == "user"]
+    if questions and not any(text.strip() for text in questions):
+        raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image or video")
 
 
 def _record_weight(record: Record) -> float:

@@ -29,7 +29,8 @@ def part(**fields: Any) -> dict[str, Any]:
         ({**CHAT, "chosen": "a", "rejected": "b"}, "unsupported_field", "preference data is out of scope"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unsupported_field", "preference data is out of scope"),
         ({"prompt": "a", "completion": "b", "label": False}, "unsupported_field", "preference data is out of scope"),
-        ({**CHAT, "objects": {"bbox": [[1, 2, 3, 4]]}}, "unsupported_field", "the field objects of the record"),
+        ({**CHAT, "system": "Find <bbox>.", "objects": {}}, "unsupported_field", "<bbox> is not replaced by a box"),
+        ({"text": "Find <ref-object>."}, "unsupported_field", "<ref-object> is not replaced by a box"),
         ({**CHAT, "bbox": [1, 2, 3, 4]}, "unsupported_field", "write the boxes into the text"),
         ({**CHAT, "loss": 0}, "unsupported_field", "give each turn a weight: 0 or 1"),
         ({**CHAT, "weight": 0.5}, "unsupported_field", "the field weight of the record is not supported"),
@@ -96,7 +97,7 @@ def test_unsupported_fields_are_rejected_by_name(record: Any, reason: str, detai
 
 def test_other_fields_are_counted_by_name() -> None:
     record = {**turn(source="x", name=None), "url": "u", "license": "", "score": None, "video_id": "v", "objects": []}
-    assert normalize(record).unused_fields == ("license", "source", "url", "video_id")
+    assert normalize(record).unused_fields == ("license", "objects", "source", "url", "video_id")
 
 
 def test_every_record_format_declares_the_fields_that_it_reads() -> None:
@@ -175,7 +176,7 @@ def test_every_given_text_is_used_counted_or_costs_the_record(record: dict[str, 
 
 
 RISKY = ["system_prompt", "tools", "tool_calls", "audio", "audio_path", "loss_mask", "weight", "chosen", "history",
-         "reasoning_content", "objects", "min_pixels", "chat_template_kwargs", "max_frames"]  # fmt: skip
+         "reasoning_content", "bboxes", "min_pixels", "chat_template_kwargs", "max_frames"]  # fmt: skip
 SPELLINGS: dict[str, Callable[[str], str]] = {
     "Title": lambda name: name.title(),
     "UPPER": str.upper,

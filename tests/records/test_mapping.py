@@ -24,6 +24,12 @@ def build(record):
 
 def wrong(record):
     return 5
+
+def several(record):
+    return [{"question": record["q"], "answer": record["a"]}] * 2
+
+def turns(record):
+    return [{"role": "user", "content": record["q"]}, {"role": "assistant", "content": record["a"]}]
 """
 
 
@@ -50,6 +56,41 @@ def test_a_map_names_the_fields_of_a_flat_record() -> None:
     assert conversation.unused_fields == ("url",)
 
 
+NESTED = [
+    ("user=data.question,assistant=data.answer", {"data": {"question": "Q", "answer": "A"}}, ()),
+    ("user=data.question,assistant=data.answer", {"data": {"question": "Q", "answer": "A", "url": "u"}}, ("data",)),
+    ("user=q,assistant=a.0.text", {"q": "Q", "a": [{"text": "A"}, {"text": "B"}]}, ("a",)),
+    ("user=data.q,assistant=data.a.b", {"data.q": "Q", "data": {"a": {"b": "A"}}}, ()),
+    (
+        "messages=data.turns",
+        {"data": {"turns": [{"role": "user", "content": "Q"}, {"from": "gpt", "value": "A"}]}},
+        (),
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "record", "unused"), NESTED)
+def test_a_map_names_fields_in_objects_and_lists(fields: str, record: Any, unused: tuple[str, ...]) -> None:
+    before = json.dumps(record)
+    conversation = normalize(FieldMap.parse(fields).apply(record))
+    assert [m.content for m in conversation.messages] == ["Q", "A"]
+    assert conversation.unused_fields == unused
+    assert json.dumps(record) == before
+
+
+@pytest.mark.parametrize("question", ["", None, "  ", ["", None]])
+def test_an_empty_question_is_rejected_unless_an_image_is_the_question(question: Any) -> None:
+    answer = ["A", "B"] if isinstance(question, list) else "A"
+    for fields, name in (("user=q,assistant=a", "q is empty"), ("assistant=a", "`map` has no user")):
+        given = {"q": question, "a": answer} if "user" in fields else {"a": "A"}
+        with pytest.raises(RecordError, match=f"^empty: {name}, and the record has no image or video"):
+            FieldMap.parse(fields).apply(given)
+        assert normalize(FieldMap.parse(fields).apply({**given, "image": "a.png"})).images
+    assert normalize(
+        FieldMap.parse("user=q,assistant=a,image=p").apply({"q": question, "a": answer, "p": "a.png"})
+    ).images
+
+
 def test_lists_are_several_turns_and_null_is_no_value() -> None:
     record = {"q": ["a", "b"], "a": ["x", "y"], "p": None}
     conversation = normalize(FieldMap.parse({"user": "q", "assistant": "a", "image": "p"}).apply(record))
@@ -63,6 +104,7 @@ def test_lists_are_several_turns_and_null_is_no_value() -> None:
         ("user=q,bot=a", "unknown name 'bot' in `map`. Use system, user, assistant"),
         ("user=q", "has no assistant"),
         ("user=q,assistant=q", "repeats a name or a field"),
+        ("messages=q,assistant=a", "has messages beside single turns"),
         (5, "`map` must have the form .*, got 5"),
     ],
 )
@@ -75,6 +117,7 @@ def test_a_wrong_map_is_an_error_of_the_options(text: Any, detail: str) -> None:
     ("record", "reason", "detail"),
     [
         ({"q": "?"}, "missing_field", "`map` names a, but the record has q"),
+        ({}, "missing_field", "`map` names q, but the record has no fields"),
         ({"q": ["?"], "a": ["x", "y"]}, "missing_field", "1 user turns for 2 answers"),
         ({"q": "?", "a": "x", "messages": [1]}, "unsupported_field", "a field messages beside those of `map`"),
         ({"q": "?", "a": None}, "missing_field", "the assistant message has no content"),
@@ -94,10 +137,17 @@ def test_an_adapter_makes_records_and_conversations(adapters: str) -> None:
     assert Adapter(f"{adapters}:swap").apply(record) == {"id": 1, "question": "What?", "answer": "A cat."}
     assert record["q"] == "What?"  # the function has a copy
     assert isinstance(Adapter(f"{adapters}:build").apply(record), Conversation)
+    assert normalize(Adapter(f"{adapters}:turns").apply(record)).messages[1].content == "A cat."
     for name, given, reason, detail in (
         ("swap", {**record, "skip": True}, "dropped_by_adapter", "returned None"),
         ("swap", {}, "adapter_failed", "raised KeyError: 'skip'"),
         ("wrong", record, "adapter_failed", "returned int; return a record"),
+        (
+            "several",
+            record,
+            "adapter_failed",
+            "returned a list of 2 values; return one record, or the list of its turns",
+        ),
     ):
         with pytest.raises(RecordError) as caught:
             Adapter(f"{adapters}:{name}").apply(given)

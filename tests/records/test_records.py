@@ -232,7 +232,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"messages": [{"content": "x"}]}, "missing_field", "a message has no role"),
         ({"messages": [{"role": "user"}]}, "missing_field", "the user message has no content"),
         ({"messages": ["x"]}, "missing_field", "an entry of messages is str"),
-        ({"messages": [{"role": "user", "content": 5}]}, "missing_field", "must be text, not int"),
+        ({"messages": [{"role": "user", "content": True}]}, "missing_field", "must be text, not bool"),
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
             "unsupported_field",

@@ -7,7 +7,7 @@ To add a record format, write a subclass of `RecordFormat` with `@register_recor
 
 import re
 
-from energon_packed.records.fields import OBJECT, Record, check_preference, key_names, missing_field
+from energon_packed.records.fields import OBJECT, Record, check_preference, is_given, key_names, missing_field
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextCaps, TextsImages
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
@@ -30,6 +30,7 @@ _NO_TEXT = re.compile(
     r"(?:.*_)?(?:id|key|name|url|path|file|hash|state|status|source|type|kind|lang|language|category|domain|date|model|"
     r"timestamp|license|split|version)"
 )
+_BOXES = ("objects", "bboxes", "bbox", "bounding_boxes", "polygons")
 # Names of a question and of its answer, from which a `map` is suggested.
 _QUESTION = re.compile(r"(?i:(?:.*_)?(?:q|question|query|prompt|instruction|input|problem|user|human|request)s?)")
 _ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assistant|reply|target|solution)s?)")
@@ -115,6 +116,8 @@ def _hint(record: Record) -> str:
         is_empty = value is None or (isinstance(value, str) and not value)
         if is_empty and (_QUESTION.fullmatch(name) or _ANSWER.fullmatch(name)):
             return f"; {name} is {'null' if value is None else 'empty'}"
+    if hint := _boxes_hint(record):
+        return hint
     lists = [
         name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], OBJECT)
     ]
@@ -135,6 +138,20 @@ def _hint(record: Record) -> str:
     if len(texts) == 2 and len(users) == len(assistants) == 1:
         return f"; try `map=user={users[0]},assistant={assistants[0]}{image}`"
     return f"; name the question and the answer with `map=user=FIELD,assistant=FIELD{image}`"
+
+
+def _boxes_hint(record: Record) -> str:
+    """Write an adapter for images with boxes or polygons (LVIS), whose answer is the JSON of them; "" for others."""
+    image, boxes = (
+        next((name for name in names if is_given(record.get(name))), None) for names in (("images", "image"), _BOXES)
+    )
+    if image is None or boxes is None:
+        return ""
+    return (
+        f"; to train on {boxes}, convert the coordinates to those of the model in an adapter, such as --adapter "
+        "boxes:answer with this line in boxes.py: def answer(record): import json; return "
+        f'{{"{image}": record["{image}"], "question": "List the objects.", "answer": json.dumps(record["{boxes}"])}}'
+    )
 
 
 __all__ = ["RECORD_FORMATS", "PartialConversation", "RecordFormat", "find_record_format", "register_record_format"]

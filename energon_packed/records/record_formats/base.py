@@ -54,6 +54,7 @@ class RecordFormat(ABC):
         instruction_is_system: `instruction` is a system prompt in this format.
         images_first: images without placeholders belong before the first user turn. If false, they are put there too,
             but the conversation gets a note.
+        has_roles: the record names the role of each turn, so that an empty user turn is meant.
         reads_images: the format reads `images` and `image` itself.
         reads_system: the format reads `system` itself.
 
@@ -73,6 +74,7 @@ class RecordFormat(ABC):
     fields: ClassVar[frozenset[str] | None] = None
     instruction_is_system: ClassVar[bool] = False
     images_first: ClassVar[bool] = False
+    has_roles: ClassVar[bool] = False
     reads_images: ClassVar[bool] = False
     reads_system: ClassVar[bool] = False
 

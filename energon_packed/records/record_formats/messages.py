@@ -59,6 +59,7 @@ class Messages(RecordFormat):
     key = "messages"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"messages", "instruction"}
     instruction_is_system: ClassVar[bool] = True
+    has_roles: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read the messages, with their tool calls, reasoning and weights."""
@@ -71,6 +72,7 @@ class ShareGPT(RecordFormat):
     key = "conversations"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"conversations", "conversation", "instruction"}
     instruction_is_system: ClassVar[bool] = True
+    has_roles: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
         """Whether either field has a value."""
@@ -122,6 +124,7 @@ class Contents(RecordFormat):
 
     key = "contents"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"contents"}
+    has_roles: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read the turns; `model` is the assistant."""
@@ -182,6 +185,7 @@ class Transcript(RecordFormat):
 
     key = "chat"
     fields: ClassVar[frozenset[str]] = (COMMON_FIELDS - {*SYSTEM_FIELDS}) | {"chat", "system"}
+    has_roles: ClassVar[bool] = True
     reads_system: ClassVar[bool] = True
 
     def read(self, record: Record, media: Media) -> PartialConversation:

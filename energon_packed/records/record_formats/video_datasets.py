@@ -85,7 +85,10 @@ class QuestionList(RecordFormat):
         texts, instructions = [], set()
         for pair in read_objects(record[self.key], self.key):
             media.add_unused(pair, _QUESTION, "an entry of QA")
-            texts += [read_text(pair.get("q") or "", "q of QA"), read_text(pair.get("a"), "a of QA")]
+            texts += [
+                read_text("" if pair.get("q") is None else pair["q"], "q of QA"),
+                read_text(pair.get("a"), "a of QA"),
+            ]
             if is_given(pair.get("i")):
                 instructions.add(read_text(pair["i"], "i of QA"))
         if len(instructions) > 1:
