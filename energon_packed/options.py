@@ -146,7 +146,17 @@ def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument", oth
     Raises:
         ConfigError: a name is unknown (the message suggests a similar name), or a required name is missing.
     """
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    check_names(cls, values, what=what, others=others)
+    return cls(**values)
+
+
+def check_names(cls: type[Any], values: Iterable[str], *, what: str = "argument", others: Iterable[str] = ()) -> None:
+    """Refuse names that are not fields of an option class, and missing names; arguments as for `make`.
+
+    Raises:
+        ConfigError: a name is unknown (the message suggests a similar name), or a required name is missing.
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
     if unknown := [name for name in values if name not in names]:
         valid = [*names, *others]
         close = difflib.get_close_matches(unknown[0], valid, 1)
@@ -156,7 +166,6 @@ def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument", oth
     if missing := [name for name in required if name not in values]:
         plural = "s" if len(missing) > 1 else ""
         raise ConfigError(f"missing required argument{plural}: {', '.join(f'`{name}`' for name in missing)}")
-    return cls(**values)
 
 
 def check(options: Any) -> None:

@@ -18,10 +18,21 @@ from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.pool import PoolPacker
 from energon_packed.loading.packers.simple import SequentialPacker
 from energon_packed.options import declared_again, make, option, short
-from energon_packed.pipeline.config_file import read_config, translated
-from energon_packed.pipeline.options import INPUT, PACKING, RUN, PackOptions, RejectOptions, parse_seq_len
+from energon_packed.pipeline.config_file import DATASET_TYPES, read_config, translated
+from energon_packed.pipeline.options import (
+    INPUT,
+    PACKING,
+    RUN,
+    GroupBy,
+    PackOptions,
+    RejectOptions,
+    checked_split,
+    parse_seq_len,
+    parse_split,
+)
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.sources import SourceConfig
+from energon_packed.sources.registry import SOURCES
 
 _STRATEGY_OF = {"bfd": "best_fit", "ffd": "first_fit"}  # names of `algorithm` and `packing_strategy`
 AUTO = "auto"
@@ -41,7 +52,8 @@ class DataflowConfig(RejectOptions):
     Attributes:
         dataset_path: a path, a list of paths, a list of sources with per-source settings (`path`, `weight`,
             `image_root`, `map`, ...), or a YAML file with such a list.
-        dataset_format: file format that every input must have, such as `jsonl` or `parquet`; `auto` accepts any.
+        dataset_format: file format that every input must have, such as `jsonl` or `parquet`; `auto` and `hf_dataset`
+            accept any.
             `yaml`: dataset_path is a YAML file with a list of inputs, which may have any format.
         packing: pack several samples per row; False puts one sample in each row.
         packing_length: tokens in one row.
@@ -53,13 +65,17 @@ class DataflowConfig(RejectOptions):
         shuffle: draw a new seeded order every epoch.
         processor_config: folder of the tokenizer, or a mapping of the parameters of `ChatEncoder.from_pretrained`.
             Without a tokenizer, records must be tokenized.
-        streaming: stream with `get_raw_loader`; False plans in memory.
+        streaming: stream with `get_raw_loader`; False plans in memory. By default True, or as `dataset_type`.
+        datasets, dataset_type, filter_overlong: of lmms-engine: a list of inputs, whether to stream (`vision` plans in
+            memory, `vision_iterable` streams), and `overlong`: True is `drop`, False is `error`.
         max_images, max_patches: limits of a row; None for no limit.
         max_failures: records that may be rejected before the run stops, without overlong records; None for any
             number. Planning counts all records, a stream counts the records of its rank in an epoch.
-        max_reject_rate: share of the records that may be rejected, None for any; a stream checks it when an epoch
-            ends, for the records of its rank.
+        max_reject_rate: share of the records that may be rejected, None for any. A stream checks it for every 1,000
+            records in a row, and when an epoch ends, for the records of its rank.
         strict: the first rejected record stops the run.
+        split, part: of `pack`, which divide the packs and the input. Only the complete input can be loaded, so other
+            values are refused.
         work_dir: folder for measurements and converted copies, kept for the next run; by default temporary.
 
     Raises:
@@ -85,22 +101,35 @@ class DataflowConfig(RejectOptions):
     packing_strategy: str | None = option(None, help="Packer.", group=PACKING, flags=())
     shuffle: bool = option(True, help="A new order every epoch.", group=PACKING, flags=())
     processor_config: Any = option(None, help="Tokenizer and image settings.", group=IMAGES, flags=())
-    streaming: bool = option(True, help="Stream, or plan in memory.", group=RUN, flags=())
+    streaming: bool | None = option(None, help="Stream, or plan in memory.", group=RUN, flags=())
+    datasets: Any = option(None, help="Inputs with the settings of other tools.", group=INPUT, flags=())
+    dataset_type: str | None = option(None, help="Dataset of lmms-engine.", group=INPUT, flags=())
+    filter_overlong: bool | None = option(None, help="Drop longer samples.", group=PACKING, flags=())
     max_images: int | None = option(None, help="Images in one row.", group=PACKING, flags=(), minimum=1)
     max_patches: int | None = option(None, help="Patches in one row.", group=PACKING, flags=(), minimum=1)
-    max_reject_rate: float | None = declared_again(RejectOptions, "max_reject_rate", None)
+    group_by: GroupBy = option(
+        "none", help="media: rows of one kind.", group=PACKING, flags=(), choices=("none", "media")
+    )
+    split: Any = option(None, help="Must be one split.", group=PACKING, flags=(), parse=parse_split)
+    part: Any = option(None, help="Must be left out: a loader assigns records to ranks.", group=INPUT, flags=())
     max_failures: int | None = declared_again(RejectOptions, "max_failures", 1000)
     work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
 
     def __post_init__(self) -> None:
         if str(self.dataset_format).lower() == "yaml":  # of the list of datasets, not of their files
             is_file = isinstance(self.dataset_path, str | Path)
-            if not (self.sources or (is_file and Path(self.dataset_path).suffix.lower() in (".yaml", ".yml"))):
+            if not (
+                self.sources
+                or self.datasets
+                or (is_file and Path(self.dataset_path).suffix.lower() in (".yaml", ".yml"))
+            ):
                 raise ConfigError(
                     f"`dataset_path` must be a YAML file (`dataset_format` yaml), got {short(self.dataset_path)}."
                 )
             object.__setattr__(self, "dataset_format", AUTO)
-        names = ("dataset_path", "packing_length", "processor_config", "packing_strategy")
+        object.__setattr__(self, "dataset_format", _known_format(self.dataset_format))
+        of_training = ("dataset_path", "datasets", "dataset_type", "packing_length", "processor_config")
+        names = (*of_training, "packing_strategy", "filter_overlong")
         values = {name: getattr(self, name) for name in names}
         defaults = {attribute.name: attribute.default for attribute in fields(self)}
         # All later code reads the names of `pack`; `translated` converts the names of this class to them.
@@ -114,6 +143,8 @@ class DataflowConfig(RejectOptions):
                     "one of them."
                 )
             object.__setattr__(self, name, value)
+        if self.streaming is None:
+            object.__setattr__(self, "streaming", DATASET_TYPES.get(str(self.dataset_type), True))
         if self.packing_strategy is None:
             object.__setattr__(self, "packing_strategy", _STRATEGY_OF.get(str(self.algorithm), self.algorithm))
         if self.tokenizer is None and self.encoder is None:
@@ -122,13 +153,27 @@ class DataflowConfig(RejectOptions):
             raise ConfigError("Missing required option: `packing_length` (or `seq_len`), the tokens in one row.")
         super().__post_init__()
         object.__setattr__(self, "packing_length", self.seq_len)
+        self._refuse_part_of_the_data()
+
+    def _refuse_part_of_the_data(self) -> None:
+        if self.split is not None and len(shares := {n: s for n, s in checked_split(self.split).items() if s}) > 1:
+            shown = ",".join(f"{name}={share:g}" for name, share in shares.items())
+            raise ConfigError(
+                f"`split` must be one split in training on raw records, got {shown}: the records of all splits "
+                "would be trained on. Train on the packed dataset, or remove `split` and list the files to train on."
+            )
+        if self.part not in (None, "0/1", (0, 1)):
+            raise ConfigError(
+                f"`part` must be left out in training on raw records, got {short(self.part)}: a loader assigns the "
+                "records to ranks itself. Pass `part` on the command line of `pack`."
+            )
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> "DataflowConfig":
         """Read a config from the YAML file of `pack --config`; options for writing shards are ignored.
 
         Raises:
-            ConfigError: the file cannot be read, or has an unknown option.
+            ConfigError: the file cannot be read, has an unknown option, or selects a part of the data.
         """
         return make(cls, read_config(Path(path), cls, PackOptions))
 
@@ -139,7 +184,7 @@ class DataflowConfig(RejectOptions):
             ConfigError: the strategy or a limit is invalid.
         """
         limits: dict[str, Any] = {"max_images": self.max_images, "max_patches": self.max_patches}
-        limits |= {"overlong": self.overlong, "multiple": self.pad_multiple}
+        limits |= {"overlong": self.overlong, "multiple": self.pad_multiple, "group_by": self.group_by}
         length, strategy = self.row_length, str(self.packing_strategy)
         packer: Packer
         if not self.packing:
@@ -165,24 +210,30 @@ class DataflowConfig(RejectOptions):
         """Check that all inputs have the file format `dataset_format`.
 
         Raises:
-            ConfigError: the file format is unknown.
             SourceError: an input has another file format.
         """
-        from energon_packed.sources.registry import SOURCES
-
-        wanted = self.dataset_format.replace("_", "").lower()
-        if wanted == AUTO:
+        if (wanted := self.dataset_format) == AUTO:
             return
-        known = sorted({_format_of(kind) for kind in SOURCES})
-        if wanted not in known:
-            raise ConfigError(
-                f"`dataset_format` must be one of auto, {', '.join(known)}, got {self.dataset_format!r}."
-            )
         for source in reader.sources:
             if (actual := _format_of(type(source))) != wanted:
                 raise SourceError(
                     f"{source.path} must be {wanted} (`dataset_format`), got {actual}. Use auto, or {actual}."
                 )
+
+
+def _known_format(name: str) -> str:
+    """Return a `dataset_format` as `_format_of` names it; `hf_dataset`, any file of a dataset of the Hub, is `auto`.
+
+    Raises:
+        ConfigError: the file format is unknown.
+    """
+    wanted = str(name).replace("_", "").lower()
+    known = sorted({_format_of(kind) for kind in SOURCES})
+    if wanted in (AUTO, "hfdataset"):
+        return AUTO
+    if wanted not in known:
+        raise ConfigError(f"`dataset_format` must be one of auto, hf_dataset, yaml, {', '.join(known)}, got {name!r}.")
+    return wanted
 
 
 def is_dataflow_config(path: Path) -> bool:

@@ -37,6 +37,7 @@ from torch.utils.data._utils import signal_handling
 
 from energon_packed import errors
 from energon_packed.errors import (
+    REQUESTED_REJECTS,
     BatchError,
     DataChangedError,
     EnergonPackedError,
@@ -77,6 +78,8 @@ _CRASHED = "out of memory, or a crash. Use fewer workers, or `num_workers=0` to 
 _RESUME = "then resume from the last saved state in a new loader."
 _RECORD_REASONS = tuple(reason.value for reason in Reason)
 _REASONS = (*_RECORD_REASONS, "bad_format", "bad_batch", "other", "epoch_end")
+WINDOW = 1000
+"""Records for which a stream checks `max_reject_rate`."""
 _MAX_BYTES = 512 << 10  # of all rows; most rows have some 200 bytes, so 1,000 fit
 
 
@@ -117,6 +120,7 @@ class FailureLog:
         self._counts = shared.Array("q", len(_REASONS))
         self._dropped = shared.Array("q", len(_REASONS))
         self._used = shared.Value("q", 0)
+        self._window = shared.Array("q", 2)  # records since the last WINDOW of them, and the rejected among them
         self._rows = _SharedLines(shared)
 
     @property
@@ -156,12 +160,15 @@ class FailureLog:
                 counts[:] = [0] * len(_REASONS)
         with self._used.get_lock():
             self._used.value = 0
+        with self._window.get_lock():
+            self._window[:] = [0, 0]
         self._rows.clear()
 
     def use(self, items: int) -> None:
-        """Count items that are in a batch."""
+        """Count items that are not rejected."""
         with self._used.get_lock():
             self._used.value += items
+        self._move_window(items, rejected=False)
 
     def end_epoch(self, epoch: int, *, is_alone: bool) -> None:
         """Log the rejected records of an epoch in one line, and check them against the limits.
@@ -179,9 +186,13 @@ class FailureLog:
         used = int(self._used.value)
         if line := warning_of(counts, used + sum(counts.values()), "`failures.rows` of the loader"):
             _log.warning("epoch %d: %s", epoch, line)
-        # Rates need a whole epoch. A rank without any used record may just have got none that is good.
+        # Rates need a whole epoch. A rank without any used record may just have got none that is good, and the few
+        # records of one rank say little about the rate of the input.
         if self._is_whole and (used or is_alone):
-            replace(self.limits, max_failures=self.limit).check_all(counts, used, self._example)
+            limits = replace(self.limits, max_failures=self.limit)
+            if not is_alone and used + sum(counts.values()) < WINDOW:
+                limits = replace(limits, max_reject_rate=None)
+            limits.check_all(counts, used, self._example)
 
     def reject(self, at: RecordAt, path: str, reject: Reject, *, overlong: str = "drop") -> None:
         """Count a rejected record of an input file, as `pack` does.
@@ -193,12 +204,14 @@ class FailureLog:
             overlong: with `error`, a sample longer than a row raises.
 
         Raises:
-            RejectLimitError: `strict` or `overlong` allow no such record, or there are more than `limit`.
+            RejectLimitError: `strict` or `overlong` allow no such record, there are more than `limit`, or more than
+                `max_reject_rate` of `WINDOW` records in a row.
         """
         reject = Reject(reject.reason, reject.detail[:MOST_DETAIL])
         shared = self._counts if is_failure(reject.reason) else self._dropped
         with shared.get_lock():
             shared[_REASONS.index(reject.reason.value)] += 1
+            total = sum(shared[:])
         self._rows.add(at.source, path, at.address, at.id, reject.reason.value, reject.detail)
         limits = replace(self.limits, max_failures=self.limit, overlong=overlong)
         if limits.strict or overlong == "error":
@@ -209,10 +222,15 @@ class FailureLog:
                 rejected = self._readers[reader].rejected(at.source, [entry])[0]
             limits.check_record(rejected)
         if is_failure(reject.reason):
-            _log.error("record %s of %s is rejected: %s", at.id or f"at {at.address}", path, reject)
+            if str(total).rstrip("0") == "1":  # 1, 10, 100 ...: a line for each would hide all other lines
+                name = at.id or f"at {at.address}"
+                _log.warning("%d rejected so far; the last is record %s of %s: %s", total, name, path, reject)
             limits.check_failures(
                 {name: count for name, count in zip(_REASONS, self._counts[:], strict=True) if count}
             )
+        if reject.reason not in REQUESTED_REJECTS:
+            records, bad = self._move_window(1, rejected=True)
+            limits.check_window(self.counts, bad, records, WINDOW, self._example)
 
     def drop(self, reason: str) -> None:
         """Count a sample that the settings drop; it does not count for the limit."""
@@ -247,6 +265,16 @@ class FailureLog:
                 f"the last is {key}: {error}. Fix the data or raise `max_failures`."
             )
             raise self._fatal from error
+
+    def _move_window(self, records: int, *, rejected: bool) -> tuple[int, int]:
+        """Add records to the window; return its records, and the rejected among them."""
+        with self._window.get_lock():
+            self._window[0] += records
+            self._window[1] += records * rejected
+            counts = self._window[0], self._window[1]
+            if counts[0] >= WINDOW:
+                self._window[:] = [0, 0]
+        return counts
 
     def _reader_of(self, source: int, path: str) -> int | None:
         """Index of the reader whose source of that index has that path, or None."""

@@ -280,7 +280,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
         refs = replace(refs, length=np.minimum(refs.length, config.truncate))
     lengths = refs.length.astype(np.int64)
     sizes = Sizes(lengths, entries.num_images[usable].astype(np.int64), np.zeros_like(lengths))
-    groups = config.packer().groups(sizes)
+    groups = config.packer().groups_of(sizes, entries.kind[usable].astype(np.int64))
     # Loaders shuffle each epoch anyway; this mixes the planner's order for samplers that read in order.
     order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))
     return PlannedDataset(

@@ -5,12 +5,16 @@ training configs are translated to options of `pack`:
 
 dataset_path       inputs, or sources if an item is a mapping of per-source settings
 datasets           sources, with the settings of other tools under the names of per-source settings
-dataset            a mapping of options, as if they were not nested; also dataset_config
+dataset            a mapping of options, as if they were not nested; also dataset_config. Options of the trainer
+                   and the model beside it are left out
+dataset_type       checked: whether the kind of dataset can be packed
 packing_length     seq_len
 packing_strategy   algorithm: first_fit is ffd, best_fit is bfd, pool_N is window_N
 packing            false is max_samples_per_pack 1
 filter_overlong    overlong: true drops, false raises
-processor_config   tokenizer, or a mapping of encoder settings
+processor_config   tokenizer, or a mapping of encoder settings; processor_name is tokenizer
+video_max_frames   max_frames
+frame_num          num_frames, if video_sampling_strategy is frame_num
 
 `datasets` is the list of LLaVA-NeXT (`json_path`, `sampling_strategy`), lmms-engine (`path`, `data_folder`,
 `data_type`) and axolotl (`path`, `type`, `ds_type`, `split`), or InternVL's mapping of names to datasets (`root`,
@@ -35,13 +39,21 @@ _log = logging.getLogger(__name__)
 TRAINING_ONLY = ("dataset_format", "shuffle", "streaming", "max_images", "max_patches", "work_dir")
 """Names that only the loaders use."""
 _TRANSLATED = (
-    "dataset_path", "datasets", "packing_length", "packing_strategy", "packing", "filter_overlong", "processor_config",
+    "dataset_path", "datasets", "dataset_type", "packing_length", "packing_strategy", "packing", "filter_overlong",
+    "processor_config", "video_max_frames", "video_sampling_strategy", "frame_num",
 )  # fmt: skip
-_HINTS = {
-    "dataset_type": "remove it (records are recognized by their content; dataset_format is the file format, and "
-    "streaming chooses between a stream and a plan)"
-}  # for names of other tools, whose similar names have another meaning
 TRAINING_NAMES = (*_TRANSLATED, *TRAINING_ONLY)
+DATASET_TYPES = {
+    **dict.fromkeys(("vision", "llava_video", "qwen3_vl", "qwen3_5"), False),
+    **dict.fromkeys(("fineweb_edu", "vision_iterable", "qwen3_vl_iterable", "qwen3_5_iterable"), True),
+}
+"""Values of `dataset_type` in lmms-engine, and whether that dataset streams."""
+_AUDIO = "it has audio, which is not supported yet. Use vision for records without audio."
+_GENERATION = "it trains on noised images or tokens, and a row here is trained to predict its next tokens."
+_REFUSED_TYPES = {
+    **dict.fromkeys(("vision_audio", "qwen_omni", "qwen_omni_iterable", "aero_realtime_iterable"), _AUDIO),
+    **dict.fromkeys(("rae", "sit", "bagel", "nit", "wanvideo", "blip3o", "fineweb_edu_dllm"), _GENERATION),
+}
 _NESTED = ("dataset", "dataset_config")  # options of lmms-engine
 _SETTINGS = {
     **dict.fromkeys(("json_path", "annotation"), "path"),
@@ -63,6 +75,19 @@ _WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "type": (("alpaca", "sharegpt", "chat_template", "completion"), f"{_DETECTED} For other fields, set map."),
     "data_type": _FORMATS,
     "ds_type": _FORMATS,
+}
+_ANY = object()  # in place of the values: every value is without an effect
+_OF_LMMS_ENGINE: dict[str, tuple[Any, str]] = {
+    **dict.fromkeys(
+        ("trainer_type", "trainer_args", "model_config", "video_backend", "filter_overlong_workers"), (_ANY, "")
+    ),
+    "extra_kwargs": (({},), "Use the options of pack."),
+    "kwargs": (({},), "Use the encoder settings, such as max_pixels."),
+    "processor_type": (_ANY, ""),
+    "object_storage": (("none",), "Write the paths with their scheme, such as s3://BUCKET/data.jsonl."),
+    "bucket_name": ((), "Write the paths with their scheme, such as s3://BUCKET/data.jsonl."),
+    "eval_dataset_path": ((), "Make a second config with this dataset_path."),
+    "max_length": ((), "Samples longer than packing_length are dropped (filter_overlong). Set packing_length."),
 }
 _STRATEGIES = {"first_fit": "ffd", "best_fit": "bfd", "sequential": "sequential"}
 _SIZED = re.compile(r"(window|pool)_([1-9][0-9]*)")
@@ -96,6 +121,15 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
         options["max_samples_per_pack"] = 1
     if "filter_overlong" in present:
         options["overlong"] = "drop" if present["filter_overlong"] else "error"
+    if "dataset_type" in present:
+        _check_dataset_type(present["dataset_type"])
+    by_number = present.get("video_sampling_strategy", "fps")
+    if by_number not in ("fps", "frame_num"):
+        raise ConfigError(f"`video_sampling_strategy` must be fps or frame_num, got {short(by_number)}")
+    if by_number == "frame_num" and "frame_num" in present:
+        options["num_frames"] = present["frame_num"]
+    elif "video_max_frames" in present:
+        options["max_frames"] = present["video_max_frames"]
     if "processor_config" in present:
         options |= _processor(present["processor_config"])
     return options
@@ -114,6 +148,29 @@ def algorithm_of(strategy: Any) -> str:
     raise ConfigError(
         f"`packing_strategy` must be one of {', '.join(_STRATEGIES)}, window_N, pool_N, got {short(strategy)}"
     )
+
+
+def _check_dataset_type(value: Any) -> None:
+    """Refuse a `dataset_type` of lmms-engine whose records cannot be packed."""
+    if isinstance(value, str) and value in DATASET_TYPES:
+        return
+    reason = _REFUSED_TYPES.get(value) if isinstance(value, str) else None
+    raise ConfigError(
+        f"`dataset_type` must be one of {', '.join(DATASET_TYPES)}, got {short(value)}"
+        + (f": {reason}" if reason else ". Records are recognized by their content, so it may be left out.")
+    )
+
+
+def _check_without_effect(where: str, key: str, value: Any, values: Any, remedy: str) -> None:
+    """Refuse a value other than None, "" and `values` of a setting that has no effect.
+
+    Raises:
+        ConfigError: the message has the remedy.
+    """
+    if values is _ANY or value in (None, "", *values):
+        return
+    limit = " or ".join(str(each).lower() for each in values) or "left out"
+    raise ConfigError(f"{where}: {key} must be {limit}, got {short(value)}. {remedy}")
 
 
 def _inputs(path: Any) -> dict[str, Any]:
@@ -170,16 +227,14 @@ def _source(entry: Any, index: int) -> Any:
         return entry
     settings: dict[str, Any] = {}
     for key, value in entry.items():
-        values, remedy = _WITHOUT_EFFECT.get(str(key), (None, ""))
-        if value in (None, "", *(values or ())) or key == "length":  # InternVL: number of records
+        if value in (None, "") or key == "length":  # InternVL: number of records
             continue
-        where = f"datasets[{index}]"
-        if values is not None:
-            limit = " or ".join(str(each).lower() for each in values) or "left out"
-            raise ConfigError(f"{where}: {key} must be {limit}, got {short(value)}. {remedy}")
+        if str(key) in _WITHOUT_EFFECT:
+            _check_without_effect(f"datasets[{index}]", str(key), value, *_WITHOUT_EFFECT[str(key)])
+            continue
         name = _SETTINGS.get(str(key), str(key))
         if name in settings:
-            raise ConfigError(f"{where} sets {name} twice, under two names. Remove one of them")
+            raise ConfigError(f"datasets[{index}] sets {name} twice, under two names. Remove one of them")
         settings[name] = value
     return settings
 
@@ -192,9 +247,19 @@ def _processor(config: Any) -> dict[str, Any]:
             f"`processor_config` must be the folder of a tokenizer, or a mapping of options, got {short(config)}"
         )
     names = [declaration.name for declaration in declared(EncoderSettings)]
-    if unknown := [name for name in config if name not in names]:
-        raise ConfigError(f"unknown option {unknown[0]!r} in `processor_config`; use {', '.join(names)}")
-    return dict(config)
+    settings: dict[str, Any] = {}
+    for key, value in config.items():
+        if key in _OF_LMMS_ENGINE:
+            _check_without_effect("processor_config", key, value, *_OF_LMMS_ENGINE[key])
+            continue
+        name = "tokenizer" if key == "processor_name" else key
+        if name not in names:
+            raise ConfigError(f"unknown option {key!r} in `processor_config`; use {', '.join(names)}")
+        if name in settings:
+            raise ConfigError("`processor_config` sets tokenizer and processor_name. Remove one of them")
+        if key != "processor_name" or value:  # "" in examples of lmms-engine
+            settings[name] = value
+    return settings
 
 
 def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> dict[str, Any]:
@@ -215,13 +280,15 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
         raise ConfigError(f"{file}: {error.strerror}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if isinstance(values, list) and len(values) == 1 and _is_trainer(values[0]):
+        values = {name: values[0]["config"][name] for name in _NESTED if name in values[0]["config"]}
     if not isinstance(values, dict):
         raise ConfigError(f"{file} must be a mapping of option names to values, such as seq_len: 4096")
     if _is_internvl(values):
         values = {"datasets": values}
     for nested in [name for name in _NESTED if isinstance(values.get(name), dict)]:
         inner = values.pop(nested)
-        if twice := sorted(map(str, inner.keys() & values.keys())):
+        if twice := sorted(map(str, inner.keys() & values.keys() - _OF_LMMS_ENGINE.keys())):
             raise ConfigError(f"{file} sets `{twice[0]}` twice, also under {nested}. Remove one of them")
         values |= inner
     known, ignored = _by_name(cls), {} if others is None else _by_name(others)
@@ -236,12 +303,14 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
             out[declaration.name] = _value(file, key, value, declaration)
         elif name in TRAINING_NAMES:
             for_training[name] = value
+        elif name in _OF_LMMS_ENGINE:
+            _check_without_effect(str(file), name, value, *_OF_LMMS_ENGINE[name])
+            _log.info("%s: %s is for the trainer or lmms-engine, and not used here", file, key)
         elif name in ignored:
             _log.info("%s: %s is for packing to disk, and not used here", file, key)
         else:
             close = difflib.get_close_matches(name, [*known, *TRAINING_NAMES], 1)
             hint = f"did you mean {close[0]}?" if close else "energon-packed pack --help lists the options"
-            hint = _HINTS.get(name, hint)
             raise ConfigError(f"{file}: unknown option {key!r}; {hint}")
     if left := [name for name in for_training if name in TRAINING_ONLY]:
         _log.info("%s: %s: only for training, and not used here", file, ", ".join(left))
@@ -249,6 +318,11 @@ def read_config(file: Path, cls: type[Any], others: type[Any] | None = None) -> 
     if twice := sorted(set(translations) & set(out)):
         raise ConfigError(f"{file} sets `{twice[0]}` twice, under two names. Remove one of them")
     return out | translations
+
+
+def _is_trainer(item: Any) -> bool:
+    """Whether an item of a list is the configuration of a training run of lmms-engine."""
+    return isinstance(item, dict) and item.get("type") == "trainer" and isinstance(item.get("config"), dict)
 
 
 def _by_name(cls: type[Any]) -> dict[str, Declaration]:

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar
+from typing import Any, Literal, Self, TypedDict, TypeVar
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from energon_packed.encoding.vision.media import ImageCheck
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
 from energon_packed.formats.references import parse_media_root
-from energon_packed.options import declared, option, refuse_remote, short
+from energon_packed.options import check_names, declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
 from energon_packed.pipeline.media.locator import MEDIA, MEDIA_CHECKS, Media, MediaCheck
@@ -352,6 +352,12 @@ class InputOptions(EncoderSettings):
     )  # fmt: skip
     seed: int = option(0, help="Random seed for the order of the packs.", group=PACKING, minimum=0, decides="tars")
     workers: int = option(0, help="Processes.", group=RUN, minimum=0, shown_default="all cores")
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        """Refuse unknown names, for which the generated __init__ raises TypeError; a copy is made without values."""
+        if values:
+            check_names(cls, values)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         paths = [self.inputs] if isinstance(self.inputs, str | Path) else self.inputs

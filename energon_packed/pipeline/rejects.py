@@ -164,6 +164,27 @@ class RejectLimits:
                 "Fix the data, or raise `max_failures`"
             )
 
+    def check_window(
+        self, counts: Mapping[str, int], rejected: int, records: int, window: int, example: Callable[[str], str]
+    ) -> None:
+        """Compare the latest records of a stream with `max_reject_rate`, before `window` of them are read.
+
+        Args:
+            counts: rejected records so far, by reason.
+            rejected, records: of the latest records, at most `window`.
+            window: records that the limit is a share of.
+            example: describes a record with a reason.
+
+        Raises:
+            RejectLimitError: more records are rejected than `window` records may have.
+        """
+        if self.max_reject_rate is not None and rejected > self.max_reject_rate * window:
+            raise RejectLimitError(
+                f"{rejected} of the last {records} records were rejected (limit `max_reject_rate` "
+                f"{self.max_reject_rate:g} of {window}): {summary(counts, example, advise=True)}. Fix the data or "
+                "raise `max_reject_rate`"
+            )
+
     def check_all(
         self, counts: Mapping[str, int], packed: int, example: Callable[[str], str], report: str = ""
     ) -> None:

@@ -91,7 +91,8 @@ def options(tmp_path: Path, tokenizer_dir: Path) -> Options:
     def make(records: list[Any], **settings: Any) -> dict[str, Any]:
         data = tmp_path / "data.jsonl"
         data.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n\n" for r in records))
-        return {"inputs": (str(data),), "tokenizer": tokenizer_dir, "seq_len": 256, "workers": 1} | settings
+        given = {"inputs": (str(data),), "tokenizer": tokenizer_dir, "seq_len": 256, "workers": 1}
+        return given | {"max_reject_rate": 1} | settings
 
     return make
 
@@ -124,7 +125,14 @@ def test_every_reason_has_the_same_counts_and_rows(mode: Any, options: Options, 
 def test_the_demo_has_the_same_rows(mode: Any, demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
     """Images of all kinds, twice; half of the records of one source are left out by choice."""
     sources = [{"path": str(demo.jsonl), "weight": 1.5}]
-    given = {"sources": sources, "tokenizer": tokenizer_dir, "seq_len": 512, "workers": 1, "pad_multiple": 7}
+    given = {
+        "sources": sources,
+        "tokenizer": tokenizer_dir,
+        "seq_len": 512,
+        "workers": 1,
+        "max_reject_rate": 1,
+        "pad_multiple": 7,
+    }
     counts, _ = same(mode, given, tmp_path)
     assert {"not_sampled", "overlong", "corrupt_image", "missing_image", "no_supervised_tokens"} <= set(counts)
 
@@ -132,7 +140,7 @@ def test_the_demo_has_the_same_rows(mode: Any, demo: DemoDataset, tokenizer_dir:
 @pytest.mark.parametrize("suffix", [".jsonl.gz", ".tar", ".parquet"])
 def test_every_container_has_the_same_rows(mode: Any, tokenizer_dir: Path, tmp_path: Path, suffix: str) -> None:
     path = container(tmp_path / f"data{suffix}")
-    given = {"inputs": (str(path),), "tokenizer": tokenizer_dir, "seq_len": 256, "workers": 1}
+    given = {"inputs": (str(path),), "tokenizer": tokenizer_dir, "seq_len": 256, "workers": 1, "max_reject_rate": 1}
     _, rows = same(mode, given, tmp_path)
     assert [row["row"] for row in rows] == [1, 4]
 
@@ -208,7 +216,7 @@ REFUSALS = [
     (
         {"max_reject_rate": 0},
         [GOOD, GOOD, GOOD, LONG],
-        "1 of 4 .* 1 x overlong, e.g. line 7 of .*: .* seq_len 256 \\(raise",
+        r"1 of (4|the last \d) records .* 1 x overlong, e.g. line 7 of .*: .* seq_len 256 \(raise",
     ),
     ({}, ["{broken", LONG, LONG], r"none of 3 records can be packed: 2 x overlong, e.g. line 3 of .*; 1 x bad_json"),
 ]
@@ -248,6 +256,55 @@ def test_one_line_in_the_log(mode: Any, options: Options, tmp_path: Path, caplog
     with caplog.at_level(logging.WARNING):
         mode(options([GOOD]), tmp_path)
     assert not caplog.records
+
+
+def default(given: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if name != "max_reject_rate"}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_with_a_wrong_image_root_stops(
+    options: Options, caplog: pytest.LogCaptureFixture, num_workers: int
+) -> None:
+    """As `pack` does, without an option; streaming reads at most 1,000 records before it stops."""
+    records = [BAD["missing_image"] if n % 7 in (1, 4) else GOOD for n in range(300)]
+    for streaming in (True, False):
+        caplog.clear()
+        with pytest.raises(
+            RejectLimitError, match=r"rejected \(limit `max_reject_rate` 0.05.*: \d+ x missing_image, e.g"
+        ):
+            config = DataflowConfig(**default(options(records)), streaming=streaming)
+            list(get_raw_loader(config, num_workers=num_workers))
+        assert len(caplog.records) <= 3  # not one for each record
+    caplog.clear()
+    stream = PackedIterableDataset(DataflowConfig(**options(records, max_reject_rate=0.3)), num_workers=num_workers)
+    with caplog.at_level(logging.WARNING):
+        assert sum(batch.num_samples for batch in stream) == 214
+    lines = [record.getMessage() for record in caplog.records]
+    if not num_workers:  # the log of a worker is not captured
+        assert [line.split(";")[0] for line in lines if "so far" in line] == [
+            "1 rejected so far",
+            "10 rejected so far",
+        ]
+    assert "86 of 300 records are rejected (missing_image 86)" in lines[-1]
+
+
+def test_the_rate_of_a_stream_is_of_1000_records_in_a_row(options: Options) -> None:
+    def read(records: list[Any], **limits: Any) -> int:
+        config = DataflowConfig(**default(options(records)) | limits, shuffle=False)
+        return sum(batch.num_samples for batch in PackedIterableDataset(config))
+
+    assert read([BAD["missing_image"] if n % 25 == 0 else GOOD for n in range(2500)]) == 2400
+    assert read([BAD["missing_image"] if 1000 <= n < 1050 else GOOD for n in range(2500)]) == 2450
+    late = [BAD["missing_image"] if 1100 <= n < 1160 else GOOD for n in range(2500)]  # 2.4% of all
+    with pytest.raises(
+        RejectLimitError, match=r"^51 of the last 151 records were .* `max_reject_rate` 0.05 of 1000\): 51"
+    ):
+        read(late)
+    assert read(late, max_reject_rate=0.1) == read(late, max_reject_rate=None) == 2440
+    dropped = [LONG if n % 10 == 0 else GOOD for n in range(600)]  # counts, as in `pack`
+    with pytest.raises(RejectLimitError, match="51 of the last 501 .* 51 x overlong"):
+        read(dropped)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

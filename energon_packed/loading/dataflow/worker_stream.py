@@ -30,7 +30,7 @@ from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.failures import FailureLog
-from energon_packed.loading.packers.base import Packer, Sizes, unfit
+from energon_packed.loading.packers.base import Packer, Sizes, kind_of, unfit
 from energon_packed.loading.process import RecordAt, WithSource, encode_items, is_divisible
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.system import no_collecting
@@ -77,13 +77,14 @@ class BufferedItem:
         samples: the encoded samples of the item.
         size: (tokens, images, patches).
         squares: sum of the squared sample lengths.
+        kind: 0 for text, 1 with images, 2 with videos.
         at: location of its record, if it is a record of an input file.
         ref: number and key of the item (and index of the fragment) as JSON: the state after every step lists them, so
             they are made once.
         name: the number; for a fragment, `"NUMBER#K/N"`.
     """
 
-    __slots__ = ("at", "name", "number", "ref", "samples", "size", "squares")
+    __slots__ = ("at", "kind", "name", "number", "ref", "samples", "size", "squares")
 
     def __init__(
         self,
@@ -104,15 +105,17 @@ class BufferedItem:
         self.samples = samples
         self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
-        tokens = images = patches = self.squares = 0
+        tokens = images = patches = videos = self.squares = 0
         for sample in samples:  # a loop needs two thirds of the time of a comprehension for each sum
             length = len(sample.input_ids)
             tokens += length
             self.squares += length**2
             images += sample.num_images
+            videos += sample.num_videos
             if sample.image_grid_thw is not None or sample.video_grid_thw is not None:
                 patches += sample.num_patches
         self.size = tokens, images, patches
+        self.kind = kind_of(images, videos)
 
 
 class PackBuffer:
@@ -177,16 +180,21 @@ class PackBuffer:
         return [item for group in self.ready for item in group] + self.waiting
 
     def _form(self, *, final: bool) -> None:
-        sizes = Sizes(*np.array([item.size for item in self.waiting], dtype=np.int64).T)
-        squares = np.array([item.squares for item in self.waiting], dtype=np.int64)
+        waiting, self.waiting = self.waiting, []
+        for part in self.packer.parts(np.array([item.kind for item in waiting])):
+            self._form_part([waiting[i] for i in part.tolist()], final=final)
+
+    def _form_part(self, waiting: list[BufferedItem], *, final: bool) -> None:
+        sizes = Sizes(*np.array([item.size for item in waiting], dtype=np.int64).T)
+        squares = np.array([item.squares for item in waiting], dtype=np.int64)
         groups = self.packer.groups(sizes)
         # The patches of single images are not known here: the images of a sample count as equal.
         columns = (sizes.lengths, squares, sizes.patches, sizes.patches**2 // np.maximum(sizes.images, 1))
         sums = [np.array([int(column[group].sum()) for group in groups], dtype=np.int64) for column in columns]
         rows = RowSizes(tokens=sums[0], squares=sums[1], patches=sums[2], patch_squares=sums[3])
         ready, later = self.packer.pop_ready(groups, rows, final=final)
-        self.ready += [[self.waiting[i] for i in group] for group in ready]
-        self.waiting = [self.waiting[i] for group in later for i in group]
+        self.ready += [[waiting[i] for i in group] for group in ready]
+        self.waiting += [waiting[i] for group in later for i in group]
 
 
 def _refs(group: Iterable[BufferedItem]) -> str:
@@ -254,8 +262,11 @@ class WorkerStream:
                     count_failure(self.roles.failures, *failure)
                 if not fragments:
                     self._dropped.append(number)
+                dropped = len(self._dropped)
                 for fragment in fragments:  # all of them, because the state continues after the item
                     self._buffer.push(fragment)
+                if fragments and len(self._dropped) == dropped:
+                    self.roles.failures.use(1)
                 while ready:
                     yield self._step(ready.popleft())
             self._ended = True
@@ -287,7 +298,6 @@ class WorkerStream:
         """Make a batch of a group; without a group, report the items that the end of the epoch dropped."""
         samples = [sample for item in group for sample in item.samples]
         batch = self.roles.collator.collate(samples) if group else None
-        self.roles.failures.use(len(group))
         self._last = max([self._last, *[item.number for item in group]])
         dropped, self._dropped = self._dropped, []
         try:

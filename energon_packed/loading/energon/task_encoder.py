@@ -37,7 +37,7 @@ from energon_packed.formats.references import set_media_root
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.manifests import OpenedSplits
-from energon_packed.loading.packers.base import Packer, Sizes, unfit
+from energon_packed.loading.packers.base import Packer, Sizes, kind_of, unfit
 from energon_packed.loading.process import encode_pack
 from energon_packed.records import Conversation
 
@@ -164,7 +164,7 @@ class PackedTaskEncoder(TaskEncoder):
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
         """Group a buffer of samples by the packer; a sample that cannot be measured or fits no row fails alone."""
         assert self.packer is not None, "packing_buffer_size needs a packer"
-        fitting, sizes = [], []
+        fitting, sizes, kinds = [], [], []
         for sample in samples:
             try:
                 length = self._length(sample)
@@ -178,7 +178,10 @@ class PackedTaskEncoder(TaskEncoder):
                 continue
             fitting.append(sample)
             sizes.append((length, images, 0))
-        groups = self.packer.groups(Sizes(*np.array(sizes, dtype=np.int64).T)) if fitting else []
+            kinds.append(kind_of(images, any(conversation.videos for conversation in sample.conversations())))
+        if not fitting:
+            return []
+        groups = self.packer.groups_of(Sizes(*np.array(sizes, dtype=np.int64).T), np.array(kinds))
         return [[fitting[i] for i in group] for group in groups]
 
     @stateless

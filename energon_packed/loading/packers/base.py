@@ -13,7 +13,7 @@ import numpy as np
 from energon_packed.errors import BatchError, ConfigError, Reason, Reject
 from energon_packed.loading.costs.model import RowSizes
 from energon_packed.packing.balance import Int64
-from energon_packed.pipeline.options import Overlong
+from energon_packed.pipeline.options import GroupBy, Overlong
 from energon_packed.pipeline.rejects import images_detail, not_split, overlong_detail
 
 # Names in loader states, which states of earlier releases have, too.
@@ -51,6 +51,7 @@ class Packer(ABC):
         max_images, max_patches: limits of a row beside its tokens; a group above a limit is divided.
         max_tokens: tokens of a row; at least `longest`.
         multiple: each sample is padded to a multiple of this many tokens.
+        group_by: `media` fills a row with samples of one kind: text, images or videos.
         overlong: handling of a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and counts
             the sample, `truncate` keeps its first `longest` tokens, `split` divides documents and token records into
             fragments, which repeat `split_overlap` tokens (both with DataflowLoader).
@@ -74,6 +75,7 @@ class Packer(ABC):
     max_patches: int | None = None
     max_tokens: int | None = None
     multiple: int = 1
+    group_by: GroupBy = "none"
     overlong: Overlong = "error"
     split_overlap: int = 1
     rows: int | None = None
@@ -105,6 +107,26 @@ class Packer(ABC):
         if self.max_images is None and self.max_patches is None:
             return selected
         return [part for group in selected for part in self._within_limits(group, sizes)]
+
+    def parts(self, kinds: Int64) -> list[Int64]:
+        """Return the indices of the samples that may share rows: all samples, or the samples of each kind.
+
+        Args:
+            kinds: int64 (n,), kind of each sample as a number.
+        """
+        if self.group_by == "none":
+            return [np.arange(len(kinds))]
+        return [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+
+    def groups_of(self, sizes: Sizes, kinds: Int64) -> list[Int64]:
+        """Return the `groups` of each of the `parts`, of samples that are all known.
+
+        Args:
+            sizes: of n samples.
+            kinds: as for `parts`.
+        """
+        parts = self.parts(kinds)
+        return [part[group] for part in parts for group in self.groups(Sizes(*[column[part] for column in sizes]))]
 
     def should_flush(self, waiting: int) -> bool:
         """Return whether to call `select` with `waiting` samples in the buffer, at least `buffer_size`."""
@@ -155,6 +177,11 @@ class Packer(ABC):
         return [np.array(part, dtype=np.int64) for part in parts]
 
 
+def kind_of(images: int, videos: int) -> int:
+    """Kind of a sample with these numbers of images and videos, for `group_by`: 0 text, 1 images, 2 videos."""
+    return 2 if videos else 1 if images else 0
+
+
 def in_order(lengths: Sequence[int] | Int64, capacity: int, max_samples: int | None = None) -> list[Int64]:
     """Return groups of consecutive samples, each of at most `capacity` tokens and `max_samples` samples."""
     groups: list[list[int]] = [[]]
@@ -179,14 +206,14 @@ def check_positive(**values: int | None) -> None:
             raise ConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
 
 
-def check_overlong(overlong: str) -> None:
-    """Check that `overlong` is a valid value.
+def check_choice(name: str, value: str, literal: Any) -> None:
+    """Check that a value is one of the values of a Literal.
 
     Raises:
-        ConfigError: the message names the valid values.
+        ConfigError: the message names the argument and the valid values.
     """
-    if overlong not in (valid := get_args(Overlong)):
-        raise ConfigError(f"`overlong` must be one of {', '.join(valid)}, got {overlong!r}.")
+    if value not in (valid := get_args(literal)):
+        raise ConfigError(f"`{name}` must be one of {', '.join(valid)}, got {value!r}.")
 
 
 def unfit(reject: Reject) -> BatchError:

@@ -13,10 +13,10 @@ import numpy as np
 
 from energon_packed.errors import BatchError
 from energon_packed.loading.costs.model import CostModel, RowSizes
-from energon_packed.loading.packers.base import Packer, check_overlong, check_positive
+from energon_packed.loading.packers.base import Packer, check_choice, check_positive
 from energon_packed.packing import pack_lengths
 from energon_packed.packing.balance import Int64
-from energon_packed.pipeline.options import Overlong
+from energon_packed.pipeline.options import GroupBy, Overlong
 
 
 class PoolOptions(TypedDict, total=False):
@@ -41,6 +41,7 @@ class PoolPacker(Packer):
         pool_size: samples in the buffer; more samples pack better, but need memory, and are read again at a restore.
         algorithm, max_samples, multiple: as for `pack_lengths`.
         max_images, max_patches: images, and patches of images and videos, in one row; None for no limit.
+        group_by: `media` fills each row with samples of one kind: text, images or videos.
         overlong: handling of samples that fit no row: `error`, `drop` or `truncate`.
 
     Raises:
@@ -63,6 +64,7 @@ class PoolPacker(Packer):
         multiple: int = 1,
         max_images: int | None = None,
         max_patches: int | None = None,
+        group_by: GroupBy = "none",
         overlong: Overlong = "error",
     ) -> None:
         check_positive(pool_size=pool_size, max_images=max_images, max_patches=max_patches)
@@ -72,8 +74,9 @@ class PoolPacker(Packer):
         self.longest = max_tokens - max_tokens % multiple
         self.buffer_size = pool_size
         self.max_images, self.max_patches = max_images, max_patches
-        check_overlong(overlong)
-        self.overlong = overlong
+        check_choice("overlong", overlong, Overlong)
+        check_choice("group_by", group_by, GroupBy)
+        self.overlong, self.group_by = overlong, group_by
         if window := re.fullmatch(r"window_(\d+)", algorithm):
             self.buffer_size, self.carry_over_last = int(window[1]), False
         self._options: dict[str, Any] = {"algorithm": algorithm, "max_samples": max_samples, "multiple": multiple}

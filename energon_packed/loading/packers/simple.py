@@ -9,9 +9,9 @@
 
 import numpy as np
 
-from energon_packed.loading.packers.base import Packer, check_overlong, check_positive, in_order
+from energon_packed.loading.packers.base import Packer, check_choice, check_positive, in_order
 from energon_packed.packing.balance import Int64
-from energon_packed.pipeline.options import Overlong
+from energon_packed.pipeline.options import GroupBy, Overlong
 from energon_packed.seqlens import round_up
 
 
@@ -38,7 +38,7 @@ class SequentialPacker(Packer):
         max_tokens: tokens per row.
         max_samples: samples per row; None for no limit.
         multiple: each sample counts as padded to a multiple of this many tokens.
-        max_images, max_patches, overlong: as for PoolPacker.
+        max_images, max_patches, group_by, overlong: as for PoolPacker.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -59,6 +59,7 @@ class SequentialPacker(Packer):
         multiple: int = 1,
         max_images: int | None = None,
         max_patches: int | None = None,
+        group_by: GroupBy = "none",
         overlong: Overlong = "error",
     ) -> None:
         check_positive(max_tokens=max_tokens, max_samples=max_samples, multiple=multiple)
@@ -68,8 +69,9 @@ class SequentialPacker(Packer):
         self.max_samples = max_samples
         self.multiple = multiple
         self.max_images, self.max_patches = max_images, max_patches
-        check_overlong(overlong)
-        self.overlong = overlong
+        check_choice("overlong", overlong, Overlong)
+        check_choice("group_by", group_by, GroupBy)
+        self.overlong, self.group_by = overlong, group_by
 
     def select(self, lengths: Int64) -> list[Int64]:
         """Return groups of consecutive sample indices."""
