@@ -113,6 +113,14 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
+def not_utf8(byte: int) -> str:
+    """Describe a byte that is not UTF-8, with the remedy."""
+    return (
+        f"the byte 0x{byte:02x} is not UTF-8 text; if the file is Latin-1 or Windows-1252, convert it: "
+        "iconv -f WINDOWS-1252 -t UTF-8 FILE"
+    )
+
+
 def refuse_repeated(names: Sequence[str], path: Path) -> None:
     """Refuse a table with two columns of the same name: a record has one value per name, so the others would be lost.
 

@@ -1,19 +1,28 @@
-"""CSV and TSV files with a header line in; records of strings and JSON cells out. Rewritten once as Arrow."""
+"""CSV and TSV files with a header line in; records of strings and JSON cells out. Rewritten once as Arrow.
+
+A row with another number of cells than the header, or with bytes that are not UTF-8, rejects only itself.
+"""
 
 import contextlib
 import csv as python_csv
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
+from energon_packed.errors import Reason, Reject
 from energon_packed.records.fields import parse_json
 from energon_packed.sources.arrow import ArrowSource
-from energon_packed.sources.base import Source
-from energon_packed.sources.convert import arrow_errors, converted, local_copy, write_batches
+from energon_packed.sources.base import Source, SourceRecord
+from energon_packed.sources.convert import BATCH_ROWS, arrow_errors, converted, local_copy, not_utf8, write_batches
+from energon_packed.sources.json import check_text
 
-_BLOCK = 64 << 20  # bytes; a row must fit
+_LINE, _FAULT = "\0line", "\0fault"  # columns of the copy: first line of the row, and why it cannot be read
 _LARGEST_CELL = 2**31 - 1
 _TURN_COLUMNS = ("prompts", "captions")
 
@@ -40,6 +49,20 @@ class CsvSource(ArrowSource):
 
         return cls(path, data=converted(path, work_dir, ".arrow", convert), image_root=image_root)
 
+    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+        """Look up the first line of each row in the converted copy."""
+        with pa.memory_map(str(self.data)) as source:
+            lines = pa.ipc.open_file(source).read_all()[_LINE].to_numpy()
+            return np.asarray(lines[addresses], dtype=np.int64)
+
+    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
+        if isinstance(values, dict):
+            values = dict(values)
+            del values[_LINE]
+            if fault := values.pop(_FAULT):
+                values = Reject(Reason.BAD_JSON, fault)
+        return super()._row(index, values)
+
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
         """Parse JSON cells. Prompts and captions become lists only if all of them are JSON lists of strings."""
         out = {
@@ -54,40 +77,38 @@ class CsvSource(ArrowSource):
 
 def _to_arrow(path: Path, data: Path, out: BinaryIO) -> None:
     """Write the rows of `data`, which is `path` or its local copy."""
-    from pyarrow import csv
-
+    check_text(path, data)
     with arrow_errors(path, "cannot be read as CSV in UTF-8 with a header line"):
-        delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
-        _check_quotes(data, delimiter)
-        options = {
-            "read_options": csv.ReadOptions(block_size=_BLOCK),
-            # Quoted cells may contain line breaks.
-            "parse_options": csv.ParseOptions(newlines_in_values=True, delimiter=delimiter),
-        }
-        # The first reader only finds the column names: all columns are read as strings, "007" must not become 7.
-        names = csv.open_csv(data, **options).schema.names
-        reader = csv.open_csv(
-            data, **options, convert_options=csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
-        )
+        rows = _rows(data, "\t" if path.suffix.lower() == ".tsv" else ",")
+        _, names = next(rows, (0, []))
+        if not names:
+            raise ValueError("the file is empty")
+        fault = next(filter(None, map(_fault_of_text, names)), None)
+        if fault is None and any("\0" in name for name in names):
+            fault = "a name has a NUL byte, so the file is not text"
+        if fault is not None:
+            raise ValueError(f"in the header line: {fault}")
         if names.count("") > 1:  # spreadsheets write trailing delimiters; values below them become unused fields
             names = [name or f"column {number}" for number, name in enumerate(names, start=1)]
-        schema = pa.schema([(name, pa.string()) for name in names])
-        write_batches(schema, (pa.RecordBatch.from_arrays(part.columns, schema=schema) for part in reader), out, path)
+        schema = pa.schema([*((name, pa.string()) for name in names), (_LINE, pa.int64()), (_FAULT, pa.string())])
+        write_batches(schema, _batches(rows, schema), out, path)
 
 
-def _check_quotes(path: Path, delimiter: str) -> None:
-    """Refuse a stray quote at the start of a cell: everything up to the next quote would become a single cell.
+def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the first line and the cells of each row; bytes that are not UTF-8 are surrogates.
 
-    Arrow's reader accepts it as the start of a quoted cell, whatever follows the next quote, and ends such a cell at
-    the end of the file. RFC 4180 requires a delimiter or a line end after a closing quote.
+    A stray quote at the start of a cell is refused: everything up to the next quote would become a single cell. RFC
+    4180 requires a delimiter or a line end after a closing quote.
     """
-    with path.open(encoding="utf-8", errors="replace", newline="") as stream:
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         # The limit is global in the csv module, so it is restored afterwards.
         before = python_csv.field_size_limit(_LARGEST_CELL)
         rows = python_csv.reader(stream, delimiter=delimiter, strict=True)
         line = 1
         try:
-            for _ in rows:
+            for row in rows:
+                if row:  # a blank line is not a row
+                    yield line, row
                 line = rows.line_num + 1
         except python_csv.Error as error:
             ends = "end of data" in str(error)
@@ -98,6 +119,34 @@ def _check_quotes(path: Path, delimiter: str) -> None:
             ) from error
         finally:
             python_csv.field_size_limit(before)
+
+
+def _batches(rows: Iterator[tuple[int, list[str]]], schema: Any) -> Iterator[Any]:
+    """Yield the rows as Arrow batches; a faulty row has its fault, and no cells."""
+    count = len(schema) - 2
+    while part := list(islice(rows, BATCH_ROWS)):
+        table = [[*row, line, _fault(row, count)] for line, row in part]
+        table = [row if row[-1] is None else [*[None] * count, *row[-2:]] for row in table]
+        columns = [
+            pa.array(column, field.type) for column, field in zip(zip(*table, strict=True), schema, strict=True)
+        ]
+        yield pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _fault(row: list[str], count: int) -> str | None:
+    if len(row) != count:
+        return f"the row has {len(row)} cells for {count} columns; quote cells with a delimiter or a line break"
+    return next(filter(None, map(_fault_of_text, row)), None)
+
+
+def _fault_of_text(text: str) -> str | None:
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return not_utf8(ord(text[error.start]) - 0xDC00)
+    return None
 
 
 def _json_cell(value: Any) -> Any:

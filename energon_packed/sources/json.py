@@ -37,7 +37,7 @@ from energon_packed.files import Streams, read_range
 from energon_packed.records.fields import ARRAY_REMEDY, parse_json
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import Source, SourceRecord, indices_of
-from energon_packed.sources.convert import converted, local_copy
+from energon_packed.sources.convert import converted, local_copy, not_utf8
 from energon_packed.storage import is_remote
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
@@ -103,11 +103,17 @@ class JsonlSource(Source):
 
     @classmethod
     def _in_lines(cls, path: Path, work_dir: Path) -> Path:
-        """Return a file with a record per line: the file itself, or its decompressed copy."""
-        data = path
-        if path.suffix.lower() in COMPRESSIONS:
-            data = converted(path, work_dir, ".jsonl", _decompress)
-        check_text(path, data)
+        """Return a file with a record per line: the file itself, or a converted copy if it is compressed or an array.
+
+        Raises:
+            SourceError: its records are objects over several lines, or it is an array that cannot be read.
+        """
+        data = _text_of(path, work_dir)
+        head = _head(data)
+        if head[:1] == b"[" and _is_array(head, data):
+            return _array_in_lines(path, data, work_dir)
+        if _is_wrapped(head):
+            raise SourceError(f"{path} has an object over several lines; write a record per line: jq -c . {path.name}")
         return data
 
     def extent(self) -> int:
@@ -187,14 +193,11 @@ class JsonSource(JsonlSource):
         Raises:
             SourceError: the file is a single object, or an array that cannot be read.
         """
-        data = local_copy(super()._in_lines(path, work_dir), work_dir)
-        lines = partial(converted, data, work_dir, _ELEMENTS)
-        with data.open("rb") as stream:
-            head = stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+        data = local_copy(_text_of(path, work_dir), work_dir)
+        head, lines = _head(data), partial(converted, data, work_dir, _ELEMENTS)
         if head[:1] == b"[":
-            return lines(lambda array, out: _to_jsonl(array, out, path, _elements))
-        # JSON lines never break after the brace.
-        is_wrapped = head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n"
+            return _array_in_lines(path, data, work_dir)
+        is_wrapped = _is_wrapped(head)
         if head[:1] == b"{" and (is_wrapped or _is_one_line(data)):
             # The form is found while the copy is written, so that an existing copy is used without reading the file.
             with contextlib.suppress(_NoListError):
@@ -211,6 +214,50 @@ class JsonSource(JsonlSource):
                 f"{path} is one JSON object; write its list {name} alone to a file: jq .{name} {path.name}"
             )
         return data
+
+
+def _text_of(path: Path, work_dir: Path) -> Path:
+    """Return the file, or its decompressed copy, after `check_text`."""
+    data = path
+    if path.suffix.lower() in COMPRESSIONS:
+        data = converted(path, work_dir, ".jsonl", _decompress)
+    check_text(path, data)
+    return data
+
+
+def _head(data: Path) -> bytes:
+    with data.open("rb") as stream:
+        return stream.read(4096).removeprefix(codecs.BOM_UTF8).lstrip()
+
+
+def _is_wrapped(head: bytes) -> bool:
+    """Whether a file starts with an object over several lines: JSON lines never break after the brace."""
+    return head[:1] == b"{" and head[1:].lstrip(b" \t\r")[:1] == b"\n"
+
+
+def _is_array(head: bytes, data: Path) -> bool:
+    """Whether a file of lines that starts with a bracket is one array of records: a line may be a list of turns."""
+    line, end, _ = head.partition(b"\n")
+    if end and line.rstrip()[-1:] != b"]":
+        return True
+    if is_remote(data) or not _is_one_line(data):
+        return False
+    try:
+        first = parse_json(next(_elements(io.BytesIO(head)), b"null"))
+    except ValueError:  # longer than `head`
+        return False
+    return isinstance(first, dict) and not is_turn(first)
+
+
+def _array_in_lines(path: Path, data: Path, work_dir: Path) -> Path:
+    """Write the elements of the array `data`, the decompressed file of `path`, as lines.
+
+    Raises:
+        SourceError: it is not a complete array.
+    """
+    return converted(
+        local_copy(data, work_dir), work_dir, _ELEMENTS, lambda array, out: _to_jsonl(array, out, path, _elements)
+    )
 
 
 def check_text(path: Path, data: Path) -> None:
@@ -255,7 +302,16 @@ def _row(offset: int, line: bytes) -> SourceRecord:
     try:
         return SourceRecord(offset, size, parse_json(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
-        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, str(error)))
+        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, _fault_of_encoding(line) or str(error)))
+
+
+def _fault_of_encoding(line: bytes) -> str:
+    """Name the byte that is not UTF-8; "" if all are."""
+    try:
+        line.decode()
+    except UnicodeDecodeError as error:
+        return not_utf8(line[error.start])
+    return ""
 
 
 def _fault_of_long(line: bytes) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -57,6 +58,81 @@ def test_quotes_that_are_part_of_the_format_or_of_a_text_are_read(tmp_path: Path
     (tmp_path / "a.tsv").write_text('id\ttext\n1\t"two\nlines and a ""quote"""\n2\tSay "hi" now\n3\t5" wide\n4\t""\n')
     found = [record.get("text") for record in records(tmp_path / "a.tsv")]
     assert found == ['two\nlines and a "quote"', 'Say "hi" now', '5" wide', None]
+
+
+def rows_of(path: Path) -> list[tuple[Any, str, int]]:
+    """Record, detail of the reject and line of each row; each row is the same by its address."""
+    (source,) = open_sources([path], work_dir=path.parent / "work")
+    rows = list(source.scan(0, source.extent()))
+    assert [source.read(row.address, row.size) for row in rows] == rows
+    addresses, sizes = (np.array([row[place] for row in rows], dtype=np.int64) for place in (0, 1))
+    lines = source.line_numbers(addresses, sizes).tolist()
+    return [(row.record, row.reject.detail if row.reject else "", line) for row, line in zip(rows, lines, strict=True)]
+
+
+LATIN = "the byte 0xe9 is not UTF-8 text; if the file is Latin-1 or Windows-1252, convert it: iconv -f WINDOWS-1252"
+
+
+def test_a_faulty_row_of_a_table_rejects_only_itself_and_has_its_line(tmp_path: Path) -> None:
+    text = 'text,id\r\none,r0\r\nshort\r\nlong,r1,x\r\n\r\n"two\r\nlines",r2\r\ncaf\xe9,r3\r\nlast,r4'
+    for name, separator in (("a.csv", ","), ("a.tsv", "\t")):
+        (tmp_path / name).write_bytes(text.replace(",", separator).encode("latin-1"))
+        found = rows_of(tmp_path / name)
+        assert [(record and record["id"], line) for record, _, line in found] == [
+            *(("r0", 2), (None, 3), (None, 4), ("r2", 6), (None, 8), ("r4", 9)),
+        ]
+        assert [detail[: len(LATIN)] for record, detail, _ in found if record is None] == [
+            "the row has 1 cells for 2 columns; quote cells with a delimiter or a line break",
+            "the row has 3 cells for 2 columns; quote cells with a delimiter or a line break",
+            LATIN,
+        ]
+        assert found[3][0]["text"] == "two\r\nlines"
+
+
+def test_text_that_is_not_utf8_is_named_with_the_remedy(tmp_path: Path) -> None:
+    lines = ['{"text": "ok"}', '{"text": "caf\xe9"}']
+    for name, text in (("a.jsonl", "\n".join(lines)), ("a.json", f"[{', '.join(lines)}]")):
+        (tmp_path / name).write_bytes(text.encode("latin-1"))
+        (first, _, _), (second, detail, _) = rows_of(tmp_path / name)
+        assert (first, second, detail[: len(LATIN)]) == ({"text": "ok"}, None, LATIN)
+    (tmp_path / "b.csv").write_bytes("caf\xe9,id\nok,1\n".encode("latin-1"))
+    with pytest.raises(
+        SourceError, match="b.csv cannot be read as CSV .* in the header line: the byte 0xe9 is not UTF-8"
+    ):
+        rows_of(tmp_path / "b.csv")
+    (tmp_path / "c.csv").write_bytes("text,id\nok,1\n".encode("utf-16"))
+    with pytest.raises(SourceError, match="c.csv is UTF-16LE; write it as UTF-8: iconv -f UTF-16LE"):
+        rows_of(tmp_path / "c.csv")
+
+
+RECORDS = [{"text": "a"}, {"text": "b", "n": [1, {"x": 2}]}]
+ARRAYS = {
+    "indented": json.dumps(RECORDS, indent=2),
+    "a record per line": "[" + ",\n".join(map(json.dumps, RECORDS)) + "]\n",
+    "commas first": "[" + "\n,".join(map(json.dumps, RECORDS)) + "]\n",
+    "one line": json.dumps(RECORDS) + "\n",
+}
+
+
+@pytest.mark.parametrize("form", ARRAYS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.jsonl.gz", "metadata.jsonl"])
+def test_an_array_in_a_file_of_lines_is_read(tmp_path: Path, form: str, name: str) -> None:
+    content = ARRAYS[form].encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    assert [record for record, _, _ in rows_of(tmp_path / name)] == RECORDS
+
+
+def test_a_file_of_lines_is_not_taken_for_an_array(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for count in (1, 2):
+        (tmp_path / "a.jsonl").write_text(f"{json.dumps(turns)}\n" * count)
+        assert [record for record, _, _ in rows_of(tmp_path / "a.jsonl")] == [turns] * count
+    (tmp_path / "b.jsonl").write_text('{\n  "text": "a"\n}\n{\n  "text": "b"\n}\n')
+    with pytest.raises(SourceError, match="b.jsonl has an object over several lines; .* jq -c . b.jsonl"):
+        rows_of(tmp_path / "b.jsonl")
+    (tmp_path / "c.jsonl").write_text('[\n{"text": "a"},\n')
+    with pytest.raises(SourceError, match="c.jsonl is not a complete JSON array"):
+        rows_of(tmp_path / "c.jsonl")
 
 
 def write_repeated_column(path: Path) -> None:
