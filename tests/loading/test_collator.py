@@ -198,3 +198,71 @@ def test_a_row_is_collated_as_its_samples(encoder: Any, options: dict[str, Any])
     of_row.input_ids.fill_(0)  # a batch is the trainer's: the row keeps its tokens
     assert row.input_ids.tolist() == list(range(11, 22))
     assert row.labels.tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("own_types", [True, False])
+def test_token_types_of_a_dummy_image_are_at_its_tokens(own_types: bool) -> None:
+    """The tail is padded behind the dummy."""
+    types = np.array([1, 2, 3])
+    dummy = replace(
+        sample([7, 8, 9]),
+        token_type_ids=types,
+        pixel_values=torch.zeros(4, 2),
+        image_grid_thw=torch.tensor([[1, 2, 2]]),
+    )
+    row = [replace(sample([1, 2]), token_type_ids=np.array([4, 5]) if own_types else None, dummy=dummy)]
+    batch = PaddingFreeCollator(dummy_images="always", pad_multiple=8).collate(row)
+    assert batch.token_type_ids is not None
+    assert batch.token_type_ids.dtype == torch.int64
+    at = batch.input_ids[0].tolist().index(7)
+    expected = [0] * batch.input_ids.shape[1]
+    expected[:2] = [4, 5] if own_types else [0, 0]
+    expected[at : at + 3] = [1, 2, 3]
+    assert batch.token_type_ids[0].tolist() == expected
+    without = PaddingFreeCollator(dummy_images="never").collate(row)
+    assert (without.token_type_ids is None) == (not own_types)
+
+
+IMAGE, VIDEO = 900, 901
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=6), st.booleans())
+def test_images_and_videos_of_a_row_are_one_call_in_the_order_of_their_tokens(
+    media: list[tuple[bool, int, int]], has_seconds: bool
+) -> None:
+    """Each item is an image of one step, or a video of its own steps and seconds; 4 patches are a token."""
+    ids, grids, videos = [1], list[list[int]](), list[list[int]]()
+    pixels: list[list[float]] = []
+    pixels_of_videos: list[list[float]] = []
+    seconds, expected = list[float](), list[tuple[list[int], float, list[list[float]]]]()
+    for number, (is_video, steps, height) in enumerate(media):
+        grid = [steps if is_video else 1, 2 * height, 2]
+        patches = [[float(number), float(patch)] for patch in range(grid[0] * grid[1] * grid[2])]
+        ids += [VIDEO if is_video else IMAGE] * (len(patches) // 4) + [2]
+        (videos if is_video else grids).append(grid)
+        (pixels_of_videos if is_video else pixels).extend(patches)
+        seconds += [number + 0.5] if is_video else []
+        expected.append((grid, number + 0.5 if is_video else 1.0, patches))
+    row = replace(
+        sample(ids),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        pixel_values=torch.tensor(pixels) if grids else None,
+        image_grid_thw=torch.tensor(grids) if grids else None,
+        pixel_values_videos=torch.tensor(pixels_of_videos) if videos else None,
+        video_grid_thw=torch.tensor(videos) if videos else None,
+        second_per_grid_ts=np.array(seconds) if videos and has_seconds else None,
+    )
+    inputs = PaddingFreeCollator(dummy_images="never").collate([row]).transformers_inputs()
+    if not (grids and videos):
+        assert inputs["input_ids"][0].tolist() == ids
+        assert ("pixel_values" in inputs, "pixel_values_videos" in inputs) == (bool(grids), bool(videos))
+        return
+    assert inputs["input_ids"][0].tolist() == [VIDEO if one == IMAGE else one for one in ids]
+    assert "pixel_values" not in inputs
+    assert inputs["video_grid_thw"].tolist() == [grid for grid, _, _ in expected]
+    assert inputs["pixel_values_videos"].tolist() == [patch for _, _, patches in expected for patch in patches]
+    if has_seconds:
+        assert inputs["second_per_grid_ts"].tolist() == [value for _, value, _ in expected]
+    else:
+        assert "second_per_grid_ts" not in inputs

@@ -18,6 +18,7 @@ from energon_packed import (
     MixtureDistributor,
     PackedDataset,
     Packer,
+    PoolPacker,
     SequentialPacker,
     SimpleBatcher,
     gather_state,
@@ -353,3 +354,63 @@ def test_one_checkpoint_gathers_all_ranks(tmp_path: Path) -> None:
     seen = Counter(name for names, _ in outputs for name in names)
     seen.update(name for batch in loader for name in batch.ids)
     assert seen == ALL
+
+
+def test_layouts_without_a_step_leave_no_trace_in_a_state() -> None:
+    """Changes of the ranks before the first step, or between two steps, give the state of the last change alone."""
+
+    def new_loader(**place: Any) -> DataflowLoader:
+        return DataflowLoader(MapDistributor(FEATURES), seed=3, **place)
+
+    for steps in (0, 2):
+        ranks = Ranks(new_loader, 2)
+        if steps:
+            ranks.take(steps)
+        saved = ranks.state()
+        direct = Ranks(new_loader, 4, saved).state()
+        through = Ranks(new_loader, 4, Ranks(new_loader, 3, Ranks(new_loader, 1, saved).state()).state()).state()
+        assert through == direct
+        assert len(direct["ranks"][0]["segments"]) == (2 if steps else 1)
+
+
+def test_a_changed_stream_counts_steps_from_the_rank_with_the_most() -> None:
+    """Rank 0 has 7 items and rank 1 has 6: each batch of a rank has a number of its own."""
+
+    def new_loader(**place: Any) -> DataflowLoader:
+        return DataflowLoader(IterableDistributor(FEATURES), packer=SimpleBatcher(1), **place)
+
+    ranks = Ranks(new_loader, 2)
+    streams = [loader.rest_of_epoch() for loader in ranks.loaders]
+    for stream, steps in zip(streams, (3, 5), strict=True):
+        for _ in range(steps):
+            next(stream)
+    (one,) = Ranks(new_loader, 1, ranks.state()).loaders
+    assert one.position().step == 5
+    assert len(list(one.rest_of_epoch())) == ITEMS - 8
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_shard_with_waiting_rows_has_not_ended_in_the_log(tmp_path: Path, world_size: int) -> None:
+    """The end of the data fills several rows at once: a state between them, and one after the last of them."""
+
+    def new_loader(**place: Any) -> DataflowLoader:
+        return DataflowLoader(
+            IterableDistributor(FEATURES), packer=PoolPacker(16, pool_size=100), order_log=tmp_path, **place
+        )
+
+    whole = len(list(DataflowLoader(IterableDistributor(FEATURES), packer=PoolPacker(16, pool_size=100))))
+    assert whole > 4
+    state = None
+    for steps in (1, whole - 3, 2):  # up to the last row, whose shard has ended
+        (loader,) = Ranks(new_loader, 1, state).loaders
+        stream = loader.rest_of_epoch()
+        for _ in range(steps):
+            next(stream)
+        report = check_order(tmp_path)
+        assert report.problems == []
+        assert report.complete == []
+        state = {"ranks": [loader.state_dict()]}
+    for loader in Ranks(new_loader, world_size, state).loaders:
+        assert list(loader.rest_of_epoch()) == []
+    report = check_order(tmp_path)
+    assert (report.problems, report.complete, report.samples) == ([], [0], ITEMS)

@@ -45,7 +45,7 @@ class OrderLogCallback(LoaderState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the log, after the lines of the checkpoint."""
         loader = kwargs["train_dataloader"]
-        facts = {"loader": "Trainer", "identity": [args.seed, args.data_seed], "steps": len(loader)}
+        facts = {"loader": "Trainer", "identity": [args.seed, args.data_seed], "last_step": len(loader)}
         self._log, self._at = OrderLog(self._folder, group_place(), lambda: facts), (0, 0)
         super().on_train_begin(args, state, control, **kwargs)
         self._tap.attach(loader, kwargs["model"])

@@ -369,6 +369,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             yield batch
             if is_left(started, (self.epoch, self._restores)):
                 return
+        if self.order_log is not None and isinstance(self._plan, StreamSteps):
+            self.order_log.add((self._position.epoch, self._position.step), None, end=True)
         self._end_epoch()
 
     def _own_batches(self) -> Iterator[Any]:
@@ -492,7 +494,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     def log_order(self, folder: str | Path) -> None:
         """Write a line for each batch into this folder; `order_log` of the constructor."""
-        self.order_log = OrderLog(folder, self.place, self._order_facts)
+        workers = 0 if isinstance(self._plan, PlannedSteps) else self.num_workers
+        self.order_log = OrderLog(folder, self.place, self._order_facts, workers=workers)
 
     def _order_facts(self) -> dict[str, Any]:
         distributor = self._roles.distributor

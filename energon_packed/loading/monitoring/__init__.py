@@ -7,6 +7,7 @@
 | order_log.py | OrderLog: a line for each consumed batch, in the file of the rank |
 | order_lines.py | the lines, and which of them a restart has replaced |
 | order_check.py | check_order: samples that are lost or used twice |
+| order_missing.py | lines that are missing in the files |
 | order_data.py | LoggedData: the samples of the data, with which a log is compared |
 | order_lookup.py | the batches of a logged step, and the uses of a sample |
 | replay.py | samples of a step on every rank, computed from the data |

@@ -5,6 +5,7 @@
 | items with a global order | each place of the epoch occurs once: no dataset is needed |
 | a stream | in each shard, each item occurs once; and each id of a dataset once |
 | packs that Energon chooses | each pack occurs once; `order_data.py` finds lost packs |
+| all | no line is missing, see `order_missing.py` |
 
 Memory: about 40 bytes for each sample of an epoch, and one epoch at a time.
 """
@@ -23,6 +24,7 @@ import numpy.typing as npt
 from energon_packed.errors import ConfigError
 from energon_packed.loading.monitoring.order_data import Epoch, LoggedData
 from energon_packed.loading.monitoring.order_lines import Line, OrderFiles, intervals
+from energon_packed.loading.monitoring.order_missing import MissingLines
 
 _MAX_NAMED = 5  # items that a message names
 
@@ -87,7 +89,7 @@ class _Tally:
             return
         if len(facts["starts"]) >= len(self.facts.get("starts", ())):
             self.facts = facts
-        if "shard" not in entries and (entries.get("end") or (step and step == facts.get("steps"))):
+        if line.ends_epoch:
             self.at_end[facts["world_size"]].add(rank)
         if step is not None:
             self.steps += 1
@@ -162,7 +164,8 @@ class _Tally:
     @property
     def is_partial(self) -> bool:
         """Whether the log was started in this epoch, and has no line of its earlier steps."""
-        return any(epoch == self.epoch and step for epoch, step in self.facts["starts"][0][1])
+        epoch, step = self.facts["starts"][0][2]
+        return bool(epoch == self.epoch and step)
 
     @cached_property
     def complete(self) -> bool:
@@ -247,12 +250,13 @@ def check_order(folder: Path, data: LoggedData | None = None) -> OrderReport:
             f"{folder} has the logs of several loaders. Pass one of {', '.join(str(f.parent) for f in inner)}."
         )
     files = OrderFiles(folder)
-    problems, complete = list[str](), list[int]()
+    problems, complete, missing = list[str](), list[int](), MissingLines(files)
     total: Counter[str] = Counter()
     sources: Counter[str] = Counter()
     for epoch in files.epochs:
         tally = _Tally(epoch, files.ended(epoch))
         for line in files.lines(epoch):
+            missing.add(line)
             tally.add(line)
         if not tally.facts:
             continue
@@ -270,5 +274,5 @@ def check_order(folder: Path, data: LoggedData | None = None) -> OrderReport:
         epochs=files.epochs,
         sources=dict(sources),
         processes=list(intervals(files.last)),
-        problems=files.problems + problems,
+        problems=[*files.problems, *missing.problems(), *problems],
     )

@@ -3,19 +3,20 @@
 `order-00002.jsonl` is the file of rank 2. Each process that writes into it starts with a header:
 
     {"order_log": 1, "start": "8d1f33c2", "run": "52ab09e1", "rank": 2, "world_size": 3, "loader": "DataflowLoader",
-     "size": 5000, "starts": [[2, [[0, 0]]], [3, [[0, 40]]]], "time": "2026-11-20T09:30:00+00:00"}
+     "size": 5000, "starts": [[2, [[0, 0]], [0, 0], 0], [3, [[0, 40]], [0, 40], 0]],
+     "time": "2026-11-20T09:30:00.000+00:00"}
 
-`starts` has the world size of each process of the run so far, and the (epoch, step) after which it started: here, 3
-ranks continued after step 40 of 2 ranks. If the earlier ranks had different points, all are listed. A line for each
-batch follows:
+`starts` has a `Start` for each process of the run so far: here, 3 ranks continued after step 40 of 2 ranks. A line for
+each batch follows:
 
-    {"epoch": 0, "step": 41, "rank": 2, "world_size": 3, "start": "8d1f33c2", "ids": ["a", "b"],
+    {"epoch": 0, "step": 41, "rank": 2, "world_size": 3, "start": "8d1f33c2", "line": 1, "ids": ["a", "b"],
      "sources": ["captions.jsonl", "chats.jsonl"], "items": [122], "dropped": [121]}
 
 | entry | content |
 |---|---|
 | `epoch`, `step` | from 0, and from 1; the same numbers as in a loader state after the batch |
 | `start` | the header of the process |
+| `line` | number of the line of its process, from 1: `order_missing.py` finds missing lines |
 | `ids`, `sources` | of each sample; a single source is of all samples |
 | `items` | places in the global order of the epoch; in the shard, for a stream ("12#1/3": fragment 1 of 3) |
 | `packs` | keys of the packs, if Energon chooses them |
@@ -47,8 +48,8 @@ FORMAT = 1
 Point = tuple[int, int]
 """(epoch, step) after a batch."""
 _HEADER, _LINE = b'{"order_log":', b'{"epoch":'
-_HEADER_ENTRIES = {"start", "run", "rank", "world_size", "starts"}
-_LINE_ENTRIES = {"epoch", "step", "rank", "start", "ids", "sources"}
+_HEADER_ENTRIES = {"start", "run", "rank", "world_size", "starts", "time"}
+_LINE_ENTRIES = {"epoch", "step", "rank", "start", "line", "ids", "sources"}
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -84,6 +85,26 @@ def is_order_log(folder: Path) -> bool:
     return folder.is_dir() and next(folder.glob("order-*.jsonl"), None) is not None
 
 
+class Start(NamedTuple):
+    """The start of a process of a run.
+
+    Attributes:
+        world_size: of the process.
+        points: (epoch, step) of each rank of the earlier process after which it continued; one if all are equal.
+        at: (epoch, step) after which its batches are counted.
+        workers: worker processes of a rank, if they decide the samples of a step; otherwise 0.
+    """
+
+    world_size: int
+    points: list[Point]
+    at: Point
+    workers: int
+
+    def point(self, rank: int) -> Point:
+        """Return (epoch, step) after which the lines of a rank of the earlier process are replaced."""
+        return self.points[rank if len(self.points) > 1 else 0]
+
+
 class Line(NamedTuple):
     """A line of a batch.
 
@@ -103,6 +124,14 @@ class Line(NamedTuple):
         step = self.entries["step"]
         return self.entries["epoch"], self.entries["after"] if step is None else step
 
+    @property
+    def ends_epoch(self) -> bool:
+        """Whether its rank has no further batch in the epoch."""
+        entries, last = self.entries, self.process.header.get("last_step")
+        if last and entries["step"] == last:
+            return True
+        return bool(entries.get("end")) and "shard" not in entries
+
 
 @dataclass
 class Process:
@@ -120,20 +149,25 @@ class Process:
     until: Point | None = None
     spans: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
 
-    @property
-    def starts(self) -> list[Any]:
+    @cached_property
+    def starts(self) -> list[Start]:
         """Starts of the processes of the run up to this process."""
-        return self.header["starts"]  # type: ignore[no-any-return]
+        starts = self.header["starts"]
+        return [Start(size, [tuple(p) for p in points], tuple(at), workers) for size, points, at, workers in starts]
 
     @property
     def worlds(self) -> list[int]:
         """World sizes of the processes of the run up to this process."""
-        return [start[0] for start in self.starts]
+        return [start.world_size for start in self.starts]
 
     @cached_property
     def layout(self) -> str:
-        """Data, settings and ranks that decide the samples of a step: the changes of ranks, without other restarts."""
-        changes = [start for before, start in pairwise([(0, []), *self.starts]) if before[0] != start[0]]
+        """What decides the samples of a step: data and settings, and the changes of ranks and workers."""
+        changes = [
+            now
+            for before, now in pairwise([None, *self.starts])
+            if now and (before is None or (before.world_size, before.workers) != (now.world_size, now.workers))
+        ]
         return str((self.header.get("identity"), changes))
 
     def has(self, line: dict[str, Any], point: Point) -> bool:
@@ -149,19 +183,20 @@ class RankFile:
 
     Args:
         file: the file.
+        size: bytes to read; a run that is still training appends lines.
 
     Raises:
         FormatError: a line is damaged; the last line of the file may be cut.
     """
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, size: int) -> None:
         self.file = file
         self.processes: list[Process] = []
         self.problems: list[str] = []
         at = 0
         with file.open("rb") as lines:
             for number, text in enumerate(lines, 1):
-                if not text.endswith(b"\n"):
+                if not text.endswith(b"\n") or at + len(text) > size:
                     break  # a kill has cut the last line, whose batch is after each saved state
                 if text.startswith(_HEADER) and (header := _parsed(text)) is not None:
                     if not _checked(file, header).keys() >= _HEADER_ENTRIES:
@@ -195,7 +230,8 @@ class RankFile:
                             raise self._damage(number)
                         sources, ids = entries["sources"], entries["ids"]
                         entries["sources"] = sources * len(ids) if len(sources) == 1 else sources
-                        of_line = by_start.get(entries["start"], process)
+                        if (of_line := by_start.get(entries["start"])) is None:  # its header is missing
+                            raise self._damage(number)
                         if of_line is not process and not self.problems:
                             self.problems.append(
                                 f"{self.file.name}, line {number}: two processes wrote at the same time. Pass another "
@@ -238,14 +274,15 @@ class OrderFiles:
 
     def __init__(self, folder: Path) -> None:
         names = (file for file in folder.glob("order-*.jsonl") if file.stem.removeprefix("order-").isdecimal())
-        self.files = [RankFile(file) for file in sorted(names)]
+        sizes = [(file, file.stat().st_size) for file in sorted(names)]  # at the same time, as ranks train in step
+        self.files = [RankFile(file, size) for file, size in sizes]
         self.files = [file for file in self.files if file.processes]
         if not self.files or self.files[0].rank:
             raise FormatError(
                 f"{folder} has no order log of rank 0. Pass the folder that was `order_log` of the loaders."
             )
-        # Rank 0 is in every process group, so its last header is of the last process of the run.
-        self.last = self.files[0].processes[-1]
+        self.folder = folder
+        self.last = self._last()
         for file in self.files:
             self._choose(file)
         self.problems = list(self._problems())
@@ -266,6 +303,19 @@ class OrderFiles:
             yield from file.lines(epoch)
             self.problems += [problem for problem in file.problems if problem not in self.problems]
 
+    def _last(self) -> Process:
+        """Return the last process of rank 0, or its continuation by other ranks, if that of rank 0 is missing."""
+        last = self.files[0].processes[-1]  # rank 0 is in every process group
+        later = [
+            each
+            for file in self.files
+            for each in file.processes
+            if each.starts[: len(last.starts)] == last.starts
+            and len(each.starts) > len(last.starts)
+            and each.header["time"] > last.header["time"]  # earlier ones were replaced
+        ]
+        return max(later, key=lambda each: len(each.starts), default=last)
+
     def _choose(self, file: RankFile) -> None:
         """Mark the processes whose lines count: those that the last process of the run continues."""
         last = self.last
@@ -278,9 +328,7 @@ class OrderFiles:
         latest = {len(process.starts): process for process in own if process.starts == starts[: len(process.starts)]}
         for count, process in latest.items():
             process.counts = True
-            if count < len(starts):
-                points = starts[count][1]
-                process.until = tuple(points[file.rank if len(points) > 1 else 0])
+            process.until = starts[count].point(file.rank) if count < len(starts) else None
 
     def _problems(self) -> Iterator[str]:
         processes = [process for file in self.files for process in file.processes]
@@ -309,8 +357,8 @@ class OrderFiles:
 
 def intervals(last: Process) -> Iterator[str]:
     """Yield a line for each process of a run, such as `3 ranks after epoch 0, step 40`."""
-    for ranks, points in last.starts:
-        epoch, step = min(map(tuple, points))
+    for ranks, points, *_ in last.starts:
+        epoch, step = min(points)
         after = f" after epoch {epoch}, step {step}" if epoch or step else ""
         yield f"{ranks} rank{'s' if ranks > 1 else ''}{after}"
 

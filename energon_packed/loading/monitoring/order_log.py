@@ -42,9 +42,11 @@ class OrderLog:
     Args:
         folder: folder of the files of all ranks.
         place: data-parallel (rank, world size).
+        workers: worker processes of a rank, if they decide the samples of a step; otherwise 0.
         facts: returns entries of the header, when the first line is written: `loader`, `identity` (digest of data and
             settings), `repeats` (samples are drawn by weight or repeated), `learns` (weights change in the run), and
-            `size` and `endless`, the items of an epoch in a global order, or `steps`, the batches of an epoch.
+            `size` and `endless`, the items of an epoch in a global order, `steps`, the batches of an epoch, or
+            `last_step`, the batch that ends an epoch without an `end`.
 
     Raises:
         ConfigError: `folder` is a file, or in an object store; when the first line is written, the folder has the log
@@ -53,17 +55,21 @@ class OrderLog:
         ResourceError: the disk is full, or fails.
     """
 
-    def __init__(self, folder: str | Path, place: tuple[int, int], facts: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self, folder: str | Path, place: tuple[int, int], facts: Callable[[], dict[str, Any]], *, workers: int = 0
+    ) -> None:
         if is_remote(as_path(folder)):
             raise ConfigError(f"`order_log` must be a local folder, got {folder}. Object stores append no lines.")
         self.folder = Path(folder)
         if self.folder.exists() and not self.folder.is_dir():
             raise ConfigError(f"`order_log` must be a folder, got the file {folder}. Pass another path.")
         self.file = file_of(self.folder, place[0])
-        self._place, self._facts = place, facts
+        self._place, self._facts, self._workers = place, facts, workers
         self._run = secrets.token_hex(4)
         self._past: list[Any] = []  # starts of the earlier processes, as in a header
         self._after: list[Point] = [(0, 0)]
+        self._at: Point = (0, 0)
+        self._lines = 0  # of this process
         self._ended: dict[str, Any] = {}
         self._start: str | None = None  # of this process
         self._held: deque[tuple[Point, bytes]] | None = None
@@ -92,6 +98,7 @@ class OrderLog:
             self._after = points if len(set(points)) > 1 else points[:1]
         else:  # the earlier batches have no log
             self._run, self._past, self._after = secrets.token_hex(4), [], [at]
+        self._at = at
         self._ended = {"ended": [at[0], *ended]} if ended else {}
         self._start = None
         if self._held is not None:
@@ -123,6 +130,7 @@ class OrderLog:
             "rank": self._place[0],
             "world_size": self._place[1],
             "start": self._start_of_process(),
+            "line": self._lines + 1,
             "ids": getattr(used, "ids", ()),
             "sources": names[:1] if len(set(names)) == 1 else names,
         }
@@ -142,6 +150,7 @@ class OrderLog:
                 f"`order_log` needs sample ids and dataset names in UTF-8, got {bad!r}. Rename the dataset, or remove "
                 "`order_log`."
             ) from None
+        self._lines += 1
         if self._held is None:
             self._write(text)
         else:
@@ -157,8 +166,8 @@ class OrderLog:
             self._write(self._held.popleft()[1])
 
     def _starts(self) -> list[Any]:
-        """Starts of all processes up to this process: [world size, points after which it continued]."""
-        return [*self._past, [self._place[1], [list(point) for point in self._after]]]
+        """Starts of all processes up to this process, see `Start`."""
+        return [*self._past, [self._place[1], [list(point) for point in self._after], list(self._at), self._workers]]
 
     def _start_of_process(self) -> str:
         """Name of the lines of this process; the first call writes the header."""
@@ -166,12 +175,12 @@ class OrderLog:
             is_again = self._check_earlier_lines()
             if self._descriptor is None:
                 self._open()
-            self._start = secrets.token_hex(4)
+            self._start, self._lines = secrets.token_hex(4), 0
             rank, world_size = self._place
             header = {"order_log": FORMAT, "start": self._start, "run": self._run, "rank": rank}
             header |= {"world_size": world_size, "starts": self._starts(), **self._ended, **self._facts()}
             header |= {"again": True} if is_again else {}
-            self._write(orjson.dumps(header | {"time": datetime.now(UTC).isoformat(timespec="seconds")}) + b"\n")
+            self._write(orjson.dumps(header | {"time": datetime.now(UTC).isoformat(timespec="milliseconds")}) + b"\n")
         return self._start
 
     def _check_earlier_lines(self) -> bool:

@@ -204,9 +204,9 @@ def test_an_epoch_of_an_energon_loader_has_each_pack_once(tmp_path: Path, damage
         file.write_text("".join([*lines[:2], lines[1], *lines[3:]]))
     report = check_order(log, LoggedData(packs))
     assert report.complete == [0]
-    assert [text.split(": ")[1][:20] for text in report.problems] == (
-        ["1 packs are used twi", "1 samples of " + str(packs)[:7], "1 samples are used t"] if damage else []
-    )
+    twice = ["1 lines after epoch ", "1 lines are repeated", "1 packs are used twi"]
+    twice += ["1 samples of " + str(packs)[:7], "1 samples are used t"]
+    assert [text.split(": ")[1][:20] for text in report.problems] == (twice if damage else [])
 
 
 def test_a_replay_of_a_thousand_ranks_takes_seconds(tmp_path: Path) -> None:
@@ -344,3 +344,49 @@ def test_packs_that_the_end_of_an_epoch_drops_are_not_lost(tmp_path: Path, kind:
     with file.open("ab") as stream:
         stream.writelines(orjson.dumps(line) + b"\n" for line in lines[1:])
     assert any("are lost" in problem for problem in check_order(log, LoggedData(packs)).problems)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_places_that_all_ranks_have_passed_are_checked(tmp_path: Path, ahead: int) -> None:
+    """A rank may be a batch ahead of the other; an item that a line does not have is lost."""
+    for rank in range(2):
+        logged(tmp_path, stop=3 + (rank == ahead), rank=rank, world_size=2)
+    report = check_order(tmp_path)
+    assert (report.problems, report.complete, report.samples) == ([], [], 7)
+    file = tmp_path / f"order-0000{ahead}.jsonl"
+    text = file.read_text()
+    for step in range(1, 5):
+        place = 2 * (step - 1) + ahead
+        file.write_text(text.replace(f'"items":[{place}]', '"items":[]'))
+        # The other rank has passed its place of step 3.
+        lost = [f"epoch 0: 1 items are lost: {place}"] if place < 4 + (1 - ahead) else []
+        assert check_order(tmp_path).problems == lost
+
+
+@pytest.mark.parametrize("kind", ["planned", "stream", "energon"])
+def test_an_epoch_is_complete_when_each_rank_has_ended_it(tmp_path: Path, kind: str) -> None:
+    packs, log = energon_folder(tmp_path), tmp_path / "log"
+    for rank in range(2):
+        place: dict[str, Any] = {"rank": rank, "world_size": 2, "order_log": log}
+        if kind == "energon":
+            loader: Any = get_packed_loader(packs, epochs=1, num_workers=0, **place)
+        elif kind == "stream":
+            loader = DataflowLoader(IterableDistributor(FEATURES[:12]), packer=SimpleBatcher(1), **place)
+        else:
+            loader = DataflowLoader(MapDistributor(FEATURES[:12]), **place)
+        batches = list(loader)
+        if not rank:
+            assert check_order(log).complete == []
+    assert len(batches) > 5
+    assert (check_order(log).problems[0:], check_order(log).complete) == ([], [0])
+    file = log / "order-00001.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    kept = 0
+    while len(lines) > 1:
+        lines.pop()
+        file.write_text("".join(lines))
+        if '"step":null' not in lines[-1] and kept != len(lines):
+            steps = sum('"step":null' not in line for line in lines) - 1
+            problems = [text for text in check_order(log).problems if "lines are missing" in text]
+            assert bool(problems) == (len(batches) - steps > 1)  # a rank may be killed before its last batch
+            assert check_order(log).complete == ([0] if steps == len(batches) and kind == "planned" else [])
