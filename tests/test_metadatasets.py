@@ -2,16 +2,20 @@
 
 import collections
 import itertools
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from click.testing import CliRunner
 from megatron.energon import TaskEncoder, WorkerConfig, get_loader, get_train_dataset
 
 from energon_packed import ConfigError, PackedDataset, get_packed_loader
 from tests.conftest import Packer
-from tests.internals import DemoDataset
+from tests.internals import DemoDataset, cli
 
 RECIPES = Path(__file__).parents[1] / "metadatasets"
 
@@ -42,6 +46,24 @@ def drawn(recipe: Path, count: int, **options: Any) -> collections.Counter[str]:
 def test_every_recipe_is_tested() -> None:
     here = Path(__file__).read_text()
     assert all(f'"{recipe.name}"' in here for recipe in RECIPES.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", sorted(recipe.name for recipe in RECIPES.glob("*.yaml")))
+def test_the_command_of_a_recipe_writes_the_recipe(
+    recipes: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(recipes.parent, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    recipe = RECIPES / name
+    (command,) = re.findall(r"^#   energon-packed (metadataset .*)", recipe.read_text(), re.M)
+    done = CliRunner().invoke(cli, shlex.split(command.removesuffix(" --overwrite")))
+    assert (done.exit_code, type(done.exception)) == (1, ConfigError)  # the recipe has comments of its own
+    assert Path("metadatasets", name).read_bytes() == recipe.read_bytes()
+    for _ in range(2):
+        done = CliRunner().invoke(cli, shlex.split(command))
+        assert done.exit_code == 0, done.output
+        command = command.removesuffix(" --overwrite")  # the command replaces its own file without it
+    assert yaml.safe_load(Path("metadatasets", name).read_text()) == yaml.safe_load(recipe.read_text())
 
 
 @pytest.mark.parametrize("name", ["two_outputs.yaml", "two_outputs_v1.yaml"])

@@ -47,6 +47,7 @@ _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-
               help="Attach K=V to the samples of an input; overrides --subflavor; repeatable.")  # fmt: skip
 @click.option("--val", multiple=True, metavar="DIR",
               help="Validation dataset; repeatable. [default: the val splits of the inputs]")  # fmt: skip
+@click.option("--overwrite", is_flag=True, help="Replace a file that this command did not write.")
 @output_options
 def command(
     out: Path,
@@ -59,6 +60,7 @@ def command(
     subflavors: tuple[str, ...],
     input_subflavors: tuple[tuple[str, str], ...],
     val: tuple[str, ...],
+    overwrite: bool,
     output: Output,
 ) -> None:
     """Blend several datasets into one weighted Metadataset.
@@ -84,7 +86,7 @@ def command(
         input_subflavors=by_input,
     )
     out = as_path(out)
-    write_metadataset(blend, out, absolute=not relative)
+    write_metadataset(blend, out, absolute=not relative, overwrite=overwrite)
     output.console.print(_table(blend))
     for warning in blend.warnings():
         echo(f"note: {as_options(warning)}", err=output.as_json or output.quiet)
