@@ -10,6 +10,7 @@ PackOptions     + the output folder, shards and engine
 PackKeywords    the keyword arguments of `pack`, for editors and type checkers
 """
 
+import hashlib
 import logging
 import math
 import os
@@ -174,13 +175,18 @@ def prefix_of(folder: Path) -> str:
     """Prefix of shard names for an output folder: its name, so that outputs of different names can be blended.
 
     `{part}` and the separator beside it are removed, because the number of the input part follows the prefix anyway.
-    If nothing else remains, the name of the parent folder is used.
+    If nothing else remains, the name of the parent folder is used. A name that is too long, or that has characters that
+    keys cannot have, is shortened, and a digest of the name follows: two names must not become the same prefix.
     """
     resolved = Path(os.path.abspath(folder))  # not resolve(): a link keeps the name that the user chose
     for part in (resolved.name, resolved.parent.name):
-        name = _NOT_IN_KEYS.sub("_", part.replace("{part}", "")).strip("_-")
+        name = part.replace("{part}", "").strip("_-") if "{part}" in part else part
+        plain = _NOT_IN_KEYS.sub("_", name).strip("_-")
+        if name and name == plain and len(name) <= _MAX_PREFIX:
+            return name
         if name:
-            return name[:_MAX_PREFIX]
+            digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:8]
+            return f"{plain[: _MAX_PREFIX - 1 - len(digest)] or 'pack'}-{digest}"
     return "pack"
 
 

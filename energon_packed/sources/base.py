@@ -17,7 +17,7 @@ import numpy.typing as npt
 from energon_packed.errors import Reject
 from energon_packed.records.media import ImageRoot
 from energon_packed.sources.config import Reading
-from energon_packed.storage import absolute_name, is_remote, recent_status
+from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 
 
 class SourceRecord(NamedTuple):
@@ -180,10 +180,12 @@ class Source(ABC):
         return file_fingerprint(self.path)
 
 
-def _absolute(folder: Path) -> str:
+def _absolute(folder: Path | str) -> str:
     """Return the absolute name of a folder, links unresolved, unless `..` follows a link and leads elsewhere."""
     name = absolute_name(folder)
-    is_other = ".." in folder.parts and not is_remote(folder) and os.path.realpath(name) != os.path.realpath(folder)
+    is_other = (
+        ".." in as_path(folder).parts and not is_remote(folder) and os.path.realpath(name) != os.path.realpath(folder)
+    )
     return os.path.realpath(folder) if is_other else name
 
 

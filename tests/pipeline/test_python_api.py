@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -175,13 +176,15 @@ def test_shares_are_normalized(tokenizer_dir: Path, tmp_path: Path, given: Any, 
     ("folder", "part", "prefix"),
     [
         ("node_a", None, "node_a"),
-        ("my data.v2", None, "my_data_v2"),
-        ("数据", None, "above"),
+        ("my data.v2", None, "my_data_v2-08323681"),
+        ("数据", None, "pack-5440f742"),
+        ("数据", (2, 4), "pack-5440f742_p002"),
+        ("数据 2", None, "2-733620da"),
         ("{part}", (2, 4), "above_p002"),
         ("out-{part}", (2, 4), "out_p002"),
         ("out", (0, 4), "out_p000"),
         ("a/..", None, "above"),
-        ("x" * 100, None, "x" * 64),
+        ("x" * 100, None, f"{'x' * 55}-09ecb6eb"),
     ],
 )
 def test_the_prefix_is_the_name_of_the_folder(
@@ -194,10 +197,39 @@ def test_the_prefix_is_the_name_of_the_folder(
     assert prefix_of(Path("/")) == "pack"
 
 
+NAMES = (
+    "数据",
+    "图片",
+    "é",
+    "e\u0301",
+    "a b",
+    "a_b",
+    "a.b",
+    "a-b",
+    "_a",
+    "a",
+    "a_",
+    "😀",
+    "-",
+    "_",
+    ".a",
+    "x" * 64,
+    "x" * 65,
+    "x" * 66,
+)
+
+
+def test_names_of_folders_have_distinct_prefixes() -> None:
+    prefixes = [prefix_of(Path("above", name)) for name in NAMES]
+    assert len({prefix.casefold() for prefix in prefixes}) == len(NAMES)
+    assert all(re.fullmatch("[A-Za-z0-9_-]{1,64}", prefix) for prefix in prefixes)
+    assert prefixes == [prefix_of(Path("other", name)) for name in NAMES]
+
+
 def test_default_outputs_blend(build: Any, tmp_path: Path) -> None:
     records = [{"text": f"line {n}"} for n in range(20)]
-    folders = [build(records, output_dir=tmp_path / name).shards for name in ("first", "second")]
-    assert len(make_blend([(folder, None) for folder in folders]).train) == 2
+    folders = [build(records, output_dir=tmp_path / name).shards for name in ("first", "cn/数据", "cn/图片")]
+    assert len(make_blend([(folder, None) for folder in folders]).train) == 3
 
 
 def test_every_option_says_what_it_does() -> None:
