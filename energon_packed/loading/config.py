@@ -4,6 +4,7 @@
 """
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,11 @@ class DataflowConfig(RejectOptions):
         """Tokens in one row."""
         assert self.seq_len is not None
         return self.seq_len
+
+    @property
+    def written(self) -> Mapping[str, tuple[Path, ...]]:
+        """Measured lengths."""
+        return {"work_dir": () if self.work_dir is None else (self.work_dir / "measure" / "0.parquet",)}
 
     def check_format(self, reader: RecordReader) -> None:
         """Check that all inputs have the file format `dataset_format`.

@@ -175,8 +175,8 @@ def prefix_of(folder: Path) -> str:
     """Prefix of shard names for an output folder: its name, so that outputs of different names can be blended.
 
     `{part}` and the separator beside it are removed, because the number of the input part follows the prefix anyway.
-    If nothing else remains, the name of the parent folder is used. A name that is too long, or that has characters that
-    keys cannot have, is shortened, and a digest of the name follows: two names must not become the same prefix.
+    If nothing else remains, the name of the parent folder is used. A name that is too long, or has characters that no
+    key has, is shortened, and a digest of the name follows: two names must not become the same prefix.
     """
     resolved = Path(os.path.abspath(folder))  # not resolve(): a link keeps the name that the user chose
     for part in (resolved.name, resolved.parent.name):
@@ -421,6 +421,11 @@ class InputOptions(EncoderSettings):
         return [*[config.key(self.seed) for config in self.source_configs], *weight, *links]
 
     @property
+    def written(self) -> Mapping[str, tuple[Path, ...]]:
+        """Names of files that a run writes, by the option that names their folder, as examples of its files."""
+        return {}
+
+    @property
     def codec(self) -> Codec:
         """The codec of `sample_class`; before `auto` is resolved, the codec of PackedMultiMixQASample."""
         return codec_for(MULTI_MIX if self.sample_class == AUTO else self.sample_class, self.layout or "")
@@ -645,6 +650,12 @@ class PackOptions(RejectOptions):
     def prefix(self) -> str:
         """Prefix of shard names and keys, with the suffix of the input part."""
         return str(self.shard_prefix) + part_suffix(None if self.part is None else self.part[0])
+
+    @property
+    def written(self) -> Mapping[str, tuple[Path, ...]]:
+        """Files of the output folder."""
+        names = ("lengths.parquet", "rejects.jsonl", f"webdataset/{self.prefix}-000000.tar")
+        return {"output_dir": tuple([self.output_dir / name for name in names])}
 
     @property
     def row_length(self) -> int:

@@ -19,7 +19,7 @@ from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
 from energon_packed.records.normalize import RecordWeight
-from energon_packed.sources import Source, SourceRecord, open_sources
+from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
 from energon_packed.system import announced
 
 
@@ -178,7 +178,9 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
 
     Raises:
         SourceError: an input cannot be read.
+        ConfigError: the run writes into an input folder.
     """
+    refuse_outputs(options.source_configs, options.written)
     ignored: list[IgnoredEntries] = []
     return RecordReader(
         sources=open_sources(

@@ -156,6 +156,12 @@ class LengthsOptions(InputOptions):
                 raise ConfigError(f"`seq_len` must be {limit}, got {short(seq_len)}")
         object.__setattr__(self, "seq_lens", tuple(seq_lens))
 
+    @property
+    def written(self) -> Mapping[str, tuple[Path, ...]]:
+        """The list of lengths, and the reports that `pack` writes to the output folder later."""
+        reports = () if self.output_dir is None else (self.output_dir / "lengths.parquet",)
+        return {"output_dir": reports, "output": () if self.output is None else (self.output,)}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Survey:

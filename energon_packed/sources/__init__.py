@@ -12,7 +12,7 @@ from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.config import SourceConfig
 from energon_packed.sources.json import JsonlSource
-from energon_packed.sources.registry import known_formats, open_sources, register_source
+from energon_packed.sources.registry import known_formats, open_sources, refuse_outputs, register_source
 
 __all__ = [
     "ArrowSource",
@@ -22,5 +22,6 @@ __all__ = [
     "SourceRecord",
     "known_formats",
     "open_sources",
+    "refuse_outputs",
     "register_source",
 ]

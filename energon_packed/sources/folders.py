@@ -47,6 +47,11 @@ _SAME = {"training": "train", "valid": "validation", "val": "validation", "dev":
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
+def is_data(name: str) -> bool:
+    """Whether a file of this name is read, if it is in an input folder."""
+    return name.lower().endswith(_DATA)
+
+
 def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
     """List the data files of a folder, sorted, and its other entries; the others are logged in one line.
 
@@ -59,11 +64,11 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
     unreadable: dict[str, str] = {}
     for name, mode in sorted(walk(folder)):
         base = name.rpartition("/")[2]
-        is_data = base.lower().endswith(_DATA)
-        irregular = None if is_data else irregular_kind(mode)
-        if kind := irregular or ignored_kind(base, is_data=is_data):
+        has_data = is_data(base)
+        irregular = None if has_data else irregular_kind(mode)
+        if kind := irregular or ignored_kind(base, is_data=has_data):
             skipped[kind].append(name)
-        elif is_data:
+        elif has_data:
             names.append(name)
         elif (command := conversion_command(base)) is None:
             skipped["unknown type"].append(name)

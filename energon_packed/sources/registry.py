@@ -1,6 +1,7 @@
 """`open_sources`: files, globs, folders and Hub names in, opened Sources out; the file formats are tried in order."""
 
 import difflib
+import fnmatch
 import glob
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from energon_packed.errors import IgnoredEntries, SourceError
+from energon_packed.errors import ConfigError, IgnoredEntries, SourceError
 from energon_packed.files import irregular_kind, link_refused, visible
 from energon_packed.metadatasets import is_metadataset
 from energon_packed.records import Adapter, FieldMap
@@ -19,7 +20,7 @@ from energon_packed.sources.config import Reading, SourceConfig, plain
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.energon import EnergonSource, metadataset_members
 from energon_packed.sources.folder_entries import conversion_command
-from energon_packed.sources.folders import Skipped, folder_files, hub_folder, log_skipped
+from energon_packed.sources.folders import Skipped, folder_files, hub_folder, is_data, log_skipped
 from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
 from energon_packed.sources.json import JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
@@ -140,6 +141,54 @@ def _files_of(
         for position, match in enumerate(matches):
             salt = "" if fraction == 1 else f"{seed} {index} {position}"
             yield match, Reading(index, field_map, adapter, copy, fraction, salt)
+
+
+def refuse_outputs(configs: Iterable[SourceConfig], written: Mapping[str, Iterable[Path]]) -> None:
+    """Refuse outputs that the next run would read: in a folder of the input, or with names that match a pattern.
+
+    Args:
+        configs: the inputs.
+        written: examples of the files that the run writes, by option.
+
+    Raises:
+        ConfigError: the message names the option and the input.
+    """
+    patterns = [pattern for config in configs for pattern in config.path]
+    for name, files in written.items():
+        for pattern, file in [(pattern, file) for pattern in patterns for file in files if is_data(file.name)]:
+            if _would_read(pattern, file):
+                raise ConfigError(
+                    f"`{name}` must be outside the input {pattern}, got {file}. The next run would read it as an "
+                    "input: use another folder."
+                )
+
+
+def _would_read(pattern: str, file: Path) -> bool:
+    """Whether an input folder or pattern has a file, once it is written."""
+    path, target = as_path(os.path.expanduser(pattern)), _real(file)
+    if path.exists():
+        if not path.is_dir() or is_metadataset(path) or _kind_of(path) is not None:  # formats that list their files
+            return False
+        inner = target[len(_real(path)) :] if target[: len(_real(path))] == _real(path) else ()
+        return bool(inner) and not any(name.startswith(".") for name in inner)
+    fixed = next((count for count, name in enumerate(path.parts) if glob.has_magic(name)), len(path.parts))
+    names = (*_real(type(path)(*path.parts[:fixed])), *path.parts[fixed:])
+    # A pattern that matches a folder reads its files.
+    return any(_matches_names(names, target[:count]) for count in range(1, len(target) + 1))
+
+
+def _real(path: Path) -> tuple[str, ...]:
+    return path.resolve().parts
+
+
+def _matches_names(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
+    if not pattern or not names:
+        return (not pattern and not names) or pattern == ("**",)
+    first, rest = pattern[0], pattern[1:]
+    is_hidden = names[0].startswith(".") and not first.startswith(".")
+    if first == "**":
+        return _matches_names(rest, names) or (not is_hidden and _matches_names(pattern, names[1:]))
+    return not is_hidden and fnmatch.fnmatchcase(names[0], first) and _matches_names(rest, names[1:])
 
 
 def _refuse_links(patterns: Iterable[str]) -> None:
