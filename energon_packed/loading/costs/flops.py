@@ -10,9 +10,38 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 
-# Models whose MLP has 2 matrices instead of 3 (a gate), and vision towers whose MLP has 3 instead of 2.
-_WITHOUT_GATE = ("gpt2", "gpt_neo", "gpt_neox", "opt", "phi", "starcoder2", "nemotron", "falcon", "bloom")
+# Models whose MLP has 2 matrices instead of 3 (a gate), and vision towers whose MLP has 3 instead of 2. A test counts
+# the operations of every causal language model of Transformers.
+_WITHOUT_GATE = (
+    *("apertus", "arcee", "biogpt", "bloom", "codegen", "falcon", "git", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox"),
+    *("gpt_neox_japanese", "gptj", "jais2", "mpt", "nanochat", "nemotron", "openai-gpt", "opt", "persimmon", "phi"),
+    *("starcoder2", "trocr", "xglm", "xlm"),
+)
+# Models with further layers, or with widths that differ by layer.
+_OTHER_LAYERS = (
+    *(
+        "afmoe",
+        "beam",
+        "cpmant",
+        "ctrl",
+        "doge",
+        "electra",
+        "hrm_text",
+        "lfm2",
+        "mimo_v2_flash",
+        "mllama_text_model",
+        "moshi",
+    ),
+    *("prophetnet", "reformer", "rembert", "roc_bert", "xlnet"),
+)
 _GATED_TOWERS = ("qwen2_5_vl_vision", "qwen2_5_omni_vision_encoder", "pixtral", "glm4v_vision")
+# Names of the same number in configurations of Transformers and Megatron.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_router_topk", "moe_topk", "moe_k")
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+_SHARED_SIZE = (
+    *("shared_expert_intermediate_size", "shared_intermediate_size", "moe_shared_expert_intermediate_size"),
+)
 # Towers that resize or cut every image to `image_size`, so that attention has the same cost for every patch.
 _FIXED_SIZE = ("clip_vision_model", "siglip_vision_model", "internvl_vision")
 
@@ -30,12 +59,15 @@ def text_flops(config: Any, vocab_size: int | None = None) -> tuple[float, float
     _check_attention(config)
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers", "num_layers")
     heads = _number(config, "num_attention_heads")
-    groups = _number(config, "num_key_value_heads", "num_query_groups", default=heads)
+    groups = _number(config, "num_key_value_heads", "num_query_groups", "num_kv_heads", default=heads)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        groups = 1  # Falcon, GPT-BigCode
     width = _number(config, "head_dim", "kv_channels", default=hidden // heads)
     projections = 2 * hidden * width * (2 * heads + 2 * groups)  # queries and output, keys and values
     of_layers = sum(_mlp(config, hidden, layer) + projections for layer in range(layers))
     window = _number(config, "sliding_window", default=0)
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    # Without `layer_types`, a window is of all layers (Mistral, Phi-3, StarCoder2).
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * layers
     sliding = sum(kind == "sliding_attention" for kind in kinds)
     attention = 4 * heads * width
     vocabulary = vocab_size or _number(config, "vocab_size", default=0)
@@ -96,28 +128,31 @@ def _projector(config: Any, kind: str, hidden: int, text: Any) -> float:
 def _mlp(config: Any, hidden: int, layer: int) -> float:
     """Operations of the MLP of a layer for a token."""
     kind = getattr(config, "model_type", "")
-    matrices = 3 if getattr(config, "gated_linear_unit", kind not in _WITHOUT_GATE) else 2
-    experts = _number(config, "num_local_experts", "num_experts", "n_routed_experts", "num_moe_experts", default=0)
-    inner = _number(config, "intermediate_size", "ffn_hidden_size", default=4 * hidden)
+    # BERT, BART and their relatives, as decoders, have no gate either.
+    is_old = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+    matrices = 3 if getattr(config, "gated_linear_unit", kind not in _WITHOUT_GATE and not is_old) else 2
+    experts = _number(config, *_EXPERTS, default=0)
+    inner = _number(config, "intermediate_size", "ffn_hidden_size", "ffn_dim", default=4 * hidden)
     if not experts or not _has_experts(config, layer):
-        return 2 * matrices * hidden * inner
+        return 2 * matrices * hidden * _number(config, "dense_intermediate_size", default=inner)
     of_expert = _number(config, "moe_intermediate_size", "moe_ffn_hidden_size", default=inner)
-    routed = _number(config, "num_experts_per_tok", "moe_router_topk") * of_expert
-    shared = _number(config, "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", default=0)
-    shared = shared or _number(config, "n_shared_experts", default=0) * of_expert
+    routed = _number(config, *_CHOSEN) * of_expert
+    shared = _number(config, *_SHARED_SIZE, default=0) or _number(config, *_SHARED, default=0) * of_expert
     return 2 * matrices * hidden * (routed + shared) + 2 * hidden * experts
 
 
 def _has_experts(config: Any, layer: int) -> bool:
-    frequency = getattr(config, "moe_layer_freq", 1)
+    frequency = getattr(config, "moe_layer_freq", None) or getattr(config, "moe_layer_interval", None) or 1
     if isinstance(frequency, list):
         return bool(frequency[layer])
-    if layer < (getattr(config, "first_k_dense_replace", 0) or 0):
+    if (kinds := getattr(config, "mlp_layer_types", None)) is not None:
+        return bool(kinds[layer] == "sparse")
+    if layer < _number(config, "first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", default=0):
         return False
     if layer in (getattr(config, "mlp_only_layers", None) or ()):
         return False
     step = getattr(config, "decoder_sparse_step", None)
-    return bool((layer + 1) % step == 0 if step else layer % (frequency or 1) == 0)
+    return bool((layer + 1) % step == 0 if step else layer % frequency == 0)
 
 
 def _check_attention(config: Any) -> None:
@@ -127,6 +162,8 @@ def _check_attention(config: Any) -> None:
         others.append("multi-latent attention")
     if getattr(config, "window_size", None):
         others.append("window_size")
+    if getattr(config, "model_type", "") in _OTHER_LAYERS:
+        others.append(f"the layers of {config.model_type}")
     if others:
         raise ConfigError(
             f"`config` must have full attention or sliding windows in `layer_types`, got {', '.join(others)}. Measure "
