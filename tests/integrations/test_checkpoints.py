@@ -1,11 +1,12 @@
 """Checkpoints of PackedTrainer: the weights of every model are restored, or the checkpoint is refused."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2_5_VLForConditionalGeneration, TrainerCallback
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2_5_VLForConditionalGeneration, Trainer, TrainerCallback
 
 from energon_packed import (
     ChatEncoder,
@@ -13,6 +14,7 @@ from energon_packed import (
     PackedDataset,
     PackedTrainer,
     PaddingFreeCollator,
+    check_training_arguments,
     packed_training_arguments,
 )
 from tests.integrations.launched import tiny_qwen2
@@ -117,3 +119,54 @@ def test_the_best_model_is_restored(image_packs: Path, encoder: ChatEncoder, tmp
     model = tiny_model("qwen2_5_vl", encoder, "sdpa").train()
     _, last, _ = train(tmp_path / "best", data, model, **evaluation, **best)
     assert equal(last, saved)
+
+
+def stock_run(folder: Path, data: PackedDataset, model: Any, steps: int, resume: Path | None = None) -> Weights:
+    """Weights that a stock Trainer starts with; it saves a checkpoint after each step."""
+    start = Start()
+    arguments = {"save_steps": 1, "max_steps": steps, "per_device_train_batch_size": 1, "save_only_model": False}
+    args = packed_training_arguments(str(folder), data, **QUIET | arguments)
+    trainer = Trainer(model, args, train_dataset=data, data_collator=PaddingFreeCollator(), callbacks=[start])
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return start.weights
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("qwen2_5_vl", "model.language_model."), ("qwen3_moe", "experts.down_proj")]
+)
+def test_a_stock_trainer_that_would_lose_weights_is_refused(
+    image_packs: Path, text_packs: list[Path], encoder: ChatEncoder, tmp_path: Path, kind: str, lost: str
+) -> None:
+    data = PackedDataset(image_packs, encoder) if kind == "qwen2_5_vl" else PackedDataset(text_packs[0])
+
+    def made() -> Any:
+        if kind == "qwen2_5_vl":
+            return tiny_model(kind, encoder, "sdpa").train()
+        sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1}
+        experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+        vocabulary = {"vocab_size": len(encoder.tokenizer), "bos_token_id": None, "eos_token_id": None}
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **experts, **vocabulary))
+
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    model, others = made(), made()
+    stock_run(tmp_path / "lost", data, model, 1)
+    start = stock_run(tmp_path / "lost", data, others, 2, tmp_path / "lost" / "checkpoint-1")
+    missing = [name for name, weight in copied(model).items() if not weight.equal(start[name])]
+    assert any(lost in name for name in missing)
+    message = (
+        rf"checkpoints must restore all weights of {type(model).__name__}, .* such as .*{lost}.* Use PackedTrainer"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check_training_arguments(args, data, model=model)
+
+    check_training_arguments(packed_training_arguments(str(tmp_path), data, save_strategy="no"), data, model=model)
+    kept = made()
+    kept.save_pretrained = partial(kept.save_pretrained, save_original_format=False)
+    check_training_arguments(args, data, model=kept)
+    stock_run(tmp_path / "kept", data, kept, 1)
+    assert equal(stock_run(tmp_path / "kept", data, made(), 2, tmp_path / "kept" / "checkpoint-1"), copied(kept))
+
+
+def test_models_with_their_own_names_are_accepted(text_packs: list[Path], tmp_path: Path) -> None:
+    data = PackedDataset(text_packs[0])
+    check_training_arguments(packed_training_arguments(str(tmp_path), data, **QUIET), data, model=tiny_qwen2())

@@ -3,7 +3,8 @@
 from math import ceil
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.core_model_loading import revert_weight_conversion
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.stream import TrainerStream
@@ -54,13 +55,16 @@ def packed_training_arguments(output_dir: str, data: Any, **arguments: object) -
     return args
 
 
-def check_training_arguments(args: TrainingArguments, data: Any, *, lengths_known: bool = False) -> None:
+def check_training_arguments(
+    args: TrainingArguments, data: Any, *, lengths_known: bool = False, model: Any = None
+) -> None:
     """Refuse arguments with which a Trainer would lose, repeat, split or misweight packed data.
 
     Args:
         args: arguments of the Trainer.
         data: its `train_dataset`: PackedDataset, PlannedDataset, their `to_hf()`, or TrainerStream.
         lengths_known: the Trainer uses `data.lengths` for `group_by_length`, as PackedTrainer does.
+        model: the model of a stock Trainer, whose checkpoints must restore all weights; PackedTrainer needs no check.
 
     Raises:
         ConfigError: one line for each wrong argument, with the value to set.
@@ -76,6 +80,12 @@ def check_training_arguments(args: TrainingArguments, data: Any, *, lengths_know
     ] = strategy in _BY_LENGTH and not (lengths_known and strategy == "group_by_length")
     if isinstance(data, TrainerStream):
         problems |= _of_streams(args, data)
+    if lost := _not_restored(model) if args.save_strategy != "no" else []:
+        problems[
+            f"checkpoints must restore all weights of {type(model).__name__}, but a Trainer saves {len(lost)} of them "
+            f"with names that it does not load, such as {lost[0]}. Use PackedTrainer, or set model.save_pretrained = "
+            "functools.partial(model.save_pretrained, save_original_format=False)"
+        ] = True
     wrong = [problem for problem, is_there in problems.items() if is_there]
     if wrong:
         lines = "".join(f"\n- {problem}" for problem in wrong)
@@ -139,6 +149,18 @@ def _of_streams(args: Any, data: TrainerStream) -> dict[str, bool]:
         "`auto_find_batch_size` must be False, got True: it restarts training after batches were read, which "
         "skips them. Set it to False": args.auto_find_batch_size,
     }
+
+
+def _not_restored(model: Any) -> list[str]:
+    """Return the weights of a model that a checkpoint of a stock Trainer has under other names.
+
+    `save_pretrained` writes the names of the first release of a model, which `from_pretrained` converts. A Trainer
+    that resumes loads the file as it is, and only warns: it continues with new weights.
+    """
+    if not isinstance(model, PreTrainedModel) or "save_pretrained" in vars(model):  # the user replaced it
+        return []
+    weights = {name: weight.to("meta") for name, weight in model.state_dict().items()}
+    return sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys())
 
 
 def _has_images(data: Any) -> bool:
