@@ -354,10 +354,11 @@ def read_counts(rows: Any) -> StringCounts:
 
 
 def count_strings(conversations: Sequence[Any]) -> StringCounts:
-    """Count the conversations that list each string, by the names in `COUNTED`; None is a rejected record."""
-    accepted = [conversation for conversation in conversations if conversation is not None]
+    """Count the conversations that list each string, by the names in `COUNTED`."""
     return {
-        name: Counter(_utf8(string) for conversation in accepted for string in set(getattr(conversation, name, ())))
+        name: Counter(
+            _utf8(string) for conversation in conversations for string in set(getattr(conversation, name, ()))
+        )
         for name in COUNTED
     }
 

@@ -266,13 +266,15 @@ class Measurer:
             batch_columns["frames_bytes"] = [len(content) for content in frames]
             batch_columns["media_stamp"] = stamps
             batch_columns["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
-            noted = conversations
+            # Only of accepted records: the counts describe what is trained on.
+            accepted = zip(conversations, results, strict=True)
+            noted = [c for c, result in accepted if c is not None and result.reject is None]
             if isinstance(encoder, ChatEncoder):
-                noted = [c and encoder.noted(c) for c in conversations]
-                counts["notes"].update(note for c in conversations if c for note in encoder.renderer.notes(c))
+                counts["notes"].update(note for c in noted for note in encoder.renderer.notes(c))
+                noted = [encoder.noted(c) for c in noted]
             for name, counted in count_strings(noted).items():
                 counts[name].update(counted)
-            counts["notes"].update(note for result in results for note in result.notes)
+            counts["notes"].update(note for result in results if result.reject is None for note in result.notes)
             if weighted := sum([measurement.weighted for measurement in measured]):
                 counts["notes"][WEIGHTED] += weighted
             if first is None:

@@ -12,9 +12,14 @@ from pathlib import Path
 
 from energon_packed.errors import SourceError
 from energon_packed.files import visible
+from energon_packed.records.unlisted_media import IMAGE_FILES
 from energon_packed.records.video import VIDEO_SUFFIXES
 from energon_packed.storage import RemotePath
 
+CAPTION_FILES = (".txt", ".caption", ".text")
+"""Suffixes of files with the caption of an image or video of the same name, as in tars."""
+CAPTIONED_FILES = (*IMAGE_FILES, *VIDEO_SUFFIXES)
+"""Suffixes of images and videos that such a file may describe."""
 _DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
 _SUFFIXES = {

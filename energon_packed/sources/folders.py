@@ -2,6 +2,7 @@
 
     folder of data files   .tar, .parquet, .arrow, .jsonl ..., sorted, of a single format, subfolders included
     imagefolder            its metadata.jsonl or metadata.csv, not the images
+images with captions   the folders with them, if there are no data files
     org/name               the dataset in the caches of `datasets` and `huggingface_hub`; nothing is downloaded
 
 If file or folder names contain train, validation or test, a single split is read.
@@ -21,8 +22,16 @@ from pathlib import Path
 
 from energon_packed.errors import SourceError
 from energon_packed.files import irregular_kind, visible
-from energon_packed.sources.folder_entries import EXPECTED_KINDS, conversion_command, ignored_kind, walk
+from energon_packed.sources.folder_entries import (
+    CAPTION_FILES,
+    CAPTIONED_FILES,
+    EXPECTED_KINDS,
+    conversion_command,
+    ignored_kind,
+    walk,
+)
 from energon_packed.sources.json import COMPRESSIONS
+from energon_packed.storage import is_remote
 
 _log = logging.getLogger(__name__)
 _METADATA = ("metadata.jsonl", "metadata.csv")
@@ -38,6 +47,7 @@ _FORMATS = {
 }
 _LAST_RESORT = ".json"  # beside other data files, it describes them
 _DATA = (*(end for ends in _FORMATS.values() for end in ends), _LAST_RESORT)
+_MEDIA, _UNKNOWN = "media", "unknown type"
 _OTHER_SPLIT = "of another split"
 _MOST_SHOWN = 3  # names in a message
 Skipped = dict[str, list[str]]
@@ -71,16 +81,42 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
         elif has_data:
             names.append(name)
         elif (command := conversion_command(base)) is None:
-            skipped["unknown type"].append(name)
+            skipped[_UNKNOWN].append(name)
         # Archives of other splits contain no records of this split.
         elif split is not None and _split_of(name) not in (None, _SAME.get(split, split)):
             skipped[_OTHER_SPLIT].append(name)
         else:
             unreadable[name] = command
     _refuse_unreadable(folder, unreadable)
-    files = _in_split(folder, _data_files(folder, names, skipped), split, skipped)
+    captioned = {} if names or is_remote(folder) else _captioned(skipped)
+    files = _in_split(folder, sorted(captioned) or _data_files(folder, names, skipped), split, skipped)
+    if captioned:
+        files = sorted({file.parent for file in files})
+        _remove_captioned({str(file.relative_to(folder)).removeprefix(".") for file in files}, captioned, skipped)
     log_skipped(folder, skipped)
     return files, skipped
+
+
+def _captioned(skipped: Skipped) -> dict[str, list[str]]:
+    """Find images and videos with captions of the same name among the entries: name of the image -> its captions."""
+    texts: dict[str, list[str]] = defaultdict(list)
+    for stem, name in _stems(skipped, _UNKNOWN, CAPTION_FILES):
+        texts[stem].append(name)
+    return {name: texts[stem] for stem, name in _stems(skipped, _MEDIA, CAPTIONED_FILES) if stem in texts}
+
+
+def _stems(skipped: Skipped, reason: str, suffixes: tuple[str, ...]) -> list[tuple[str, str]]:
+    return [(os.path.splitext(name)[0], name) for name in skipped.get(reason, ()) if name.lower().endswith(suffixes)]
+
+
+def _remove_captioned(folders: set[str], captioned: Mapping[str, list[str]], skipped: Skipped) -> None:
+    """Remove captions, and the images and videos of their folders, from the entries that are not read."""
+    inside = {name for _, name in _stems(skipped, _MEDIA, CAPTIONED_FILES) if os.path.dirname(name) in folders}
+    read = {*captioned, *inside, *(text for texts in captioned.values() for text in texts)}
+    for reason in (_MEDIA, _UNKNOWN):
+        skipped[reason] = [name for name in skipped[reason] if name not in read]
+        if not skipped[reason]:
+            del skipped[reason]
 
 
 def _data_files(folder: Path, names: Sequence[str], skipped: Skipped) -> Sequence[str]:
@@ -101,7 +137,7 @@ def _data_files(folder: Path, names: Sequence[str], skipped: Skipped) -> Sequenc
     if not names:
         raise SourceError(
             f"{folder} is a folder without a Hugging Face state.json, an Energon .nv-meta, or files of "
-            f"{', '.join(_FORMATS)}; pass files or a glob"
+            f"{', '.join(_FORMATS)}, or images with captions of the same name in .txt files; pass files or a glob"
         )
     # .json files count only without other data files: beside them they are metadata.
     files: Sequence[str] = metadata or next(iter(by_format.values()), [*names])

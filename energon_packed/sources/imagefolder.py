@@ -1,11 +1,14 @@
 """Folders of Hugging Face datasets in; records with image or video paths, or the rows of Arrow files, out.
 
 imagefolder    metadata.jsonl or metadata.csv beside images or videos (videofolder), which `file_name` refers to
+captions       `x.png` or `x.mp4` with its caption in `x.txt`, `x.caption` or `x.text`, as in kohya's scripts
 save_to_disk   the Arrow streams that state.json lists
 """
 
+import hashlib
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,10 +16,11 @@ from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import check_inner
 from energon_packed.records.video import has_video_suffix
 from energon_packed.sources.arrow import ArrowSource
-from energon_packed.sources.base import SourceRecord
+from energon_packed.sources.base import Source, SourceRecord
+from energon_packed.sources.convert import converted, not_utf8
 from energon_packed.sources.csv import CsvSource
-from energon_packed.sources.folder_entries import ignored_kind
-from energon_packed.sources.json import JsonlSource
+from energon_packed.sources.folder_entries import CAPTION_FILES, CAPTIONED_FILES, ignored_kind
+from energon_packed.sources.json import ELEMENTS, JsonlSource
 from energon_packed.system import raise_resource_error
 
 _FIELDS = {"file_name": ("image", "video"), "file_names": ("images", "videos")}
@@ -86,6 +90,72 @@ def _is_video(value: Any) -> bool:
 
 def _has_turns(record: dict[str, Any]) -> bool:
     return any(record.get(name) for name in ("messages", "conversations", "conversation"))
+
+
+class CaptionFolderSource(JsonlSource):
+    """The images and videos of a folder, each with its caption in a text file of the same name; without subfolders."""
+
+    suffixes = ()
+
+    @classmethod
+    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
+        """Write a line per image or video to a copy in `work_dir`, named after its content."""
+        digest = hashlib.sha256()
+        for line in _captioned(path):
+            digest.update(line)
+        copy = converted(
+            path, work_dir, ELEMENTS, lambda folder, out: out.writelines(_captioned(folder)), name=digest.hexdigest()
+        )
+        return cls(path, data=copy, image_root=path)
+
+    def fingerprint(self) -> str:
+        """Digest of all names and captions."""
+        return self.data.name.removesuffix(ELEMENTS)
+
+    def row(self, entry: tuple[int, bytes]) -> SourceRecord:
+        """Parse a line; one without a caption is rejected."""
+        row = super().row(entry)
+        fault = row.record.get("fault")
+        return row if fault is None else row._replace(record=None, reject=Reject(Reason.MISSING_FIELD, fault))
+
+
+def _captioned(folder: Path) -> Iterator[bytes]:
+    """Yield a record per image or video of a folder, in the order of the names, as lines of JSON.
+
+    Raises:
+        SourceError: a name is not UTF-8, or a caption cannot be read.
+    """
+    names = sorted(os.listdir(folder))
+    captions: dict[str, list[str]] = {}
+    for name in names:
+        if name.lower().endswith(CAPTION_FILES):
+            captions.setdefault(os.path.splitext(name)[0], []).append(name)
+    for name in names:
+        if name.lower().endswith(CAPTIONED_FILES) and not name.startswith("."):
+            stem = os.path.splitext(name)[0]
+            record = {"id": name, "video" if has_video_suffix(name) else "image": name}
+            try:
+                record |= _caption(folder, name, captions.get(stem, []))
+                yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+            except UnicodeEncodeError as error:
+                raise SourceError(
+                    f"{folder} has the file name {name!r}, which is not UTF-8. Rename the file."
+                ) from error
+
+
+def _caption(folder: Path, name: str, files: list[str]) -> dict[str, str]:
+    """Read the caption of an image or video, or say why it has none."""
+    if not files:
+        return {"fault": f"{name} has no caption; write it to {os.path.splitext(name)[0]}.txt"}
+    if len(files) > 1:
+        return {"fault": f"{name} has {len(files)} captions, {' and '.join(files)}; keep one"}
+    try:
+        return {"caption": (folder / files[0]).read_text(encoding="utf-8-sig").strip()}
+    except UnicodeDecodeError as error:
+        return {"fault": f"{files[0]}: {not_utf8(error.object[error.start])}"}
+    except OSError as error:
+        raise_resource_error(error, folder / files[0])
+        raise SourceError(f"{folder / files[0]} cannot be read: {error.strerror}. Make it readable.") from error
 
 
 class HuggingFaceSource(ArrowSource):

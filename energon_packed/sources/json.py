@@ -61,7 +61,8 @@ _BLOCK = 1 << 20
 # Complete strings with their colons, a quote that opens an unfinished string, or structure.
 _TOKEN = re.compile(rb'(?:"[^"\\]*(?:\\.[^"\\]*)*"(?:\s*:\s*)?)+|["\[\]{},]', re.DOTALL)
 _SPACE = b" \t\r\n"
-_ELEMENTS = ".lines.jsonl"  # suffix of a copy with a line for each element of an array or object
+ELEMENTS = ".lines.jsonl"
+"""Suffix of a copy whose lines are not lines of the input: elements of an array or object, files of a folder."""
 _OBJECT_OF_RECORDS = re.compile(
     rb'\{\s*"(data|annotations|samples|records|rows|items|examples|instances)"\s*:\s*\[\s*\{'
 )
@@ -160,7 +161,7 @@ class JsonlSource(Source):
 
         They are not known for elements of an array or object, nor in an input part that starts within the file.
         """
-        is_copied = self.data != self.path and self.data.name.endswith(_ELEMENTS)
+        is_copied = self.data != self.path and self.data.name.endswith(ELEMENTS)
         # In place as far as possible, because a file may have 10 million records.
         before = np.zeros_like(addresses)  # end of the record before
         np.add(addresses[:-1], sizes[:-1], out=before[1:])
@@ -194,7 +195,7 @@ class JsonSource(JsonlSource):
             SourceError: the file is a single object, or an array that cannot be read.
         """
         data = local_copy(_text_of(path, work_dir), work_dir)
-        head, lines = _head(data), partial(converted, data, work_dir, _ELEMENTS)
+        head, lines = _head(data), partial(converted, data, work_dir, ELEMENTS)
         if head[:1] == b"[":
             return _array_in_lines(path, data, work_dir)
         is_wrapped = _is_wrapped(head)
@@ -256,7 +257,7 @@ def _array_in_lines(path: Path, data: Path, work_dir: Path) -> Path:
         SourceError: it is not a complete array.
     """
     return converted(
-        local_copy(data, work_dir), work_dir, _ELEMENTS, lambda array, out: _to_jsonl(array, out, path, _elements)
+        local_copy(data, work_dir), work_dir, ELEMENTS, lambda array, out: _to_jsonl(array, out, path, _elements)
     )
 
 

@@ -21,7 +21,12 @@ from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.energon import EnergonSource, metadataset_members
 from energon_packed.sources.folder_entries import conversion_command
 from energon_packed.sources.folders import Skipped, folder_files, hub_folder, is_data, log_skipped
-from energon_packed.sources.imagefolder import HuggingFaceSource, ImageFolderCsvSource, ImageFolderSource
+from energon_packed.sources.imagefolder import (
+    CaptionFolderSource,
+    HuggingFaceSource,
+    ImageFolderCsvSource,
+    ImageFolderSource,
+)
 from energon_packed.sources.json import JsonlSource, JsonSource
 from energon_packed.sources.webdataset import WebDatasetSource
 from energon_packed.storage import RemotePath, as_path, is_remote
@@ -56,7 +61,8 @@ def known_formats() -> str:
     """List the file extensions and folders that can be read, for messages."""
     suffixes = [suffix for source in SOURCES for suffix in source.suffixes]
     return (
-        f"{' '.join(suffixes)}, folders of them, Hugging Face save_to_disk folders, Energon datasets and Metadatasets"
+        f"{' '.join(suffixes)}, folders of them, folders of images with captions in .txt files, Hugging Face "
+        "save_to_disk folders, Energon datasets and Metadatasets"
     )
 
 
@@ -261,8 +267,7 @@ def _matches(pattern: str, split: str | None, skipped: dict[Path, Skipped]) -> I
         files, others = folder_files(path, split)
         _skip(skipped, path, others)
         for file in files:
-            inner = _kind_of(file)
-            assert inner is not None, file
+            inner = _kind_of(file) or CaptionFolderSource  # the only folders
             yield inner, file, None if inner in _IMAGE_FOLDERS else path
 
 

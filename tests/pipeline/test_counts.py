@@ -64,12 +64,21 @@ def test_unused_fields_are_counted_printed_and_stored(build: Any) -> None:
     assert again.manifest.unused_fields == first.manifest.unused_fields
 
 
+def test_rejected_records_are_not_counted(build: Any) -> None:
+    kept = {"messages": TURNS, "url": "u", "image": None}
+    lost = {"messages": TURNS, "url": "u", "source": "s", "images": ["none.png"]}
+    found = build([kept, lost]).manifest
+    assert found.rejects == {"missing_image": 1}
+    assert found.unused_fields == {"url": 1}
+    assert found.notes == {"image field is null or empty: read without an image": 1}
+
+
 @pytest.mark.usefixtures("names_fields")
 def test_long_lists_are_cut_with_a_count(build: Any) -> None:
     table = shown(build([{"messages": TURNS, **{f"field{n}": n for n in range(25)}}]))
     assert table.count("field") == 10 + 1  # and the title
     assert "15 more" in table
-    assert count_strings([None, replace(CONVERSATION, unused_fields=("\ud83d", "a", "a"))])["unused_fields"] == {
+    assert count_strings([replace(CONVERSATION, unused_fields=("\ud83d", "a", "a"))])["unused_fields"] == {
         "?": 1,
         "a": 1,
     }
