@@ -358,6 +358,12 @@ class InputOptions(EncoderSettings):
     )  # fmt: skip
     seed: int = option(0, help="Random seed for the order of the packs.", group=PACKING, minimum=0, decides="tars")
     workers: int = option(0, help="Processes.", group=RUN, minimum=0, shown_default="all cores")
+    max_reject_rate: float | None = option(
+        0.05,
+        help="Maximum share of rejected records; a larger share stops the run before writing.",
+        group=RUN,
+        minimum=0,
+    )
 
     def __new__(cls, *_: Any, **values: Any) -> Self:
         """Refuse unknown names, for which the generated __init__ raises TypeError; a copy is made without values."""
@@ -380,6 +386,8 @@ class InputOptions(EncoderSettings):
         if self.map is not None:  # a string, or the mapping of a config file
             object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
         super().__post_init__()
+        if self.max_reject_rate is not None and self.max_reject_rate > 1:
+            raise ConfigError(f"`max_reject_rate` must be between 0 and 1, got {self.max_reject_rate}")
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # an adapter that cannot be imported raises here, not in a worker
         # The layout may set the flavor that `sample_class` left open, so it is checked second.
@@ -468,12 +476,6 @@ class RejectOptions(InputOptions):
         1, help="With --overlong split: tokens that a fragment repeats from the fragment before, as context.",
         group=PACKING, minimum=1, metavar="N",
     )  # fmt: skip
-    max_reject_rate: float | None = option(
-        0.05,
-        help="Maximum share of rejected records; a larger share stops the run before writing.",
-        group=RUN,
-        minimum=0,
-    )
     max_failures: int | None = option(
         None, help="Stop when more records than this are rejected; overlong samples do not count.", group=RUN,
         minimum=0, metavar="N",
@@ -482,8 +484,6 @@ class RejectOptions(InputOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_reject_rate is not None and self.max_reject_rate > 1:
-            raise ConfigError(f"`max_reject_rate` must be between 0 and 1, got {self.max_reject_rate}")
         if self.overlong == "split" and self.split_overlap >= self.usable_len:
             raise ConfigError(
                 f"`split_overlap` must be smaller than a row of {self.usable_len} tokens, got {self.split_overlap}"

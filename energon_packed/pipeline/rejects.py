@@ -186,7 +186,12 @@ class RejectLimits:
             )
 
     def check_all(
-        self, counts: Mapping[str, int], packed: int, example: Callable[[str], str], report: str = ""
+        self,
+        counts: Mapping[str, int],
+        packed: int,
+        example: Callable[[str], str],
+        report: str = "",
+        what: str = "records",
     ) -> None:
         """Compare all rejected records of an input with the limits.
 
@@ -195,6 +200,7 @@ class RejectLimits:
             packed: records that are not rejected.
             example: describes a record with a reason.
             report: path of the report with all rejected records, or "".
+            what: noun for the records in messages.
 
         Raises:
             RejectLimitError: more records are rejected than allowed, or all are.
@@ -204,12 +210,12 @@ class RejectLimits:
             return
         if not packed:
             remedy = "; ".join(part for part in (advice(counts), report and f"{report} lists all") if part)
-            raise none_packed(sum(counts.values()), summary(counts, example), remedy)
+            raise none_packed(sum(counts.values()), summary(counts, example), remedy, what)
         self.check_failures(counts)
         considered = packed + rejected
         if self.max_reject_rate is not None and rejected > self.max_reject_rate * considered:
             raise RejectLimitError(
-                f"{rejected} of {considered} records ({rejected / considered:.1%}) were rejected (limit "
+                f"{rejected} of {considered} {what} ({rejected / considered:.1%}) were rejected (limit "
                 f"`max_reject_rate` {self.max_reject_rate:g}): {summary(counts, example, advise=True)}. "
                 f"{report and f'See {report}. '}Fix the data or raise `max_reject_rate`"
             )
@@ -226,6 +232,7 @@ class TableRejects:
         details: details of records that cannot be truncated, by index of the record.
         options: length of a row; None if only lengths are measured.
         max_images: images that fit a row; None for any number.
+        is_sample: the table has some records of each source, so that their indices in the files are unknown.
     """
 
     table: RecordTable
@@ -234,6 +241,7 @@ class TableRejects:
     details: Mapping[int, str] = field(default_factory=dict)
     options: "RejectOptions | None" = None
     max_images: int | None = None
+    is_sample: bool = False
 
     @property
     def counts(self) -> dict[str, int]:
@@ -253,12 +261,11 @@ class TableRejects:
         """Return the counts and the first rejected records."""
         return RejectReport(self.counts, [rejected._asdict() for rejected in islice(self.rows(), MOST_ROWS)])
 
-    def rows(self, reason: str | None = None, *, is_sample: bool = False) -> Iterator[Rejected]:
+    def rows(self, reason: str | None = None) -> Iterator[Rejected]:
         """Yield the rejected records in input order.
 
         Args:
             reason: yield only records with this reason; None for all.
-            is_sample: as in `summary`.
         """
         wanted = self.status != 0 if reason is None else self.status == STATUSES.index(reason)
         for file, start, stop in zip(
@@ -270,7 +277,7 @@ class TableRejects:
             ids, details = rows["id"], rows["detail"]
             for index in np.flatnonzero(wanted[start:stop]).tolist():
                 record = int(start) + index
-                line = 0 if is_sample else int(self.lines[record])
+                line = 0 if self.is_sample else int(self.lines[record])
                 yield self.row(record, line, ids[index].as_py(), details[index].as_py())
 
     def row(self, record: int, line: int, ident: str | None, detail: str | None) -> Rejected:
@@ -319,18 +326,15 @@ class TableRejects:
         if limits.strict:
             for rejected in self.rows():
                 limits.check_record(rejected)
-        limits.check_all(counts, int(np.count_nonzero(self.status == 0)), self._example, report)
+        what = "sampled records" if self.is_sample else "records"
+        limits.check_all(counts, int(np.count_nonzero(self.status == 0)), self._example, report, what)
 
-    def summary(self, *, is_sample: bool = False) -> str:
-        """Summarize the reasons with the function `summary`.
+    def summary(self) -> str:
+        """Summarize the reasons with the function `summary`."""
+        return summary(self.counts, self._example)
 
-        Args:
-            is_sample: the table has some records of each source, so that their indices in the files are unknown.
-        """
-        return summary(self.counts, lambda reason: self._example(reason, is_sample=is_sample))
-
-    def _example(self, reason: str, *, is_sample: bool = False) -> str:
-        return example_of(next(self.rows(reason, is_sample=is_sample)), is_sample=is_sample)
+    def _example(self, reason: str) -> str:
+        return example_of(next(self.rows(reason)), is_sample=self.is_sample)
 
 
 class NamedRecords(NamedTuple):
@@ -446,19 +450,18 @@ def main_reason(counts: Mapping[str, int]) -> str:
     return _ranked(counts)[0][0]
 
 
-def none_packed(records: int, listed: str, remedy: str) -> RejectLimitError:
+def none_packed(records: int, listed: str, remedy: str, what: str = "records") -> RejectLimitError:
     """Make the error for an input without a usable record.
 
     Args:
         records: number of records in the input.
         listed: `summary` of the reasons; "" for an empty input.
         remedy: remedy for the message, or "".
+        what: noun for the records in the message.
     """
     if not listed:
-        return RejectLimitError(
-            f"none of {records} records can be packed: the input is empty; pass a file with records"
-        )
-    return RejectLimitError(f"none of {records} records can be packed: {listed}; {remedy}".removesuffix("; "))
+        return RejectLimitError("none of 0 records can be packed: the input is empty; pass a file with records")
+    return RejectLimitError(f"none of {records} {what} can be packed: {listed}; {remedy}".removesuffix("; "))
 
 
 def _ranked(counts: Mapping[str, int]) -> list[tuple[str, int]]:

@@ -26,7 +26,7 @@ from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions, PackOptions, parse_seq_len
 from energon_packed.pipeline.plan import plan_packs, plan_rejects, plan_shards
 from energon_packed.pipeline.reader import RecordReader, open_reader
-from energon_packed.pipeline.rejects import TableRejects, advice, none_packed, record_names
+from energon_packed.pipeline.rejects import RejectLimits, TableRejects, advice, record_names
 from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import FolderLock, Workspace, work_folder
@@ -207,7 +207,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
 
     Raises:
         ConfigError, SourceError: as `pack`.
-        RejectLimitError: no record can be packed; the message has an example.
+        RejectLimitError: more records are rejected than `max_reject_rate` allows, or all are.
     """
     with _work_folder(options) as workspace:
         reader = open_reader(options, workspace.work)
@@ -220,14 +220,13 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
             progress=progress or Progress(),
         )
-        chunks = None if options.sample is None else sampled_chunks(stage, options.sample, options.seed)[0]
+        chunks, scale = (None, 1.0) if options.sample is None else sampled_chunks(stage, options.sample, options.seed)
         table = stage.run(chunks)
+        rejected = TableRejects(table=table, reader=reader, status=table.status, is_sample=scale != 1)
+        rejected.check(RejectLimits(max_reject_rate=options.max_reject_rate))
         if options.output is not None:
             write_lengths(table, reader, options.output)
-        rejected = TableRejects(table=table, reader=reader, status=table.status)
-        rejects, summary = rejected.counts, rejected.summary(is_sample=options.sample is not None)
-    if not np.any(table.status == 0):
-        raise none_packed(len(table), summary, advice(rejects))
+        rejects, summary = rejected.counts, rejected.summary()
     usable = table.status == 0
     return Survey(
         lengths=table.length[usable],
@@ -239,7 +238,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
         ignored_entries=reader.ignored_entries,
-        is_sample=options.sample is not None,
+        is_sample=rejected.is_sample,
         reused=stage.counters["reused"],
     )
 
@@ -320,7 +319,7 @@ def dry_run(options: PackOptions) -> DryRun:
     Raises:
         ConfigError: options are invalid, the output folder has another run, or the disk is too small.
         SourceError: an input cannot be read.
-        RejectLimitError: no record can be packed.
+        RejectLimitError: more records are rejected than the options allow, or all are.
     """
     workspace = Workspace(options.output_dir, work_folder(options.output_dir, options.work_dir))
     with _scratch(workspace) as work:
@@ -348,10 +347,10 @@ def dry_run(options: PackOptions) -> DryRun:
             table = sample.run(picked)
         is_sample = len(known) < len(chunks)
         rejected, entries = plan_rejects(table, options, reader, stage.engine)
-        status, rejects, summary = rejected.status, rejected.counts, rejected.summary(is_sample=is_sample)
-        example = _example(table, status, reader)
-    if not np.any(status == 0):
-        raise none_packed(round(len(table) * scale), summary, advice(rejects))
+        rejected = replace(rejected, is_sample=scale != 1)
+        rejected.check(options.limits)
+        rejects, summary = rejected.counts, rejected.summary()
+        example = _example(table, rejected.status, reader)
     planned = _planned(entries, options, scale)
     workspace.check_space(planned["num_bytes"], keys.write, options.unfinished_bytes)
     files = tuple(source.path for source in reader.sources)

@@ -173,3 +173,28 @@ def test_an_empty_input_is_one_line(
     options: dict[str, Any] = {"inputs": tmp_path / "a.jsonl", "tokenizer": text_tokenizer_dir, "seq_len": 64}
     with pytest.raises(RejectLimitError, match=message):
         dry_run(PackOptions(**options, output_dir=tmp_path / "out"))
+
+
+def test_a_reject_rate_above_the_limit_ends_lengths_and_a_dry_run_as_it_ends_pack(
+    tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
+    lines = [{"messages": turns} | ({"images": ["gone.png"]} if n % 10 == 9 else {}) for n in range(100)]
+    (tmp_path / "d.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    given, out = (tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--workers", 1), tmp_path / "out"
+    packing = (*given, "--seq-len", 64, "-o", out)
+    message = str(invoke("pack", *packing).exception)
+    assert message.startswith("10 of 100 records (10.0%) were rejected (limit `max_reject_rate` 0.05): 10 x ")
+    report = tmp_path / "lens.txt"
+    for stopped in (run(*given, "--output", report), invoke("pack", *packing, "--dry-run")):
+        assert isinstance(stopped.exception, RejectLimitError)
+        assert str(stopped.exception) == message.replace(f"See {out / 'rejects.jsonl'}. ", "")
+        assert "recommended" not in stopped.output
+    assert not report.exists(), "a list of the records that are left"
+    sampled = str(run(*given, "--sample", 50).exception)
+    assert " sampled records (" in sampled
+    assert "e.g. a record of " in sampled
+    shown = run(*given, "--max-reject-rate", 0.1, "--output", report)
+    assert "recommended: --seq-len 2048" in shown.output
+    assert len(report.read_text().splitlines()) == 90
+    assert invoke("pack", *packing, "--dry-run", "--max-reject-rate", 0.1).exit_code == 0

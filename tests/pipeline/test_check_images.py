@@ -82,7 +82,7 @@ def test_the_sample_of_a_dry_run_is_checked_alike(records: list[Any], tmp_path: 
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = ["pack", str(data), "--tokenizer", str(tokenizer_dir), "--seq-len", "256", "-o", str(tmp_path / "out")]
-    found = CliRunner().invoke(cli, [*command, "--dry-run", "--check-images", "full"])
+    found = CliRunner().invoke(cli, [*command, "--dry-run", "--check-images", "full", "--max-reject-rate", "0.7"])
     assert f"{len(records) - 2} x corrupt_image" in found.output
 
 

@@ -51,7 +51,7 @@ def test_each_reason_has_an_example_and_the_most_common_reason_is_first(build: A
 
 def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> None:
     data = tmp_path / "data.jsonl"
-    options = [str(data), "--tokenizer", str(tokenizer_dir), "--workers", "1"]
+    options = [str(data), "--tokenizer", str(tokenizer_dir), "--workers", "1", "--max-reject-rate", "0.5"]
     data.write_text("".join(json.dumps(record) + "\n" for record in [IMAGE] * 9))
     failed = str(CliRunner().invoke(cli, ["lengths", *options]).exception)
     assert "none of 9 records can be packed: 9 x missing_image, e.g. line 1 of" in failed
@@ -61,7 +61,9 @@ def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> N
     assert (
         "\nmissing_image: add the files, or set --image-root to the folder that image paths start from; pack " in shown
     )
-    sampled = CliRunner().invoke(cli, ["lengths", *options, "--sample", "1000"]).output
+    records = [{"messages": TURNS}, {"messages": TURNS}, IMAGE] * 66
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    sampled = CliRunner().invoke(cli, ["lengths", *options, "--sample", "20"]).output
     assert "e.g. a record of" in sampled
 
 
