@@ -1,68 +1,39 @@
-"""The parts of the benchmarks that use internal names still run."""
+"""The scripts of `tools/`."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
-
-from tests.oldest import needs_isolated_qwen2_5_vl
 from tests.processes import run_python
 
-TOOLS = Path(__file__).parents[1] / "tools"
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = [file for file in sorted((ROOT / "tools").glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
+# One process: most of the time is imports, which the scripts share.
+_RUN = """
+import contextlib, io, json, os, runpy, sys
+printed = {}
+for script in sys.argv[1:]:
+    sys.argv[:] = [script, "--help"]
+    sys.path[0] = os.path.dirname(script)
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        runpy.run_path(script, run_name="__main__")
+    printed[script] = out.buffer.getvalue().decode()
+print(json.dumps(printed))
+"""
 
 
-def test_the_driver_of_a_large_run_can_be_benchmarked() -> None:
-    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); import bench_pack; exec(bench_pack._DRIVER)"
-    done = subprocess.run([sys.executable, "-c", code, str(TOOLS), "5000"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seconds, bytes_per_record, shards = map(float, done.stdout.split())
-    assert seconds > 0
-    assert bytes_per_record > 0
-    assert shards == 1
+def _files() -> dict[Path, int]:
+    """Time of the last change of the files that a script may write."""
+    found = [path for name in ("docs", "tools") for path in (ROOT / name).rglob("*") if path.suffix != ".pyc"]
+    return {path: path.stat().st_mtime_ns for path in [*found, ROOT / "README.md"] if path.is_file()}
 
 
-_PEER = "import sys; sys.path.insert(0, sys.argv.pop(1)); import contract, peer_{0}; contract.run(peer_{0}.main)"
-
-
-@pytest.mark.parametrize(
-    ("peer", "kind"),
-    [("packed", "text"), *(pytest.param(p, "images", marks=needs_isolated_qwen2_5_vl) for p in ("packed", "energon"))],
-)
-def test_a_peer_of_the_comparison_trains_on_every_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peer: str, kind: str
-) -> None:
-    monkeypatch.syspath_prepend(TOOLS)
-    import bench_compare
-    from benchlib import image_records, text_records
-
-    images = kind == "images"
-    data = list(image_records(tmp_path / "images", 12) if images else text_records(20))
-    texts = [str(turn["content"]) for record in data for turn in record["messages"]]
-    model = bench_compare.write_model(tmp_path / "model", texts, images=images)
-    records = tmp_path / "records.jsonl"
-    records.write_text("\n".join(json.dumps(record) for record in bench_compare.marked(iter(data))))
-    common = {"model": str(model), "records": str(records), "folder": str(tmp_path / "work"), "seq_len": 1024}
-    (tmp_path / "work").mkdir()
-    lines = {}
-    for phase, resume_from in (("prepare", 0), ("train", 0), ("train", 4)):
-        rows = tmp_path / f"rows-{resume_from}"
-        spec = bench_compare.Spec(
-            phase=phase, variant="", rows=str(rows), images=images, save_every=2, resume_from=resume_from, **common
-        )
-        (tmp_path / "spec.json").write_text(json.dumps(vars(spec)))
-        done = run_python(_PEER.format(peer), TOOLS / "compare", tmp_path / "spec.json")
-        assert done.returncode == 0, done.stderr
-        lines[resume_from] = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
-    values = bench_compare.describe(lines[0], 1024, 2)
-    assert values["whole"] == len(data)
-    assert values["leakage"] < 1e-5
-    assert values["compared"] > 5
-    assert values["padding"] == 0
-    assert 0.7 < values["utilization"] <= 1
-    kept = ("samples", "loss", "weights")
-    expected, resumed = ([[line.get(name) for name in kept] for line in run] for run in (lines[0][4:], lines[4]))
-    if peer == "energon":  # its loader continues with another epoch
-        del expected[-1], resumed[len(expected) :]
-    assert resumed == expected
+def test_help_of_every_script_prints_help_and_does_nothing(tmp_path: Path) -> None:
+    before = _files()
+    done = run_python(_RUN, *SCRIPTS, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    printed = json.loads(done.stdout)
+    assert len(printed) == len(SCRIPTS)
+    assert not {name: text[:80] for name, text in printed.items() if not text.lower().startswith("usage:")}
+    assert not list(tmp_path.iterdir())
+    assert _files() == before

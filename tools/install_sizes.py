@@ -7,6 +7,7 @@ environment of this interpreter has them: run it in the development environment,
 `packages` computes the packages from their metadata; tests/test_install.py makes environments of them.
 """
 
+import argparse
 import json
 import sys
 import tomllib
@@ -84,5 +85,6 @@ def measure() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
-    target.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=RESULTS, help="file for the sizes")
+    parser.parse_args().file.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")

@@ -6,6 +6,7 @@ What a diagram states about the code (positions, labels, boundaries, packs, orde
 With --check, files are not written, and the exit status is 1 if one is out of date.
 """
 
+import argparse
 import sys
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -280,13 +281,16 @@ def nodes() -> Drawing:
     return drawing
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Write or check all diagrams."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a diagram is out of date")
+    check = parser.parse_args().check
     stale = []
     for draw in (record, row, planner, resume, nodes):
         file = FOLDER / f"{draw.__name__}.svg"
         text = draw().svg()
-        if "--check" not in arguments:
+        if not check:
             file.write_text(text, encoding="utf-8")
         elif not file.exists() or file.read_text(encoding="utf-8") != text:
             stale.append(file.name)
@@ -296,4 +300,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -4,6 +4,7 @@ The text between `<!-- options of NAME -->` and `<!-- end of options -->` is rep
 written, and the exit status is 1 if a page is out of date.
 """
 
+import argparse
 import re
 import sys
 from html import escape
@@ -77,6 +78,9 @@ def _meaning(option: Declaration) -> str:
 
 def main() -> int:
     """Rewrite or check every page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args().check
     stale = 0
     for name, (page, cls) in TABLES.items():
         path = ROOT / "docs" / page
@@ -89,11 +93,11 @@ def main() -> int:
         if new == text:
             continue
         stale += 1
-        if "--check" in sys.argv:
+        if check:
             print(f"{path} is out of date. Run python tools/make_option_tables.py.", file=sys.stderr)
         else:
             path.write_text(new, encoding="utf-8")
-    return 1 if stale and "--check" in sys.argv else 0
+    return 1 if stale and check else 0
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ The pictures show the demo data of the pages, in the light and the dark color sc
 machine, so no test compares them.
 """
 
+import argparse
 import contextlib
 import io
 import os
@@ -41,6 +42,7 @@ def terminal(text: str, scheme: str) -> str:
 
 def main() -> None:
     """Make the demo data, run both commands, and write the pictures."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name, contextlib.chdir(name):
         folder = Path(name)
         make_demo(folder)

@@ -9,6 +9,7 @@ The text between the markers of a table is replaced. With --check, pages are not
 a page is out of date.
 """
 
+import argparse
 import functools
 import json
 import re
@@ -207,8 +208,11 @@ TABLES = {
 }
 
 
-def main(arguments: list[str]) -> int:
+def main() -> int:
     """Rewrite or check the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args().check
     status = 0
     for name, (page, render, end) in TABLES.items():
         path = ROOT / "docs" / page
@@ -219,7 +223,7 @@ def main(arguments: list[str]) -> int:
         new, count = pattern.subn(replacement.replace("\\", "\\\\"), text)
         if count != 1:
             raise SystemExit(f"{path} must have one pair of markers for the {name}, got {count}.")
-        if new != text and "--check" in arguments:
+        if new != text and check:
             print(f"{path} is out of date. Run python tools/make_tables.py.", file=sys.stderr)
             status = 1
         elif new != text:
@@ -228,4 +232,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -27,7 +27,7 @@ _SHOWN = ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid
 @click.option("--output-dir", "-o", type=click.Path(path_type=Path, file_okay=False), default="demo-out",
               show_default=True, help="Folder for everything that the demo creates.")  # fmt: skip
 @click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
-@click.option("--seq-len", type=int, default=2048, show_default=True, help="Tokens in one row.")
+@click.option("--seq-len", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens in one row.")
 @click.option("--videos", is_flag=True, help="Also generate videos; needs pip install 'energon-packed[video]'.")
 def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
     """Generate a small dataset and a tokenizer, pack it, and load one epoch of padding-free batches.

@@ -71,11 +71,11 @@ def command(
     console = SafeConsole(highlight=False, markup=False)
     chosen = [flag for flag, value in (("--pack", key), ("--id", ident), ("--source", location)) if value is not None]
     if len(chosen) > 1:
-        raise ConfigError(f"{' and '.join(chosen)} must not be combined. Pass one of them.")
+        raise click.UsageError(f"{' and '.join(chosen)} must not be combined. Pass one of them.")
     if is_metadataset(path):
         if chosen or tokens or extract is not None:
             used = chosen[0] if chosen else "--tokens and --extract"
-            raise ConfigError(f"{path} is a Metadataset. Use {used} with one of its datasets.")
+            raise click.UsageError(f"{path} is a Metadataset. Use {used} with one of its datasets.")
         _show_blend(console, path, as_json)
         return
     folder = PackedFolder.of_tars(path)

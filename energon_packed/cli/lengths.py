@@ -18,6 +18,7 @@ from energon_packed.cli.options import (
     options_of,
     require,
     set_inputs,
+    wrong_usage,
 )
 from energon_packed.cli.output import Output
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
@@ -67,7 +68,8 @@ def command(
     progress = output.progress()
     try:
         with output.logs():
-            options = make(LengthsOptions, values, what="option")
+            with wrong_usage():
+                options = make(LengthsOptions, values, what="option")
             survey = survey_lengths(options, progress)
     finally:
         progress.stop()
@@ -114,7 +116,8 @@ def _split(inputs: tuple[str, ...], seq_lens: tuple[str, ...]) -> tuple[tuple[st
     """Separate the inputs from the candidates: click passes 4096 of `--seq-len 2048 4096 data.jsonl` as an input."""
     # A file whose name is a number stays an input.
     numbers = [name for name in inputs if _NUMBER.fullmatch(name) and not Path(name).exists()] if seq_lens else []
-    candidates = parse_seq_lens(" ".join((*seq_lens, *numbers)))
+    with wrong_usage():
+        candidates = parse_seq_lens(" ".join((*seq_lens, *numbers)))
     return tuple(name for name in inputs if name not in numbers), candidates
 
 

@@ -144,7 +144,9 @@ def _shows_steps() -> bool:
     return sys.stderr is not None and sys.stderr.isatty() and {"-q", "--quiet"}.isdisjoint(sys.argv)
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help", "--help-all"], "max_content_width": 110}
+)
 @click.version_option(__version__, prog_name="energon-packed")
 def cli() -> None:
     """Pack conversations with images and videos into rows, stored as Megatron-Energon datasets.

@@ -1,5 +1,6 @@
 """Command `energon-packed metadataset`: datasets and weights in, a Metadataset YAML and a table of its draws out."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,6 @@ from energon_packed.blends import (
 from energon_packed.cli.options import GroupedCommand, InputPath, as_options
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
-from energon_packed.errors import ConfigError
 from energon_packed.storage import as_path
 
 # Numbers of JSON, so that 007 and 1_000 stay strings.
@@ -137,15 +137,18 @@ def _with_weight(argument: str) -> tuple[str, float | None]:
     if not equals or as_path(argument).exists():
         return argument, None
     try:
-        return path, float(weight)
-    except ValueError as error:
-        raise ConfigError(f"the weight of {path} must be a number, got {weight!r}.") from error
+        number = float(weight)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise click.UsageError(f"the weight of {path} must be a finite number >= 0, got {weight!r}.")
+    return path, number
 
 
 def _pair(argument: str) -> tuple[str, Subflavor]:
     key, equals, value = argument.partition("=")
     if not equals or not key:
-        raise ConfigError(f"a subflavor must have the form key=value, got {argument!r}.")
+        raise click.UsageError(f"a subflavor must have the form key=value, got {argument!r}.")
     return key, _typed(value)
 
 
@@ -155,7 +158,9 @@ def _typed(text: str) -> Subflavor:
         return text.lower() == "true"
     if _INTEGER.fullmatch(text):
         if len(text) > _MAX_DIGITS:
-            raise ConfigError(f"a subflavor must have at most {_MAX_DIGITS} digits, got {len(text)}: {text[:20]}...")
+            raise click.UsageError(
+                f"a subflavor must have at most {_MAX_DIGITS} digits, got {len(text)}: {text[:20]}..."
+            )
         return int(text)
     if _DECIMAL.fullmatch(text):
         return float(text)

@@ -7,8 +7,8 @@ by command-line options. Help, types and defaults are declared once, in the opti
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache, wraps
 from pathlib import Path
 from typing import Any
@@ -130,11 +130,14 @@ def options_of(
         @wraps(command)
         def with_values(**arguments: Any) -> Any:
             file = arguments.pop("config", None) if config else None
-            values: dict[str, Any] = read_config(file, cls) if file is not None else {}
-            for declaration in declarations:
-                # None: the option is not on the command line.
-                if (value := arguments.pop(declaration.name)) not in (None, ()):
-                    values[declaration.name] = _parsed(declaration, value)
+            with wrong_usage():
+                values: dict[str, Any] = read_config(file, cls) if file is not None else {}
+                for declaration in declarations:
+                    # None: the option is not on the command line.
+                    if (value := arguments.pop(declaration.name)) not in (None, ()):
+                        if declaration.parse is not None and isinstance(value, str | tuple):
+                            value = declaration.parse(value)
+                        values[declaration.name] = value
             return command(values=values, **arguments)
 
         decorated: Callable[..., Any] = with_values
@@ -155,9 +158,15 @@ def media_root_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --media-root, for commands that read the images of a dataset; it is set for the process."""
     return click.option(
         "--media-root", multiple=True, metavar="OLD=NEW", expose_value=False,
-        callback=lambda context, option, values: set_media_root(parse_media_root(values)),
+        callback=_set_media_root,
         help="Folder of images and videos that packs refer to, and its new place; repeatable.",
     )(command)  # fmt: skip
+
+
+def _set_media_root(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> None:
+    """Callback of --media-root."""
+    with wrong_usage():
+        set_media_root(parse_media_root(values))
 
 
 def set_inputs(values: dict[str, Any], files: Sequence[str]) -> None:
@@ -183,11 +192,11 @@ def require(values: dict[str, Any], *names: str) -> None:
             raise click.UsageError(f"Missing option '--{name.replace('_', '-')}' (or `{name}` in --config).")
 
 
-def _parsed(declaration: Declaration, value: Any) -> Any:
-    if declaration.parse is None or not isinstance(value, str | tuple):
-        return value
+@contextmanager
+def wrong_usage() -> Iterator[None]:
+    """Raise the errors of option values in the block as wrong usage, with exit status 2."""
     try:
-        return declaration.parse(value)
+        yield
     except ConfigError as error:
         raise click.UsageError(as_options(str(error))) from error
 

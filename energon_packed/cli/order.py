@@ -120,12 +120,14 @@ def replay_step(
     get_raw_loader(config). Records of a config are tokenized up to that step.
     """
     if content != (data is not None):
-        raise ConfigError("`content` and `data` must be set together. Pass both, or remove both.")
+        raise click.UsageError("--content and --data must be set together. Pass both, or remove both.")
     if is_order_log(path):
         _show_logged(path, step, epoch, data, output)
         return
     if content:
-        raise ConfigError(f"`content` needs the folder of an order log, got {path}. Pass the `order_log` of the run.")
+        raise click.UsageError(
+            f"--content needs the folder of an order log, got {path}. Pass the `order_log` of the run."
+        )
     run = Run(world_size=world_size, num_workers=num_workers, batch_size=batch_size, epoch=epoch, seed=seed or 0)
     # A Metadataset and a config are both YAML: the keys of the file decide.
     if is_dataflow_config(path):

@@ -8,7 +8,15 @@ from typing import Any
 import click
 
 from energon_packed.cli.display import dry_run_table, result_dict, result_table, turn_text, unused_lines
-from energon_packed.cli.options import DeclaredOption, GroupedCommand, as_options, options_of, require, set_inputs
+from energon_packed.cli.options import (
+    DeclaredOption,
+    GroupedCommand,
+    as_options,
+    options_of,
+    require,
+    set_inputs,
+    wrong_usage,
+)
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
@@ -73,7 +81,8 @@ def command(
         return
     set_inputs(values, (*inputs, *jsonl))
     require(values, "output_dir", "seq_len", "tokenizer")
-    options = make(PackOptions, values, what="option")
+    with wrong_usage():
+        options = make(PackOptions, values, what="option")
     if is_dry:
         show_dry_run(options, output)
         return

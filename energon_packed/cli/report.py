@@ -41,9 +41,9 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
     """
     # Protects a dataset or a YAML from being overwritten by a swapped argument.
     if output.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(f"`output` must end in .html or .htm, got {output}.")
+        raise click.UsageError(f"--output must end in .html or .htm, got {output}.")
     if other is not None and tokenizer is not None:
-        raise ConfigError("--tokenizer must be omitted with two datasets, whose tokens are not read.")
+        raise click.UsageError("--tokenizer must be omitted with two datasets, whose tokens are not read.")
     if other is not None:
         comparison = compare(PackedFolder.open(path), PackedFolder.open(other))
         for each in comparison.tables["Settings that differ"]:

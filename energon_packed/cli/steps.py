@@ -58,7 +58,7 @@ def command(
     """
     shared = tp * cp * pp
     if world_size % shared:
-        raise ConfigError(f"`world_size` must be a multiple of `tp` x `cp` x `pp` = {shared}, got {world_size}.")
+        raise click.UsageError(f"--world-size must be a multiple of --tp x --cp x --pp = {shared}, got {world_size}.")
     cost = cost_model(balance) if model_config is None else _cost_of(model_config, trains_vision=not frozen_vision)
     multiple = 1 if cp == 1 else 2 * cp
     epoch = read_sizes(path, split=split, tokenizer=tokenizer, multiple=multiple, max_packs=max_packs, seed=seed)

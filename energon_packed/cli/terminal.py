@@ -3,6 +3,7 @@
 Strings of a dataset could otherwise move the cursor, set colors or reverse the direction of a line.
 """
 
+import os
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -14,14 +15,21 @@ from rich.segment import Segment
 
 from energon_packed.files import visible
 
+_NOT_WRAPPED = 1_000_000  # characters; rich would wrap at 80
 _NOT_ASCII = re.compile("[^\\n\x20-\x7e]")
 
 
 class SafeConsole(Console):
     """Console of rich that prints control and direction characters as escapes, in tables, lines and titles.
 
-    Colors still work: rich stores the style of a segment separately from its text.
+    Colors still work: rich stores the style of a segment separately from its text. Lines and tables are wrapped at the
+    width of a terminal, or at COLUMNS; in pipes and files they are not wrapped.
     """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        if not self.is_terminal and "COLUMNS" not in os.environ and "width" not in settings:
+            self.width = _NOT_WRAPPED
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Yield segments without control characters; control segments of rich itself are unchanged."""

@@ -60,7 +60,8 @@ _ADVICE = {
     Reason.MISSING_IMAGE: f"add the files, or {_IMAGES}",
     Reason.IMAGE_OUTSIDE_ROOT: _IMAGES,
     Reason.MISSING_PATCH_POSITIONS: "set `use_patch_positions=False` to ignore patch positions",
-    Reason.OVERLONG: "raise `seq_len`, or set `overlong` to 'truncate' (documents: 'split')",
+    Reason.OVERLONG: "raise `seq_len` (`energon-packed lengths` compares values), or set `overlong` to 'truncate' "
+    "(documents: 'split')",
     Reason.NOT_SAMPLED: "raise its weight",
 }
 _SCHEMA = pa.schema(
@@ -130,12 +131,12 @@ class RejectLimits:
     max_reject_rate: float | None = None
     overlong: str = "drop"
 
-    def check_record(self, rejected: Rejected, *, more: int = 0) -> None:
+    def check_record(self, rejected: Rejected, *, more: str = "") -> None:
         """Raise for a rejected record if `strict` or `overlong='error'` is set.
 
         Args:
             rejected: the record.
-            more: number of further overlong records.
+            more: text about further overlong records.
 
         Raises:
             RejectLimitError: the limit applies; the message names the record.
@@ -144,9 +145,8 @@ class RejectLimits:
             return
         record = f"record {rejected.id} of {rejected.source} is rejected: {rejected.reason}: {rejected.detail}"
         if rejected.reason == Reason.OVERLONG and self.overlong == "error":
-            first = f", the first of {more + 1} such records" if more else ""
             raise RejectLimitError(
-                f"{record}{first} (`overlong` is 'error'); raise `seq_len`, or set `overlong` to drop or truncate"
+                f"{record}{more} (`overlong` is 'error'); raise `seq_len`, or set `overlong` to drop or truncate"
             )
         if self.strict:
             raise RejectLimitError(f"{record} (`strict` stops at the first)")
@@ -322,7 +322,8 @@ class TableRejects:
         counts = self.counts
         overlong = counts.get(Reason.OVERLONG.value, 0)
         if overlong and limits.overlong == "error":
-            limits.check_record(next(self.rows(Reason.OVERLONG.value)), more=overlong - 1)
+            more = f", the first of {overlong} such records{self._longest()}" if overlong > 1 else ""
+            limits.check_record(next(self.rows(Reason.OVERLONG.value)), more=more)
         if limits.strict:
             for rejected in self.rows():
                 limits.check_record(rejected)
@@ -334,7 +335,14 @@ class TableRejects:
         return summary(self.counts, self._example)
 
     def _example(self, reason: str) -> str:
-        return example_of(next(self.rows(reason)), is_sample=self.is_sample)
+        example = example_of(next(self.rows(reason)), is_sample=self.is_sample)
+        return f"{example}{self._longest()}" if reason == Reason.OVERLONG else example
+
+    def _longest(self) -> str:
+        """Length of the longest rejected sample, for a message; "" if only the images do not fit a row."""
+        longest = int(self.table.length[self.status == STATUSES.index(Reason.OVERLONG.value)].max())
+        is_longer = self.options is not None and longest > self.options.usable_len
+        return f" (the longest sample has {longest} tokens)" if is_longer else ""
 
 
 class NamedRecords(NamedTuple):

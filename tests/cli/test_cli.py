@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click import Context
+from click import Command, Context, Group, Option
 from click.testing import CliRunner
 
 import energon_packed as energon_packed_package
-from energon_packed import ConfigError, PackingManifest
+from energon_packed import PackingManifest
 from tests.canary import packed_texts
 from tests.internals import SOURCES, DemoDataset, as_options, cli
 from tests.printed import invoke
 from tests.processes import energon_packed
 
+PACK = ["pack", "d.jsonl", "-o", "out", "--tokenizer", "t"]
 TOOL = Path(sys.executable).with_name("energon-packed")
 
 
@@ -87,14 +88,15 @@ def test_the_summary_table_shows_counts_and_times(demo: DemoDataset, tokenizer_d
 @pytest.mark.parametrize(
     ("options", "status", "message"),
     [
-        (["--seq-len", "0"], 1, "error: --seq-len must be at least 1, got 0"),
+        (["--seq-len", "0"], 2, "error: --seq-len must be at least 1, got 0"),
         (["--seq-len", "8"], 1, "error: none of 126 records can be packed"),
         (["--seq-len", "256", "--tokenizer", "/nowhere"], 1, "error: /nowhere is not a folder"),
         (["--seq-len", "256", "--split", "train"], 2, "--split must have the form train=0.98,val=0.02, got 'train'"),
-        (["--seq-len", "256", "--algorithm", "magic"], 1, "error: unknown algorithm 'magic'; use one of bfd"),
+        (["--seq-len", "256", "--algorithm", "magic"], 2, "error: unknown algorithm 'magic'; use one of bfd"),
         (["--seq-len", "256", "--max-reject-rate", "0"], 1, "were rejected (limit --max-reject-rate 0)"),
         (["--seq-len", "256", "--strict"], 1, "--strict stops at the first"),
         (["--seq-len", "256", "--image-root", "/usr"], 1, "missing_image"),
+        (["--seq-len", "256", "--image-root", "/nowhere"], 2, "--image-root must be a folder, got /nowhere"),
         (["--seq-len", "many"], 2, "--seq-len must be an integer, such as 8192 or 8k"),
         (["--seq-len", "256", "--max-shard-size", "big"], 2, "use bytes or a unit"),
         ([], 2, "Missing option '--seq-len'"),
@@ -244,17 +246,54 @@ def test_output_may_be_closed(text_tokenizer_dir: Path, tmp_path: Path, argument
             ["order", "replay", ".", "--step", "1", "--world-size", "65537"],
             "'--world-size': 65537 is not in the range",
         ),
+        (["demo", "--seq-len", "0"], "'--seq-len': 0 is not in the range"),
+        ([*PACK, "--seq-len", "8", "--max-reject-rate", "2"], "--max-reject-rate must be between 0 and 1, got 2.0"),
+        ([*PACK, "--seq-len", "8", "--part", "3/2"], "--part must be I/N with 0 <= I < N, got 3/2"),
+        ([*PACK, "--seq-len", "8", "--split", "train=0.5"], "the shares of --split add up to 0.5"),
+        ([*PACK, "--seq-len", "8", "--unpacked", "--layout", "llava-onevision2"], "Omit one"),
+        ([*PACK, "--seq-len", "8", "--map", "x"], "--map"),
+        ([*PACK, "--seq-len", "8", "--media-root", "x"], "--media-root must be OLD=NEW, got 'x'"),
+        (["pack", "--config", "pack.yaml"], "pack.yaml: unknown option 'seqlen'; did you mean seq_len?"),
+        (["lengths", "d.jsonl", "--tokenizer", "t", "--seq-len", "0"], "--seq-len must be at least 1, got 0"),
+        (["lengths", "d.jsonl", "--tokenizer", "t", "--seq-len", "many"], "--seq-len must be integers, such as"),
+        (
+            ["lengths", "d.jsonl", "--tokenizer", "t", "--max-reject-rate", "-1"],
+            "--max-reject-rate must be at least 0",
+        ),
+        (["verify", ".", "--media-root", "x"], "--media-root must be OLD=NEW, got 'x'"),
+        (["report", ".", "-o", "page.txt"], "--output must end in .html or .htm, got page.txt"),
+        (["inspect", ".", "--pack", "a", "--id", "b"], "--pack and --id must not be combined"),
+        (["metadataset", "x.yaml", "a=-1"], "the weight of a must be a finite number >= 0, got '-1'"),
+        (["metadataset", "x.yaml", "a=much"], "the weight of a must be a finite number >= 0, got 'much'"),
+        (["metadataset", "x.yaml", "a", "--subflavor", "k"], "a subflavor must have the form key=value, got 'k'"),
+        (["metadataset", "x.yaml", "a", "--subflavor", f"k={'9' * 5000}"], "at most 300 digits, got 5000: 9999999999"),
+        (["order", "replay", ".", "--step", "1", "--content"], "--content and --data must be set together"),
+        (
+            ["steps", ".", "--world-size", "3", "--tp", "2"],
+            "must be a multiple of --tp x --cp x --pp = 2, got 3",
+        ),
     ],
 )
-def test_numbers_out_of_range_are_wrong_usage(arguments: list[str], message: str) -> None:
+def test_wrong_option_values_are_wrong_usage(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("pack.yaml").write_text("seqlen: 8\n")
     done = CliRunner().invoke(cli, arguments)
-    assert (done.exit_code, message in done.output) == (2, True)
+    assert (done.exit_code, message in " ".join(done.output.split())) == (2, True), done.output
 
 
-def test_subflavors_have_a_limit_on_digits() -> None:
-    with pytest.raises(ConfigError, match=r"must have at most 300 digits, got 5000: 9+\.\.\."):
-        CliRunner().invoke(cli, ["metadataset", "x.yaml", "y", "--subflavor", f"k={'9' * 5000}"],
-                           catch_exceptions=False)  # fmt: skip
+def test_every_command_has_help_all() -> None:
+    def shown(command: Command, *names: str) -> None:
+        done = CliRunner().invoke(cli, [*names, "--help-all"], catch_exceptions=False)
+        assert done.exit_code == 0
+        missing = {option.opts[0] for option in command.params if isinstance(option, Option)} - {*done.output.split()}
+        assert not {flag for flag in missing if f"{flag}," not in done.output}
+        if isinstance(command, Group):
+            for name in command.list_commands(Context(command)):
+                shown(command.get_command(Context(command), name), *names, name)  # type: ignore[arg-type]
+
+    shown(cli)
 
 
 def test_a_folder_name_that_is_not_utf8_is_a_one_line_error(text_tokenizer_dir: Path, tmp_path: Path) -> None:

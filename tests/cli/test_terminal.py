@@ -9,7 +9,9 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
+from energon_packed import pack
 from tests.internals import SafeConsole, cli, echo, echo_json, main, visible
+from tests.printed import invoke
 
 ATTACK = "\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b31m\u202etxt.exe\u2066\u200b\x7f\r\b"
 SEEN = r"\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b31m\u202etxt.exe\u2066\u200b\x7f\r\x08"
@@ -36,6 +38,21 @@ def test_a_console_prints_attacks_as_escapes_and_keeps_its_own_colors() -> None:
     assert visible("\udcfc") == r"\udcfc"  # a file name that is not UTF-8
 
 
+def test_lines_in_a_pipe_are_not_wrapped(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    text = "word " * 60 + "end"
+    (tmp_path / "d.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    packed = pack(tmp_path / "d.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=512).shards
+    shown = invoke("inspect", packed).output
+    assert f"{text}\n" in shown
+    monkeypatch.setenv("COLUMNS", "60")
+    narrow = invoke("inspect", packed).output
+    assert text not in narrow
+    assert "word word" in narrow
+
+
 def test_lines_and_json_have_escapes(capsys: pytest.CaptureFixture[str]) -> None:
     echo(ATTACK, err=True)
     echo_json({ATTACK: [ATTACK, "日本", "\U000e0041"]})
@@ -48,8 +65,6 @@ def test_lines_and_json_have_escapes(capsys: pytest.CaptureFixture[str]) -> None
 def test_strings_of_a_dataset_are_printed_with_escapes(tmp_path: Path, text_tokenizer_dir: Path) -> None:
     record = {"id": ATTACK, "messages": [{"role": "user", "content": ATTACK}, {"role": "assistant", "content": "x"}]}
     (tmp_path / "data.jsonl").write_text(json.dumps(record | {ATTACK: 1}) + "\n")
-    from energon_packed import pack
-
     out = tmp_path / "evil"
     pack(tmp_path / "data.jsonl", output_dir=out, tokenizer=text_tokenizer_dir, seq_len=512, workers=1)
     with tarfile.open(tmp_path / "evil.tar", "w") as tar:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
@@ -28,7 +29,11 @@ IMAGE = {"images": ["none.png"], "captions": ["A cat."]}
             r"40 x missing_image, e.g. line 1 of .*none.png.*; add the files, or set `image_root` to the folder",
         ),
         ({**IMAGE, "images": ["../a.png"]}, {}, r"40 x image_outside_root.*; set `image_root` to the folder"),
-        ({"messages": TURNS}, {"seq_len": 16}, r"40 x overlong, e.g. line 1 of .* tokens, .*; raise `seq_len`, or"),
+        (
+            {"messages": TURNS},
+            {"seq_len": 16},
+            r"40 x overlong, .* tokens, .*; raise `seq_len` \(`energon-packed lengths` compares values\), or",
+        ),
         ("{broken", {}, r"40 x bad_json, .*; each line must be one JSON object"),
     ],
 )
@@ -47,6 +52,17 @@ def test_each_reason_has_an_example_and_the_most_common_reason_is_first(build: A
     second = r"1 x bad_json, e.g. line 4 of .*data.jsonl: .*\. See .*raise `max_reject_rate`"
     with pytest.raises(RejectLimitError, match=rf"3 of 6 records \(50.0%\) .*: {first}; {second}"):
         build(records, max_reject_rate=0.1)
+
+
+def test_the_length_of_the_longest_sample_is_named_if_seq_len_is_too_small(build: Any) -> None:
+    records = [{"text": "red square " * count} for count in (1, 30, 300, 60)]
+    longest = max(pq.read_table(build(records, seq_len=4096).lengths)["length"].to_pylist())
+    for overlong, count in (("drop", "3 x overlong, e.g. line 2 of"), ("error", "the first of 3 such records")):
+        with pytest.raises(RejectLimitError, match=rf"{count}.* \(the longest sample has {longest} tokens\)"):
+            build(seq_len=16, overlong=overlong, max_reject_rate=0, overwrite=True)
+    with pytest.raises(RejectLimitError, match=r"`overlong` is 'error'") as raised:
+        build(records[:2], seq_len=16, overlong="error", overwrite=True)
+    assert "the longest" not in str(raised.value), "the message has the length of the only record"
 
 
 def test_lengths_shows_the_example_too(tmp_path: Path, tokenizer_dir: Path) -> None:
