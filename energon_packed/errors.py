@@ -4,8 +4,8 @@ Input: a message with the value, the limit and the remedy, or the reason and det
 exception whose text is one line. The tree:
 
 EnergonPackedError(ValueError)
-  ConfigError      an option or argument is invalid                       -> exit status 1, one line; 2 if an option of the
-                                                                             command line has a wrong value
+  ConfigError      an option or argument is invalid                       -> exit status 1, one line; 2 if it is
+                                                                             an option of a command
   SourceError      an input file cannot be read at all                    -> exit status 1, one line
   ResourceError    memory, open files or a disk fail while data is read   -> exit status 1, one line
   RejectLimitError more records were rejected than the run allows         -> exit status 1, one line

@@ -145,7 +145,7 @@ def show_run(options: PackOptions, *, ranks: Mapping[str, int] = RANKS, output: 
     console.print(result_table(result, steps, ranks))
     if manifest.rejects:
         console.print(f"rejected records, with reasons: {result.rejects}", soft_wrap=True)
-    if code := loading_code(manifest, result.shards, encoder=options.encoder_loader.load(), ranks=ranks):
+    if code := loading_code(manifest, result.shards, ranks=ranks):
         console.print("\nload it in Python:")
         console.print("\n".join(code), soft_wrap=True)
     output.result(result_dict(result, steps))

@@ -15,6 +15,7 @@ from typing import Any
 from energon_packed.encoding import ChatEncoder, EncoderSettings, Processor
 from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.settings import settings_in
+from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.options import declared, plain_values
 
 _log = logging.getLogger(__name__)
@@ -78,9 +79,13 @@ EncoderLoader = PretrainedEncoder | GivenEncoder
 
 
 def log_notices(loader: EncoderLoader) -> None:
-    """Log the warnings of the vision family, such as image options that override the processor folder."""
-    for line in getattr(getattr(loader.load(), "vision", None), "warnings", ()):
-        _log.warning("%s", line)
+    """Log the decisions of the vision family, such as image options that override the processor folder."""
+    vision = getattr(loader.load(), "vision", None)
+    if isinstance(vision, VisionFamily):
+        for line in vision.infos:
+            _log.info("%s", line)
+        for line in vision.warnings:
+            _log.warning("%s", line)
 
 
 def prepare_workers(loader: EncoderLoader, chunks: int) -> None:

@@ -4,7 +4,8 @@ Input: an opened record of a source, or its address. Output: a `Conversation`, o
 detail.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +23,9 @@ from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
 from energon_packed.system import announced
 
+OUTSIDE = "absolute paths of media: pack needs --image-root"
+"""Note of a conversation whose media are measured, although their paths leave the image root."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordReader:
@@ -36,6 +40,7 @@ class RecordReader:
         ignored_entries: entries of input folders that are not read, by reason.
         record_weight: meaning of a weight of a record, as in `normalize`.
         media_root: folders that moved since a pack stored the location of its images, as (old, new).
+        unbounded: sources whose absolute media paths may be outside `image_root`; a note counts such records.
     """
 
     sources: Sequence[Source]
@@ -46,6 +51,7 @@ class RecordReader:
     ignored_entries: Sequence[IgnoredEntries] = ()
     record_weight: RecordWeight = "refuse"
     media_root: MediaRoot = ()
+    unbounded: Collection[int] = ()
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -81,7 +87,9 @@ class RecordReader:
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
         if self.media_root and any(file.packed for file in conversation.media_files):
-            conversation = self._moved(conversation)
+            conversation = _with_media(conversation, self._moved)
+        if source in self.unbounded and (outside := _with_media(conversation, _without_root)) != conversation:
+            conversation = replace(outside, notes=(*conversation.notes, OUTSIDE))
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
@@ -90,21 +98,10 @@ class RecordReader:
             conversation = codec.fitted(conversation)
         return conversation
 
-    def _moved(self, conversation: Conversation) -> Conversation:
-        def moved(file: MediaReference) -> MediaReference:
-            return file if file.packed is None else replace(file, path=file.path and moved_path(file.path, root))
-
-        root = self.media_root
-        return replace(
-            conversation,
-            images=tuple([moved(image) for image in conversation.images]),
-            videos=tuple(
-                [
-                    replace(video, file=video.file and moved(video.file), images=tuple(map(moved, video.images)))
-                    for video in conversation.videos
-                ]
-            ),
-        )
+    def _moved(self, file: MediaReference) -> MediaReference:
+        if file.packed is None or file.path is None:
+            return file
+        return replace(file, path=moved_path(file.path, self.media_root))
 
     def fits_captioning(self, conversation: Conversation) -> bool:
         """Whether PackedCaptioningSample can store the conversation; True after `auto` is resolved."""
@@ -159,6 +156,31 @@ class RecordReader:
         if len(set(stems)) == len(stems):
             return [path.name.split(".")[0] for path, _ in files]
         return [str(path) if len(set(once)) == len(once) else f"{path}@{config}" for path, config in files]
+
+
+def _with_media(conversation: Conversation, change: Callable[[MediaReference], MediaReference]) -> Conversation:
+    return replace(
+        conversation,
+        images=tuple([change(image) for image in conversation.images]),
+        videos=tuple(
+            [
+                replace(video, file=video.file and change(video.file), images=tuple(map(change, video.images)))
+                for video in conversation.videos
+            ]
+        ),
+        patch_positions=tuple([change(file) for file in conversation.patch_positions]),
+    )
+
+
+def _without_root(file: MediaReference) -> MediaReference:
+    """Remove the root of an absolute path outside it."""
+    if file.path is None or not os.path.isabs(file.path):
+        return file
+    try:
+        file.resolved()
+    except RecordError as error:
+        return replace(file, root=None) if error.reject.reason is Reason.IMAGE_OUTSIDE_ROOT else file
+    return file
 
 
 def raw_id(record: Any) -> str | None:

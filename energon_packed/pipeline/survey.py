@@ -211,6 +211,10 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
     """
     with _work_folder(options) as workspace:
         reader = open_reader(options, workspace.work)
+        if options.output_dir is None and options.image_root is None:  # otherwise pack may reuse the measurements
+            configs = options.source_configs
+            unbounded = [n for n, s in enumerate(reader.sources) if configs[s.reading.config].image_root is None]
+            reader = replace(reader, unbounded=frozenset(unbounded))
         log_notices(options.encoder_loader)
         stage = MeasureStage(
             options=options,

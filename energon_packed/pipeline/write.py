@@ -466,7 +466,7 @@ def write_index(
     manifest = _manifest(state, keys, table, plan, entries)
     if stored is not None:
         manifest = replace(manifest, media_stored={"images": stored.images, "bytes": stored.bytes})
-    manifest = replace(manifest, loading_code=loading_code(manifest, encoder=state.options.encoder_loader.load()))
+    manifest = replace(manifest, loading_code=loading_code(manifest))
     manifest.save(state.workspace.shards)
     state.progress.advance(len(shards))
     return manifest

@@ -11,8 +11,10 @@ from typing import Any
 
 from energon_packed.encoding import EncoderSettings
 from energon_packed.encoding.vision.families import ambiguous
+from energon_packed.encoding.vision.settings import load_vision
+from energon_packed.errors import ConfigError
 from energon_packed.formats import codec_for
-from energon_packed.options import declared
+from energon_packed.options import declared, make
 from energon_packed.shards.manifest import PackingManifest
 from energon_packed.shards.nv_meta import SPLITS
 from energon_packed.shards.steps import steps_of_ranks
@@ -27,7 +29,6 @@ def loading_code(
     manifest: PackingManifest,
     path: Path | None = None,
     *,
-    encoder: Any = None,
     ranks: Mapping[str, int] = RANKS,
 ) -> list[str]:
     """Return lines of Python that load the first batch of a dataset, and compute its steps per epoch.
@@ -35,7 +36,6 @@ def loading_code(
     Args:
         manifest: manifest of the dataset.
         path: folder of the dataset; by default, the code uses a variable `path`.
-        encoder: the loaded encoder, if there is one: a comment names an ambiguous `factor`.
         ranks: `world_size`, `micro_batch_size` and `num_workers`.
 
     Returns:
@@ -49,7 +49,7 @@ def loading_code(
     arguments = [folder]
     # Stored tokens need an encoder only for their media.
     if not codec_for(manifest.sample_class).stores_tokens or manifest.images or manifest.videos:
-        line, is_pretrained = _encoder_line(manifest, encoder)
+        line, is_pretrained = _encoder_line(manifest)
         lines.append(line)
         arguments.append("encoder")
         names += ["ChatEncoder"] if is_pretrained else []
@@ -77,8 +77,8 @@ def loading_code(
     return [f"from energon_packed import {', '.join(sorted(names))}", *lines]
 
 
-def _encoder_line(manifest: PackingManifest, encoder: Any) -> tuple[str, bool]:
-    """Line that makes the encoder, and whether it loads a ChatEncoder."""
+def _encoder_line(manifest: PackingManifest) -> tuple[str, bool]:
+    """Line that makes the encoder, with a comment on an ambiguous `factor`, and whether it loads a ChatEncoder."""
     custom = manifest.encoder.get("processor_class")
     if custom is not None:
         # The name is of a file: nothing else than a name may become part of the code.
@@ -89,9 +89,17 @@ def _encoder_line(manifest: PackingManifest, encoder: Any) -> tuple[str, bool]:
     arguments = [_literal(given.pop("tokenizer", None))]
     arguments += [f"{name}={_literal(value)}" for name, value in given.items()]
     line = f"encoder = ChatEncoder.from_pretrained({', '.join(arguments)})"
-    if layouts := getattr(getattr(encoder, "vision", None), "ambiguous_layouts", ()):
+    if "factor" in given and (layouts := _ambiguous_layouts(manifest)):
         line += f"  # {ambiguous(layouts)}: add vision_family, patch_size or merge_size"
     return line, True
+
+
+def _ambiguous_layouts(manifest: PackingManifest) -> tuple[tuple[int, int], ...]:
+    try:
+        vision = load_vision(make(EncoderSettings, manifest.encoder))
+    except ConfigError:  # its folder is on another machine
+        return ()
+    return () if vision is None else vision.ambiguous_layouts
 
 
 def _literal(value: Any) -> str:

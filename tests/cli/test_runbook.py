@@ -1,8 +1,12 @@
-"""The two commands of a runbook for distributed offline packing, unchanged, and its silent differences."""
+"""The commands of a runbook for distributed offline packing, unchanged, and its silent differences.
+
+The runbook is `distributed-offline-packing` of LLaVA-OneVision-2; only the names of the scripts are replaced.
+"""
 
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,12 @@ from PIL import Image
 from energon_packed import ChatEncoder, ConfigError, PackedDataset, PackingManifest, PackOptions, pack
 from tests.encoding.test_vision_settings import write_model_folder
 from tests.internals import FolderLock, as_options, cli, make_blend
+from tests.processes import energon_packed
 
+STEP_0 = (
+    "lengths --jsonl full.jsonl --tokenizer DIR --image-processor Qwen2_5_VLProcessor --factor 48 --min-pixels 3136 "
+    "--max-pixels 4000000 --output token_lens.txt"
+)
 LENGTHS = (
     "lengths --jsonl part_00.jsonl --tokenizer DIR --image-processor Qwen2_5_VLProcessor --factor 48 "
     "--min-pixels 3136 --max-pixels 4000000 --image-root / --no-npy --output lens.txt"
@@ -36,8 +45,15 @@ def run(line: str) -> Result:
 def refused(line: str) -> str:
     """Run a command that fails, and return its message."""
     result = CliRunner().invoke(cli, shlex.split(line))
+    if result.exit_code == 2:
+        return " ".join(result.output.split())
     assert isinstance(result.exception, ConfigError), result.output
     return as_options(str(result.exception))
+
+
+def shell(line: str) -> str:
+    """Run a line of the runbook in bash."""
+    return subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True).stdout
 
 
 def write_records(folder: Path) -> list[dict[str, Any]]:
@@ -79,15 +95,67 @@ def test_both_lines_of_the_runbook_work(node: Path, text_tokenizer_dir: Path, to
     assert (manifest.sample_class, manifest.packed, manifest.seq_len) == ("PackedCaptioningSample", 11, 4096)
     assert manifest.tokens == sum(map(int, read.values()))
     assert sorted(path.name for path in Path("out/node_a/webdataset").glob("*.tar")) == ["name_a-000000.tar"]
-    overruled = f"image options win over {folder}: " in done.output
-    assert overruled is (which != "tokenizer alone")
-    assert ("--factor 48 is 16 x 3 or 24 x 2" in done.output) is (which != "model folder")
+    assert "warning" not in shown.output + done.output
+    # The code that `pack` and `inspect` print runs, or a comment names what is missing.
+    code = [line for line in done.output.splitlines() if line.startswith("encoder = ")]
+    assert code == [line for line in run("inspect out/node_a").output.splitlines() if line.startswith("encoder = ")]
+    comment = "# 48 is 16 x 3 or 24 x 2 (patch size x merge size): add vision_family, patch_size or merge_size"
+    assert (comment in code[0]) is (which != "model folder")
+    told = run(PACK.replace("DIR", str(folder)) + " --verbose").output
+    assert (f"image options win over {folder}: " in told) is (which != "tokenizer alone")
+    assert ("--factor 48 is 16 x 3 or 24 x 2" in told) is (which != "model folder")
     # The model folder trains on it, whichever folder was given.
     settings = {"vision_family": "llava_onevision2", "factor": 48, "min_pixels": 3136, "max_pixels": 4_000_000}
     encoder = ChatEncoder.from_pretrained(folder, **settings)
     batches = list(PackedDataset("out/node_a", encoder)[number] for number in range(manifest.packs))
     assert sum(len(sample) for samples in batches for sample in samples) == manifest.tokens
     run("verify out/node_a --min-utilization 0.05")
+
+
+def test_every_step_of_the_runbook_works_word_for_word(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "nfs").mkdir()
+    records = write_records(tmp_path / "images")[:-1]
+    monkeypatch.chdir(tmp_path / "nfs")
+    Path("DIR").symlink_to(text_tokenizer_dir)
+    lines = [
+        {"images": record["images"], "prompts": ["<image>\nWhat?", "Where?"], "captions": ["Noise.", "Here."]}
+        for record in records
+    ]
+    Path("full.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # 0: the images are outside the folder of the records, and there is no --image-root.
+    shown = run(STEP_0).output
+    assert "10 records (all records), 0 rejected" in shown
+    assert "10 x absolute paths of media: pack needs --image-root" in shown
+    assert "warning" not in shown
+    lens = [int(line.rpartition(":")[2]) for line in Path("token_lens.txt").read_text().splitlines()]
+    assert min(lens) > 10, "with the tokens of the images"
+    refusal = CliRunner().invoke(cli, shlex.split(f"{STEP_0.partition(' --output')[0]} --output-dir kept"))
+    assert "image_outside_root" in str(refusal.exception), "pack reuses these measurements"
+    # 1
+    shell("split -l 5 -d --additional-suffix=.jsonl full.jsonl part_")
+    # 4
+    for number, node in enumerate("ab"):
+        line = PACK.replace("part_00", f"part_0{number}").replace("name_a", f"name_{node}")
+        done = energon_packed(*shlex.split(line.replace("node_a", f"node_{node}")))
+        assert (done.returncode, done.stderr) == (0, "")
+        Path(f"node_{node}.log").write_text(done.stdout)
+    # 5
+    assert shell("ls out/node_a/webdataset/*.tar | wc -l").strip() == "1"
+    assert re.search(r"utilization .*\d%", shell('grep -E "(bins|util|efficiency)" node_a.log'))
+    assert re.search(r"packs +│ +1", shell('grep -E "(packs|util)" node_a.log'))  # the replacement on the page
+    shell("mkdir tar && tar -xf out/node_a/webdataset/name_a-000000.tar -C tar")
+    keys = json.loads(next(Path("tar").glob("*.json")).read_text()).keys()
+    assert {"images", "prompts", "captions", "sample_count"} <= keys
+    # 6
+    run("metadataset train.yaml out/node_a out/node_b --weight-by records --subflavor augmentation=false")
+    assert [
+        entry["weight"] for entry in yaml.safe_load(Path("train.yaml").read_text())["splits"]["train"]["blend"]
+    ] == [5, 5]
+    manifests = [PackingManifest.load(f"out/node_{node}") for node in "ab"]
+    assert sum(manifest.tokens for manifest in manifests) == sum(lens)
 
 
 def test_a_sample_class_of_single_samples_is_packed_unless_unpacked(node: Path, text_tokenizer_dir: Path) -> None:

@@ -35,10 +35,11 @@ def facts(vision: VisionFamily) -> tuple[Any, ...]:
 def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     folder = (3136, 28 * 28 * 256)
     assert facts(vision_of(tokenizer_dir)) == ("Qwen25VLVision", 14, 2, 2, folder)
-    assert vision_of(tokenizer_dir).warnings == ()
+    assert vision_of(tokenizer_dir).warnings == vision_of(tokenizer_dir).infos == ()
     vision = vision_of(tokenizer_dir, image_processor=QWEN, factor=32, min_pixels=4096, max_pixels=4_000_000)
     assert facts(vision) == ("Qwen25VLVision", 16, 2, 2, (4096, 4_000_000))
-    assert vision.warnings == (
+    assert vision.warnings == ()
+    assert vision.infos == (
         f"image options win over {tokenizer_dir}: `factor` 32 (28), `min_pixels` 4096 (3136), "
         "`max_pixels` 4000000 (200704)",
     )
@@ -46,12 +47,12 @@ def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     assert vision.pixels([image])[1].tolist() == [[1, 20, 40]]  # of 16 pixels, not of 14
     vision = vision_of(tokenizer_dir, merge_size=3)
     assert facts(vision) == ("Qwen25VLVision", 14, 3, 2, folder)
-    assert vision.warnings == (f"image options win over {tokenizer_dir}: `merge_size` 3 (2)",)
+    assert vision.infos == (f"image options win over {tokenizer_dir}: `merge_size` 3 (2)",)
     vision = vision_of(tokenizer_dir, vision_family="qwen3_vl")
     assert facts(vision)[0] == "Qwen3VLVision"
     assert vision.warnings == (f"image options win over {tokenizer_dir}: `vision_family` qwen3_vl ({QWEN})",)
     assert (
-        vision_of(tokenizer_dir, image_processor=QWEN, factor=28, min_pixels=3136).warnings == ()
+        vision_of(tokenizer_dir, image_processor=QWEN, factor=28, min_pixels=3136).infos == ()
     )  # it says the same
 
 
@@ -84,7 +85,7 @@ def test_a_factor_of_two_meanings_has_lengths_and_no_pixels(tokenizer_dir: Path,
     assert len(lengths) == 1
     undecided, *decided = encoders
     assert undecided.vision is not None
-    assert undecided.vision.warnings[-1].startswith("`factor` 48 is 16 x 3 or 24 x 2 (patch size x merge size)")
+    assert undecided.vision.infos[-1].startswith("`factor` 48 is 16 x 3 or 24 x 2 (patch size x merge size)")
     with pytest.raises(ConfigError, match="`factor` 48 is 16 x 3 or 24 x 2 .* pass `patch_size`, `merge_size` or"):
         undecided.encode(normalize(record))
     packed_with = undecided.fingerprint()
@@ -113,7 +114,8 @@ def test_a_full_model_folder(
     assert encoder.vision is not None
     family = "LlavaOnevision2Vision" if model == "llava_onevision2" else "Qwen25VLVision"  # by the model type
     assert facts(encoder.vision) == (family, 16, 3, 1, (3136, 4_000_000))
-    assert encoder.vision.warnings == (f"image options win over {tmp_path}: `max_pixels` 4000000 (2000000)",)
+    assert encoder.vision.warnings == ()
+    assert encoder.vision.infos == (f"image options win over {tmp_path}: `max_pixels` 4000000 (2000000)",)
     talk = normalize({"messages": turns_of("Hi", "Hello.")})
     plain = ChatEncoder.from_pretrained(text_tokenizer_dir)
     assert encoder.encode(talk).input_ids.tolist() == plain.encode(talk).input_ids.tolist()

@@ -80,6 +80,7 @@ class VisionFamily(ABC):
         video_normalization: (mean, standard deviation, rescale factor) of frames if images have other values.
         video_problem: reason why the settings of the processor folder cannot be used for videos, or "".
         warnings: decisions made while it was loaded, for the user.
+        infos: effects of sizes and limits that the user set, for a verbose run.
 
     Examples:
         >>> patches = encoder.vision.num_patches(height=448, width=448)
@@ -112,6 +113,7 @@ class VisionFamily(ABC):
     video_normalization: tuple[tuple[float, ...], tuple[float, ...], float] | None = None
     video_problem: str = ""
     warnings: tuple[str, ...] = ()
+    infos: tuple[str, ...] = ()
 
     def __init__(self, image_processor: Any) -> None:
         self.image_processor = image_processor

@@ -67,6 +67,7 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
             raise ConfigError(f"{settings.processor} has no preprocessor_config.json; pass `image_processor` instead")
         return None
     family, notices = _family(settings, of_folder)
+    infos: list[str] = []
     if folder is not None and of_folder:
         try:
             vision, overruled = _of_folder(folder, family, numbers, named=named)
@@ -78,8 +79,10 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
             if family is ProcessorVision and not (numbers or needs_package):
                 raise _unknown(_names(of_folder)[0][1], f" of {folder} ({error})") from error
             raise
-        if overruled := [*notices, *overruled]:
-            notices = [f"image options win over {folder}: {', '.join(overruled)}"]
+        if notices:
+            notices = [f"image options win over {folder}: {', '.join(notices)}"]
+        if overruled:
+            infos.append(f"image options win over {folder}: {', '.join(overruled)}")
         key, name = _names(of_folder)[0]
         if named is None and key == _NAMES[-1]:
             notices.append(
@@ -89,11 +92,12 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
     else:
         vision = _of_family(family, numbers)
     if vision.ambiguous_layouts:
-        notices.append(
+        infos.append(
             f"`factor` {ambiguous(vision.ambiguous_layouts)}: lengths are the same, pixels are not, so training needs "
             "the processor folder of the model, `patch_size`, `merge_size` or `vision_family`"
         )
-    vision.warnings, vision.patch_order = (*vision.warnings, *notices), settings.patch_order
+    vision.warnings, vision.infos = (*vision.warnings, *notices), tuple(infos)
+    vision.patch_order = settings.patch_order
     if settings.video_min_pixels is not None and settings.video_max_pixels is not None:
         _check_limits(settings.video_min_pixels, settings.video_max_pixels, "video_")
     folder_videos = _video_settings(folder) if folder is not None and of_folder else None
