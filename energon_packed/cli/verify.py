@@ -10,7 +10,14 @@ import click
 from rich.text import Text
 
 from energon_packed.cli.display import shown_path
-from energon_packed.cli.options import GroupedCommand, InputPath, as_options, media_root_option, options_of
+from energon_packed.cli.options import (
+    GroupedCommand,
+    InputPath,
+    as_options,
+    media_root_option,
+    options_of,
+    wrong_usage,
+)
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import EncoderSettings
@@ -19,6 +26,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import NO_MANIFEST, Check, verify
 from energon_packed.metadatasets import read_metadataset
+from energon_packed.options import make
 from energon_packed.pipeline.engine import Progress
 from energon_packed.pipeline.workspace import lock_holder
 from energon_packed.system import available_cores
@@ -58,6 +66,8 @@ def command(
     # FloatRange accepts nan, as both of its comparisons with nan are false.
     if min_utilization is not None and math.isnan(min_utilization):
         raise click.BadParameter("nan is not in the range 0<=x<=1.", param_hint="'--min-utilization'")
+    with wrong_usage():
+        make(EncoderSettings, values, what="option")
     paths, problems = [folder], list[str]()
     if folder.is_file():
         # A dataset may be in several splits; it is verified once.

@@ -54,7 +54,7 @@ def test_parallelism_and_a_model_count(tail: Path, tmp_path: Path) -> None:
     plain, padded = (read_sizes(tail, multiple=multiple).sizes for multiple in (1, 4))
     assert plain.tokens.sum() < padded.tokens.sum() < plain.tokens.sum() * 1.01
     refused = run("steps", tail, "--world-size", "12", "--tp", "8")
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "--world-size must be a multiple of" in refused.stderr
     refused = run("steps", tail, "--world-size", "5000")
     assert "error: a step has 5,000 packs (5000 ranks x 1 micro batches x 1), but an epoch has" in refused.stderr

@@ -51,9 +51,7 @@ def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     vision = vision_of(tokenizer_dir, vision_family="qwen3_vl")
     assert facts(vision)[0] == "Qwen3VLVision"
     assert vision.warnings == (f"image options win over {tokenizer_dir}: `vision_family` qwen3_vl ({QWEN})",)
-    assert (
-        vision_of(tokenizer_dir, image_processor=QWEN, factor=28, min_pixels=3136).infos == ()
-    )  # it says the same
+    assert vision_of(tokenizer_dir, image_processor=QWEN, factor=28, min_pixels=3136).infos == ()  # it says the same
 
 
 def test_a_factor_is_decided_by_sizes_families_and_folders(tokenizer_dir: Path) -> None:

@@ -52,7 +52,7 @@ def test_planning_options_match_pack(demo: Any, tokenizer_dir: Path, pack_demo: 
     assert (candidate["packs"], round(candidate["utilization"], 6)) == (manifest.packs, manifest.utilization)
     assert candidate["samples_per_pack"] == pytest.approx(manifest.samples_per_pack)
     wrong = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--algorithm", "magic")
-    assert "unknown algorithm" in str(wrong.exception)
+    assert "unknown algorithm" in wrong.output
 
 
 def test_the_table_recommends_a_candidate(demo: Any, tokenizer_dir: Path) -> None:
@@ -100,21 +100,7 @@ def test_wrong_input_is_a_one_line_error(tokenizer_dir: Path, tmp_path: Path) ->
         run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir).exception
     )
     wrong = run(tmp_path / "d.jsonl", "--tokenizer", tokenizer_dir, "--seq-len", "many")
-    assert "`seq_lens` must be integers, such as 8192 or 8k, got 'many'" in str(wrong.exception)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--seq-len", "0"), "`seq_len` must be at least 1, got 0"),
-    ],
-)
-def test_wrong_options_are_a_one_line_error(
-    demo: Any, tokenizer_dir: Path, options: tuple[str, str], message: str
-) -> None:
-    result = run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", 1, *options)
-    assert message in str(result.exception)
-    assert run(demo.jsonl, "--tokenizer", tokenizer_dir, "--workers", -5).exit_code == 1
+    assert "--seq-len must be integers, such as 8192 or 8k, got 'many'" in wrong.output
 
 
 def measured(*arguments: object) -> Any:

@@ -106,7 +106,6 @@ def test_split_repeated_and_table_records_are_found(out: Path) -> None:
         (["--source", "b.parquet:3"], "got b.parquet:3. The line is blank, or after the end of "),
         (["--source", "c.jsonl:1"], "an input of the dataset, got c.jsonl. Its inputs are .*a.jsonl, .*b.parquet."),
         (["--source", "a.jsonl"], "must be FILE:LINE, got a.jsonl"),
-        (["--source", "a.jsonl:1", "--id", ""], "--id and --source must not be combined"),
         (["--id", ""], "got ''"),
     ],
 )

@@ -38,6 +38,8 @@ def verify(path: Path, line: str = "") -> Result:
 def refused(path: Path, line: str = "") -> str:
     """The message as the terminal shows it."""
     result = verify(path, line)
+    if result.exit_code == 2:  # wrong usage
+        return " ".join(result.output.split())
     assert isinstance(result.exception, ConfigError | FormatError), result.output
     message = as_options(str(result.exception))
     assert "\n" not in message
