@@ -140,8 +140,8 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["c", "both"], "have seq_len 256 and 512, flavor .*; .* repack .* and a different `shard_prefix`"),
         (["a", "nothing"], "nothing has no .nv-meta folder"),
         (["a", "missing"], "missing does not exist"),
-        (["a=-1"], "weight of .*a/webdataset must be a finite number >= 0, got '-1'"),
-        (["a=nan"], "weight of .*a/webdataset must be .* got 'nan'"),
+        (["a=-1"], "the weight of a must be a finite number >= 0, got '-1'"),
+        (["a=nan"], "the weight of a must be .* got 'nan'"),
         (["a=0", "b=0"], "all weights are 0"),
         (["a=many"], "the weight of .* must be a finite number >= 0, got 'many'"),
         (["a", "--split-from", "val"], "has no packs in split 'val'; it has train"),
@@ -181,7 +181,7 @@ def test_errors_name_the_wrong_value(
         out, inputs = inputs[1], inputs[2:]
     result = CliRunner().invoke(cli, ["metadataset", out, *inputs])
     assert result.exit_code == 2 or isinstance(result.exception, EnergonPackedError), result.output
-    told = f"{result.exception} {' '.join(result.output.split())}"
+    told = " ".join(result.output.split()) if result.exit_code == 2 else str(result.exception)
     assert re.search(message, told), told
     assert Path("mix.yaml").read_bytes() == before
 
