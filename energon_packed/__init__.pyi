@@ -51,6 +51,7 @@ from .integrations.transformers.trainer import SetEpochCallback as SetEpochCallb
 from .loading.batch import PackedBatch as PackedBatch
 from .loading.batch import step_targets as step_targets
 from .loading.collator import Collator as Collator
+from .loading.collator import DefaultBatchCollator as DefaultBatchCollator
 from .loading.collator import PaddingFreeCollator as PaddingFreeCollator
 from .loading.config import DataflowConfig as DataflowConfig
 from .loading.costs.model import CostModel as CostModel
@@ -65,6 +66,7 @@ from .loading.distributors.datasets import IterableDistributor as IterableDistri
 from .loading.distributors.datasets import MapDistributor as MapDistributor
 from .loading.distributors.energon import EnergonDistributor as EnergonDistributor
 from .loading.distributors.mixture import MixtureDistributor as MixtureDistributor
+from .loading.distributors.rank_partitioned import RankPartitionedDistributor as RankPartitionedDistributor
 from .loading.energon.config import LoaderConfig as LoaderConfig
 from .loading.energon.loader import PackedLoader as PackedLoader
 from .loading.energon.packed_loader import get_packed_loader as get_packed_loader

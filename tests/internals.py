@@ -28,6 +28,7 @@ PLACES = {
     "energon_release": "energon_release",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
     "encode_pack": "loading.process:encode_pack",
+    "allocate_ranks": "loading.distributors.rank_partitioned:allocate_ranks",
     "ratio": "loading.state:ratio",
     "torch_loader": "loading.dataflow.loader",
     "count_batch": "loading.monitoring.counts:count_batch",

@@ -99,6 +99,8 @@ class ChatEncoder(Processor):
         (16, 2)
     """
 
+    reads = "conversations"
+
     @announced("analyzing the chat template")
     def __init__(
         self,

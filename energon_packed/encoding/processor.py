@@ -11,6 +11,7 @@ images need. Measuring, encoding and stored tokens all use it, so they reject th
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import Conversation, FrameSelection
 
 Int64 = npt.NDArray[np.int64]
+Reads = Literal["conversations", "any", "raw"]
 Float32 = npt.NDArray[np.float32]
 
 
@@ -245,6 +247,9 @@ class Processor(ABC):
 
     Attributes:
         image_token_id: token that represents image features, or None.
+        reads: items of a distributor that `encode` gets. `any`: Conversations made of records of a known format, and
+            all other items as they are, such as `{"x": tensor}`; `encode` may return any sample for its collator.
+            `raw`: all items as they are. `conversations`: other records are rejected.
 
     Examples:
         >>> class Characters(Processor):
@@ -256,6 +261,7 @@ class Processor(ABC):
     """
 
     image_token_id: int | None = None
+    reads: Reads = "any"
 
     @property
     def dummy(self) -> EncodedSample | None:
@@ -380,6 +386,8 @@ class Processor(ABC):
 
 class StoredTokens(Processor):
     """Returns `input_ids` and `labels` as they are stored; needs no tokenizer."""
+
+    reads = "conversations"
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Return the tokens of a conversation that is stored as tokens.

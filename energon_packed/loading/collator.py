@@ -111,6 +111,23 @@ class Collator(ABC):
         return inputs | {name: make(batch) for name, make in self._extras.items()}
 
 
+class DefaultBatchCollator(Collator):
+    """Stacks samples of any type, such as dicts of tensors of equal shape, by torch's `default_collate`.
+
+    Examples:
+        >>> DefaultBatchCollator().collate([{"x": 1}, {"x": 2}])["x"].tolist()
+        [1, 2]
+    """
+
+    def collate(self, samples: Sequence[Any]) -> Any:
+        """Stack the samples."""
+        return torch.utils.data.default_collate(list(samples))
+
+    def __call__(self, features: Sequence[Any]) -> Any:
+        """Stack the samples, as a `collate_fn` of torch."""
+        return self.collate(features)
+
+
 def with_weights(collator: Collator) -> Collator:
     """Return a copy for a trainer that applies loss weights: its dicts have `loss_mask` if weights are not 1."""
     collator = copy(collator)
@@ -207,6 +224,11 @@ class PaddingFreeCollator(Collator):
         """
         if not samples:
             raise BatchError("A batch must have at least 1 sample, got 0.")
+        if not isinstance(samples, EncodedRow) and not isinstance(samples[0], EncodedSample):
+            raise BatchError(
+                f"PaddingFreeCollator needs EncodedSamples, got {type(samples[0]).__name__}. Return EncodedSamples "
+                "from the processor, or pass a `collator`, such as DefaultBatchCollator()."
+            )
         # From here on, the row is columns: nothing below asks single samples, except for their images.
         row = EncodedRow.of(samples)
         lengths = np.diff(row.cu_seqlens).astype(np.int64)

@@ -53,7 +53,8 @@ class JointLoader:
 
     Args:
         loaders: DataflowLoader, PackedIterableDataset, PackedLoader, or others with `state_dict`, by name.
-        weights: expected share of the steps of each loader, above 0, by name; they are normalized.
+        weights: expected share of the steps of each loader by name; they are normalized. Loaders with the weight 0 are
+            left out.
         seed: seed of the draws.
         stop: `first` ends when a loader ends, `all` when every loader has ended once, `never` repeats indefinitely. A
             loader that ends earlier starts its next epoch.
@@ -84,8 +85,11 @@ class JointLoader:
             raise ConfigError(
                 f"`weights` and `loaders` must have the same keys, got {sorted(weights)} and {sorted(loaders)}."
             )
-        if bad := [name for name, weight in weights.items() if not (np.isfinite(weight) and weight > 0)]:
-            raise ConfigError(f"The weight of {bad[0]} must be above 0, got {weights[bad[0]]}. Remove unused loaders.")
+        if bad := [name for name, weight in weights.items() if not (np.isfinite(weight) and weight >= 0)]:
+            raise ConfigError(f"The weight of {bad[0]} must be at least 0, got {weights[bad[0]]}.")
+        if not any(weights.values()):
+            raise ConfigError("`weights` must have a weight above 0, got only 0.")
+        loaders = {name: loader for name, loader in loaders.items() if weights[name]}
         if stop not in (valid := get_args(StopAt)):
             raise ConfigError(f"`stop` must be one of {', '.join(valid)}, got {stop!r}.")
         if not np.isfinite(total := sum(map(float, weights.values()))):

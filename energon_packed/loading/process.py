@@ -7,11 +7,16 @@
 | record of a known record format, Conversation | one sample, encoded together with the others |
 | pack of a dataset (PackSample) | its samples |
 | Reject | the error of a record that could not be read |
-| anything else | `processor.encode(item)` |
+| anything else | `processor.encode(item)`: any sample, for a custom collator |
+
+A Processor that `reads` any items encodes features and records of no known format, too, and with `raw` all items.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
+import torch
 
 from energon_packed.encoding import EncodedRow, EncodedSample, Processor, SampleSource
 from energon_packed.errors import EnergonPackedError, FormatError, RecordError, Reject
@@ -20,6 +25,7 @@ from energon_packed.formats import StoredSample
 from energon_packed.loading.features import from_features, is_features
 from energon_packed.records import Conversation, normalize
 from energon_packed.records.media import in_line
+from energon_packed.records.record_formats import find_record_format
 
 
 def encode_pack(
@@ -125,7 +131,7 @@ class WithSource(NamedTuple):
     at: RecordAt | None = None
 
 
-Encoded = Sequence[EncodedSample] | EnergonPackedError
+Encoded = Sequence[EncodedSample] | EnergonPackedError  # samples of other types are for custom collators
 
 
 def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
@@ -135,21 +141,53 @@ def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
         values: items of distributors, as in the table of this module, each perhaps in a WithSource.
         processor: encodes the conversations of all items together.
     """
-    # Three passes, so that all conversations go to `encode_many` in one call: it tokenizes them in one batch.
-    results: list[Any] = [value.value if isinstance(value, WithSource) else value for value in values]
-    results = [value if isinstance(value, Conversation) else _without_processor(value) for value in results]
-    at = [i for i, value in enumerate(results) if isinstance(value, Conversation)]
-    for i, sample in zip(at, processor.encode_many([results[i] for i in at]) if at else [], strict=True):
+    # Conversations last and together: `encode_many` tokenizes them in one batch.
+    results: list[Any] = [None] * len(values)
+    conversations: dict[int, Conversation] = {}
+    for i, value in enumerate(values):
+        item = value.value if isinstance(value, WithSource) else value
+        item = item if _is_for(processor, item) else _without_processor(item)
+        if isinstance(item, EnergonPackedError) or _is_encoded(item):
+            results[i] = item
+        elif isinstance(item, Conversation) and processor.reads != "raw":
+            conversations[i] = item
+        else:
+            results[i] = _encode_single(item, processor)
+    encoded = processor.encode_many(list(conversations.values())) if conversations else []
+    for i, sample in zip(conversations, encoded, strict=True):
         results[i] = RecordError.of(sample) if isinstance(sample, Reject) else [sample]
-    results = [
-        value if isinstance(value, (list, EncodedRow)) else _encode_single(value, processor) for value in results
-    ]
     return [
-        [sample.of(value.source) for sample in result]
+        [sample.of(value.source) if isinstance(sample, EncodedSample) else sample for sample in result]
         if isinstance(value, WithSource) and not isinstance(result, EnergonPackedError)
         else result
         for value, result in zip(values, results, strict=True)
     ]
+
+
+def _is_encoded(value: Any) -> bool:
+    return isinstance(value, EncodedRow) or (
+        isinstance(value, list) and all(isinstance(sample, EncodedSample) for sample in value)
+    )
+
+
+def _is_for(processor: Processor, value: Any) -> bool:
+    """Return whether a processor gets an item as it is."""
+    if isinstance(value, Conversation):
+        return True
+    if processor.reads == "conversations" or isinstance(value, EncodedSample | EncodedRow | Reject | PackSample):
+        return False
+    return processor.reads == "raw" or (isinstance(value, Mapping) and not _is_record(value))
+
+
+def _is_record(value: Mapping[Any, Any]) -> bool:
+    """Return whether a mapping is a record of a known format, which consists of plain values."""
+    if is_features(value) or any(isinstance(field, torch.Tensor | np.ndarray) for field in value.values()):
+        return False
+    try:
+        find_record_format(value)
+    except EnergonPackedError:
+        return False
+    return True
 
 
 def _without_processor(value: Any) -> Any:
@@ -162,9 +200,7 @@ def _without_processor(value: Any) -> Any:
         return [value]
     if isinstance(value, Reject):
         return RecordError.of(value)
-    if isinstance(value, EncodedRow) or (
-        isinstance(value, list) and all(isinstance(sample, EncodedSample) for sample in value)
-    ):
+    if _is_encoded(value):
         return value
     try:
         # Features before records: both are dicts, and `normalize` would reject most features.
@@ -185,9 +221,7 @@ def is_divisible(value: Any) -> bool:
 
 
 def _encode_single(value: Any, processor: Processor) -> Encoded:
-    """Encode a pack or a value of an unknown type; return an error unchanged."""
-    if isinstance(value, EnergonPackedError):
-        return value
+    """Encode a pack or a value of another type."""
     try:
         return encode_pack(value, processor) if isinstance(value, PackSample) else [processor.encode(value)]
     except EnergonPackedError as error:

@@ -132,18 +132,11 @@ def _check_contradictions(
 
 
 def _without_worker_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return torch's options without those that need worker processes.
-
-    Raises:
-        ConfigError: an option cannot be ignored silently.
-    """
-    if options.get("persistent_workers"):
-        _log.warning("`persistent_workers` needs `num_workers` of at least 1; it is set to False")
-        options = {**options, "persistent_workers": False}
-    for name in ("prefetch_factor", "multiprocessing_context", "timeout"):
-        if options.get(name) not in (None, 0):
-            raise ConfigError(f"`{name}` needs worker processes. Remove it, or set `num_workers` to at least 1.")
-    return options
+    """Return torch's options without those that need worker processes, and log the names of these."""
+    names = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
+    if ignored := [name for name in names if options.get(name)]:
+        _log.warning("%s need worker processes, so they have no effect with `num_workers` 0", ", ".join(ignored))
+    return {name: value for name, value in options.items() if name not in names}
 
 
 _PARENT_CHECK_SECONDS = 2.0  # between two checks of the parent process

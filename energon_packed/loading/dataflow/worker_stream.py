@@ -15,7 +15,7 @@ ahead are not part of the state: they are read again.
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -74,11 +74,11 @@ class BufferedItem:
 
     Attributes:
         number: index of the item in its shard.
-        samples: the encoded samples of the item.
+        samples: the samples of the item: EncodedSamples, or what a custom processor returns.
         size: (tokens, images, patches).
         squares: sum of the squared sample lengths.
         kind: 0 for text, 1 with images, 2 with videos.
-        at: location of its record, if it is a record of an input file.
+        at: location of its record and its dataset, if it is a record of an input file.
         ref: number and key of the item (and index of the fragment) as JSON: the state after every step lists them, so
             they are made once.
         name: the number; for a fragment, `"NUMBER#K/N"`.
@@ -91,13 +91,15 @@ class BufferedItem:
         key: Any,
         number: int,
         samples: Sequence[EncodedSample],
-        at: RecordAt | None = None,
+        packer: Packer,
+        at: tuple[RecordAt, str] | None = None,
         fragment: tuple[int, int] | None = None,
     ) -> None:
         """Wrap the samples of an item.
 
         Args:
             key, number, samples, at: of the item.
+            packer: has the size of other samples than EncodedSamples.
             fragment: index of the fragment, and number of fragments; None for a complete item.
         """
         self.number = number
@@ -107,9 +109,14 @@ class BufferedItem:
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
         tokens = images = patches = videos = self.squares = 0
         for sample in samples:  # a loop needs two thirds of the time of a comprehension for each sum
-            length = len(sample.input_ids)
+            is_encoded = isinstance(sample, EncodedSample)
+            length = len(sample.input_ids) if is_encoded and not packer.size_fn else packer.sample_size(sample)
             tokens += length
             self.squares += length**2
+            if not is_encoded:
+                images += isinstance(sample, Mapping) and "pixel_values" in sample
+                videos += isinstance(sample, Mapping) and "pixel_values_videos" in sample
+                continue
             images += sample.num_images
             videos += sample.num_videos
             if sample.image_grid_thw is not None or sample.video_grid_thw is not None:
@@ -322,7 +329,7 @@ class WorkerStream:
                 failure = (result, item_name(value, number), record_of(value))
                 chunk.append((number, resume_state, (), failure))
             else:
-                chunk.append((number, resume_state, _buffered(key, number, value, result), ()))
+                chunk.append((number, resume_state, _buffered(key, number, value, result, self.roles.packer), ()))
         return chunk
 
     def _encode(self, values: list[Any]) -> list[list[Sequence[EncodedSample]] | EnergonPackedError]:
@@ -337,11 +344,11 @@ class WorkerStream:
 
     def _drop(self, item: BufferedItem, reject: Reject | None) -> None:
         """Count an item that fits no row, or that is part of a dropped last batch."""
-        failures, packer, source = self.roles.failures, self.roles.packer, item.samples[0].source
+        failures, packer = self.roles.failures, self.roles.packer
         if reject is None:
             failures.drop("epoch_end")
-        elif item.at is not None and source is not None:
-            failures.reject(item.at, source.dataset, reject, overlong=packer.overlong)
+        elif item.at is not None:
+            failures.reject(*item.at, reject, overlong=packer.overlong)
         elif packer.overlong == "error":
             raise unfit(reject)
         else:
@@ -380,7 +387,7 @@ class WorkerStream:
         for (number, value), result in zip(values.items(), self._encode(list(values.values())), strict=True):
             if isinstance(result, EnergonPackedError):
                 raise BatchError(f"item {number} of the saved state cannot be encoded any more: {result}")
-            buffered[number] = _buffered(keys[number], number, value, result)
+            buffered[number] = _buffered(keys[number], number, value, result, self.roles.packer)
         groups = [[buffered[number][fragment[0] if fragment else 0] for number, _, *fragment in g] for g in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
@@ -419,13 +426,15 @@ def item_name(value: Any, number: int) -> str:
     return f"{ident or f'item {number}'}{dataset}"
 
 
-def _buffered(key: Any, number: int, value: Any, entries: list[Sequence[EncodedSample]]) -> list[BufferedItem]:
+def _buffered(
+    key: Any, number: int, value: Any, entries: list[Sequence[EncodedSample]], packer: Packer
+) -> list[BufferedItem]:
     """Return the entries of an item, one for each fragment, without entries that have no sample."""
-    at = value.at if isinstance(value, WithSource) else None
+    at = record_of(value)
     if len(entries) == 1:
-        return [BufferedItem(key, number, entries[0], at)] if entries[0] else []
+        return [BufferedItem(key, number, entries[0], packer, at)] if entries[0] else []
     count = len(entries)
-    return [BufferedItem(key, number, entry, at, (index, count)) for index, entry in enumerate(entries)]
+    return [BufferedItem(key, number, entry, packer, at, (index, count)) for index, entry in enumerate(entries)]
 
 
 def _fitted(
@@ -436,7 +445,7 @@ def _fitted(
     if longest is None or packer.overlong not in ("truncate", "split") or len(samples) != 1:
         return [samples]
     sample = samples[0]
-    if len(sample) <= longest:
+    if not isinstance(sample, EncodedSample) or len(sample) <= longest:
         return [samples]
     try:
         if packer.overlong == "truncate":

@@ -31,7 +31,7 @@ class MixtureDistributor(Distributor):
 
     Args:
         distributors: the distributors to mix.
-        weights: one number above 0 for each distributor.
+        weights: one number for each distributor; distributors with the weight 0 are left out.
         repeat: True draws indefinitely: a distributor that ends starts its next epoch, so the weights are met. False
             yields every item once: a distributor that ends is no longer drawn, and the epoch ends with the last item.
         names: names of the distributors in `update`, such as the dataset names in `batch.loss_by_source`; by default
@@ -61,25 +61,29 @@ class MixtureDistributor(Distributor):
             raise ConfigError(
                 f"`weights` must have one weight for each of the {len(distributors)} distributors, got {len(weights)}."
             )
-        if bad := [weight for weight in weights if not (weight > 0 and np.isfinite(weight))]:
+        if bad := [weight for weight in weights if not (weight >= 0 and np.isfinite(weight))]:
+            raise ConfigError(f"All `weights` must be at least 0 and finite, got {bad[0]}.")
+        if not any(weights):
+            raise ConfigError("`weights` must have a weight above 0, got only 0.")
+        given = [str(name) for name in (range(len(weights)) if names is None else names)]
+        if len(set(given)) != len(distributors):
             raise ConfigError(
-                f"All `weights` must be above 0 and finite, got {bad[0]}. Remove distributors that you do not want to "
-                "read."
+                f"`names` must have {len(distributors)} different names, got {len(set(given))}. Pass one name for "
+                "each distributor."
             )
-        self.distributors = list(distributors)
-        self.weights = [float(weight) for weight in weights]
+        read = [index for index, weight in enumerate(weights) if weight]
+        if len(read) < len(weights):
+            _log.info("left out by weight 0: %s", ", ".join(sorted(set(given) - {given[index] for index in read})))
+        self.names = [given[index] for index in read]
+        distributors = [distributors[index] for index in read]
+        self.distributors = distributors
+        self.weights = [float(weights[index]) for index in read]
         self.repeat = repeat
         self.can_seek = all(child.can_seek for child in distributors)
         self.infinite = repeat or any(child.infinite for child in distributors)
         self.repeats = repeat or any(child.repeats for child in distributors)
         self.readers = [reader for child in distributors for reader in child.readers]
         self.read_ahead = min(child.read_ahead for child in distributors)
-        self.names = [str(name) for name in (range(len(weights)) if names is None else names)]
-        if len(set(self.names)) != len(self.distributors):
-            raise ConfigError(
-                f"`names` must have {len(distributors)} different names, got {len(set(self.names))}. Pass one name "
-                "for each distributor."
-            )
         if not 0 <= smoothing < 1:
             raise ConfigError(f"`smoothing` must be at least 0 and below 1, got {smoothing}.")
         self.schedule: WeightSchedule = WeightSchedule(

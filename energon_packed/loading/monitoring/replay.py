@@ -167,6 +167,8 @@ def _check_step(step: int, longest: int) -> None:
 class _Lengths(Processor):
     """Processor that only measures: its samples have the right lengths, token ids 0, and no pixels."""
 
+    reads = "conversations"
+
     def __init__(self, processor: Processor) -> None:
         self.processor = processor
 

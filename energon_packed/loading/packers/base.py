@@ -5,11 +5,12 @@ when the buffer is packed, and states why a sample fits no row.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
+from energon_packed.encoding import EncodedSample
 from energon_packed.errors import BatchError, ConfigError, Reason, Reject
 from energon_packed.loading.costs.model import RowSizes
 from energon_packed.packing.balance import Int64
@@ -56,6 +57,7 @@ class Packer(ABC):
             the sample, `truncate` keeps its first `longest` tokens, `split` divides documents and token records into
             fragments, which repeat `split_overlap` tokens (both with DataflowLoader).
         rows: items in each row, if their number alone decides; None otherwise.
+        size_fn: size of a sample, in place of its tokens; needed for samples that have no `input_ids`.
 
     Examples:
         >>> class Pairs(Packer):
@@ -79,6 +81,7 @@ class Packer(ABC):
     overlong: Overlong = "error"
     split_overlap: int = 1
     rows: int | None = None
+    size_fn: Callable[[Any], int] | None = None
 
     @abstractmethod
     def select(self, lengths: Int64) -> list[Int64]:
@@ -107,6 +110,28 @@ class Packer(ABC):
         if self.max_images is None and self.max_patches is None:
             return selected
         return [part for group in selected for part in self._within_limits(group, sizes)]
+
+    def sample_size(self, sample: Any) -> int:
+        """Return the size of a sample that a processor returned: `size_fn`, by default the number of its `input_ids`.
+
+        Raises:
+            ConfigError: the sample has no `input_ids`, or the size is not an integer of at least 0.
+        """
+        if self.size_fn is not None:
+            size = self.size_fn(sample)
+            if isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 0:
+                raise ConfigError(f"`size_fn` must return an integer of at least 0, got {size!r}.")
+            return int(size)
+        if isinstance(sample, EncodedSample):
+            return len(sample)
+        if self.rows is not None:  # no packer reads it
+            return 0
+        if isinstance(sample, Mapping) and "input_ids" in sample:
+            return len(sample["input_ids"])
+        raise ConfigError(
+            f"{type(self).__name__} needs the size of each sample, got a {type(sample).__name__} without `input_ids`. "
+            "Pass `size_fn`, or use `batch_size`."
+        )
 
     def parts(self, kinds: Int64) -> list[Int64]:
         """Return the indices of the samples that may share rows: all samples, or the samples of each kind.

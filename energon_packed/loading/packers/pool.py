@@ -7,6 +7,7 @@
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -43,6 +44,7 @@ class PoolPacker(Packer):
         max_images, max_patches: images, and patches of images and videos, in one row; None for no limit.
         group_by: `media` fills each row with samples of one kind: text, images or videos.
         overlong: handling of samples that fit no row: `error`, `drop` or `truncate`.
+        size_fn: size of a sample in place of its tokens, for the samples of a custom processor.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -66,6 +68,7 @@ class PoolPacker(Packer):
         max_patches: int | None = None,
         group_by: GroupBy = "none",
         overlong: Overlong = "error",
+        size_fn: Callable[[Any], int] | None = None,
     ) -> None:
         check_positive(pool_size=pool_size, max_images=max_images, max_patches=max_patches)
         # The planner checks its options here, before any worker process starts.
@@ -76,7 +79,7 @@ class PoolPacker(Packer):
         self.max_images, self.max_patches = max_images, max_patches
         check_choice("overlong", overlong, Overlong)
         check_choice("group_by", group_by, GroupBy)
-        self.overlong, self.group_by = overlong, group_by
+        self.overlong, self.group_by, self.size_fn = overlong, group_by, size_fn
         if window := re.fullmatch(r"window_(\d+)", algorithm):
             self.buffer_size, self.carry_over_last = int(window[1]), False
         self._options: dict[str, Any] = {"algorithm": algorithm, "max_samples": max_samples, "multiple": multiple}

@@ -7,6 +7,9 @@
 | SimpleBatcher | a fixed number of items |
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 
 from energon_packed.loading.packers.base import Packer, check_choice, check_positive, in_order
@@ -38,7 +41,7 @@ class SequentialPacker(Packer):
         max_tokens: tokens per row.
         max_samples: samples per row; None for no limit.
         multiple: each sample counts as padded to a multiple of this many tokens.
-        max_images, max_patches, group_by, overlong: as for PoolPacker.
+        max_images, max_patches, group_by, overlong, size_fn: as for PoolPacker.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -61,6 +64,7 @@ class SequentialPacker(Packer):
         max_patches: int | None = None,
         group_by: GroupBy = "none",
         overlong: Overlong = "error",
+        size_fn: Callable[[Any], int] | None = None,
     ) -> None:
         check_positive(max_tokens=max_tokens, max_samples=max_samples, multiple=multiple)
         check_positive(max_images=max_images, max_patches=max_patches)
@@ -71,7 +75,7 @@ class SequentialPacker(Packer):
         self.max_images, self.max_patches = max_images, max_patches
         check_choice("overlong", overlong, Overlong)
         check_choice("group_by", group_by, GroupBy)
-        self.overlong, self.group_by = overlong, group_by
+        self.overlong, self.group_by, self.size_fn = overlong, group_by, size_fn
 
     def select(self, lengths: Int64) -> list[Int64]:
         """Return groups of consecutive sample indices."""
