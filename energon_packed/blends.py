@@ -197,7 +197,7 @@ class Blend:
     subflavors: Mapping[str, Subflavor] = field(default_factory=dict)
 
     def times_seen(self) -> list[float]:
-        """Return the epochs over each input per epoch of the largest input (0 if never drawn), or its repetitions."""
+        """Return how many times an epoch has each pack of each input (0 if never drawn), or its repetitions."""
         if self.epochized:
             return [dataset.weight for dataset in self.train]
         return epochs_by_weight([dataset.weight for dataset in self.train], [dataset.packs for dataset in self.train])
@@ -215,17 +215,15 @@ class Blend:
 
 
 def epochs_by_weight(weights: Sequence[float], packs: Sequence[int]) -> list[float]:
-    """Return the epochs over each input per epoch of the largest input with a nonzero weight.
+    """Return how many times an epoch has each pack of each input, on average.
 
-    An epoch of the largest input, of `count` packs and weight w, needs count / w draws; an input of weight v and n
-    packs then has count / w * v / n epochs.
+    An epoch draws as many packs as all inputs have together, as PackedDataset and `steps_per_epoch` do.
 
     Args:
         weights: shares of draws, not all 0.
         packs: packs of each input, at least 1.
     """
-    count, weight = max((count, weight) for weight, count in zip(weights, packs, strict=True) if weight)
-    draws = count / weight
+    draws = sum(packs) / sum(weights)
     return [draws * weight / count for weight, count in zip(weights, packs, strict=True)]
 
 
@@ -355,7 +353,7 @@ def render(blend: Blend, out: Path, *, absolute: bool = False) -> str:
     lines.append(f"    {list_key}:")
     for dataset, times in zip(blend.train, blend.times_seen(), strict=True):
         counts = f"{dataset.packs:,} packs, {dataset.samples:,} samples ({dataset.counted_by})"
-        often = "" if blend.epochized else f"; {times:.3g} epochs per epoch of the largest input"
+        often = "" if blend.epochized else f"; {times:.3g} times per epoch"
         lines.append(f"      # {counts}; weight: {dataset.weighed_by}{often}")
         key = "repetitions" if blend.epochized else "weight"
         if dataset.weight == 0:  # kept as a comment: the file shows that the input was left out on purpose

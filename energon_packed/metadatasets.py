@@ -218,7 +218,10 @@ class Metadataset:
     def _flatten(self, split: str, subflavors: Mapping[str, Any]) -> tuple[Mode, list[Leaf]]:
         """Resolve the references of a split, with the subflavors of the outer Metadatasets."""
         if split not in self.splits:
-            raise ConfigError(f"{self.path} has no split {split!r}; it has {', '.join(self.splits)}")
+            raise ConfigError(
+                f"{self.path} has no split {split!r}; it has {', '.join(self.splits)}. Pass one of these as `split`, "
+                "blend again with energon-packed metadataset --val DIR"
+            )
         content = self.splits[split]
         total = sum(entry.number for entry in content.entries)
         leaves: list[Leaf] = []
@@ -292,7 +295,10 @@ class SplitFile:
         if names := self.shards(split):
             return names
         filled = ", ".join(name for name in self.parts if self.shards(name)) or "none"
-        raise ConfigError(f"{self.file.parents[1]} has no packs in split {split!r}; it has {filled}")
+        raise ConfigError(
+            f"{self.file.parents[1]} has no packs in split {split!r}; it has {filled}. Pass one of these as `split`, "
+            "or pack again with --split train=0.98,val=0.02"
+        )
 
 
 def read_split(folder: Path) -> SplitFile:

@@ -256,6 +256,7 @@ PLACES = {
     "FORMAT_VERSION": "version:FORMAT_VERSION",
     # blends: what the command `metadataset` writes, from a function
     "make_blend": "blends:make_blend",
+    "read_blend": "inspection.blend:read_blend",
     "write_metadataset": "blends:write_metadataset",
     "render": "blends:render",
     # metadatasets: the reader itself, against Energon's

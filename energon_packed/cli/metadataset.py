@@ -110,7 +110,7 @@ def _as_dict(blend: Blend, out: Path) -> dict[str, Any]:
 
 def _table(blend: Blend) -> Table:
     total = sum(entry.weight for entry in blend.train)
-    unit = "times per epoch" if blend.epochized else "epochs per epoch of the largest input"
+    unit = "times per epoch"
     table = Table(caption=f"seen: {unit}")
     table.add_column("input", overflow="fold", min_width=20)
     table.add_column("split")

@@ -26,7 +26,7 @@ class BlendEntry:
         tokens: tokens without padding; None if they are not recorded.
         share: share of the draws, or of an epoch's packs.
         token_share: share of the tokens in these draws; None if the tokens of a dataset are not recorded.
-        times: epochs over it per epoch of the largest dataset of the split, or repetitions per epoch.
+        times: how many times an epoch has each of its packs; repetitions, if these are given.
         problem: why the dataset cannot be read, or None.
     """
 

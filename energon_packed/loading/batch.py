@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import field, fields
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.energon import Batch, edataclass
@@ -27,6 +27,7 @@ from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.transport import send_by_value
 from energon_packed.loading.ranks import all_reduce_mean
 
+Signal = Literal["loss", "entropy", "gradient_norm"]
 _PIXELS = ("pixel_values", "pixel_values_videos")
 _IMAGE_ARGUMENTS = ("pixel_values", "image_grid_thw", "patch_positions", "token_type_ids")
 _VIDEO_ARGUMENTS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
@@ -248,12 +249,18 @@ class PackedBatch(Batch):
         total = weights.sum()
         return (losses * weights).sum() / torch.where(total > 0, total, 1.0)  # 0 without targets, instead of NaN
 
-    def loss_by_source(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+    def loss_by_source(self, logits: torch.Tensor, signal: Signal = "loss") -> dict[str, torch.Tensor]:
         """Compute `loss` for each dataset over its samples only: a scalar for each name in `sources`.
 
         Samples without a source count as "unknown"; a dataset without a target in this row is missing.
+
+        Args:
+            logits: (1, T, V).
+            signal: mean of the targets in place of their loss, as `target_signals` computes it: `entropy` of the
+                predicted distribution, or `gradient_norm`, the norm of the gradient of the loss by the logits.
         """
-        datasets, sums = sums_by_source(*self._losses(logits), self._bounds(), source_names(self.sources))
+        values, weights = target_signals(logits, self.labels, signal), self.loss_mask[0, 1:].to(logits.device)
+        datasets, sums = sums_by_source(values, weights, self._bounds(), source_names(self.sources))
         return {name: sums[0, i] / sums[1, i] for i, name in enumerate(datasets) if sums[1, i] > 0}
 
     def split(self) -> list[EncodedSample]:
@@ -462,6 +469,28 @@ def target_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(
         logits[0, :-1].float(), labels[0, 1:].to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
     )
+
+
+def target_signals(logits: torch.Tensor, labels: torch.Tensor, signal: Signal = "loss") -> torch.Tensor:
+    """Return a value of each target at 1..T-1, float32 (T-1,), 0 for other tokens.
+
+    Args:
+        logits: (1, T, V).
+        labels: int64 (1, T), unshifted.
+        signal: `loss`, the cross entropy; `entropy` of the predicted distribution p, in nats; `gradient_norm`, the
+            norm of the gradient of the loss with respect to the logits, |p - onehot(target)|, between 0 and sqrt(2)
+            (EL2N of M. Paul et al., "Deep Learning on a Data Diet", 2021).
+    """
+    if signal == "loss":
+        return target_losses(logits, labels)
+    targets = labels[0, 1:].to(logits.device)
+    p = torch.softmax(logits[0, :-1].float(), dim=-1)
+    if signal == "entropy":
+        values = torch.special.entr(p).sum(-1)
+    else:
+        of_target = p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+        values = (p.square().sum(-1) - 2 * of_target + 1).clamp(min=0).sqrt()
+    return torch.where(targets == IGNORE_INDEX, 0.0, values)
 
 
 def source_names(sources: Sequence[SampleSource | None]) -> list[str]:

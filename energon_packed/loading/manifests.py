@@ -19,7 +19,7 @@ import numpy as np
 from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
-from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, steps_of_epoch
+from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import check_type, short
@@ -324,10 +324,13 @@ def steps_per_epoch(
     split: str = "train",
     epoch_end: EpochEnd = "repeat",
 ) -> int:
-    """Compute the micro batches of every rank in one epoch of the Energon loader.
+    """Compute the micro batches of every rank in one epoch.
+
+    An epoch of a folder or of a blend with repetitions has each pack as often as these. An epoch of a blend by weight,
+    from which Energon draws indefinitely, has as many packs as its datasets together, as in PackedDataset.
 
     Args:
-        path: packed dataset, its manifest, or a Metadataset with repetitions. Without packing.json, packs are counted
+        path: packed dataset, its manifest, or a Metadataset. Without packing.json, packs are counted
             in the indexes.
         world_size: data-parallel ranks.
         micro_batch_size: packs per micro batch.
@@ -336,8 +339,8 @@ def steps_per_epoch(
         epoch_end: option of the loader.
 
     Raises:
-        ConfigError: an argument is below its minimum, a rank has no batch, `epoch_end` is `error` and the packs do not
-            fill the last step, or a Metadataset draws by weight and so has no epoch.
+        ConfigError: an argument is below its minimum, a rank has no batch, or `epoch_end` is `error` and the packs do
+            not fill the last step.
         FormatError: there is no dataset.
     """
     check_epoch_end(epoch_end)
@@ -361,9 +364,12 @@ def steps_per_epoch(
             )
         counts.append(packs)
     if any(dataset.weight is not None for dataset in blend):
-        raise ConfigError(
-            f"{path} draws by weight indefinitely, so it has no epoch. Count the steps to train for, or use "
-            f"PackedDataset, whose epoch has {sum(epoch_pack_counts(blend, counts))} packs."
-        )
+        # Energon draws indefinitely, so each rank has a pack for every step: only the number of draws decides.
+        total, width = sum(epoch_pack_counts(blend, counts)), world_size * micro_batch_size
+        for name, number in (("world_size", world_size), ("micro_batch_size", micro_batch_size)):
+            if number < 1:
+                raise ConfigError(f"`{name}` must be at least 1, got {number}.")
+        check_rest(epoch_end, total % width, total, warns=False)
+        return total // width if epoch_end == "drop" else -(-total // width)
     repetitions = [dataset.repetitions or 1 for dataset in blend]
     return steps_of_epoch(list(zip(counts, repetitions, strict=True)), **layout)

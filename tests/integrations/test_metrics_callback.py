@@ -1,5 +1,7 @@
 """MetricsCallback and MixtureCallback in two processes of one group, in each trainer, against the data itself."""
 
+import logging
+import re
 import signal
 from collections import Counter
 from itertools import islice
@@ -14,14 +16,18 @@ from energon_packed import (
     BatchError,
     ChatEncoder,
     ConfigError,
+    DataflowLoader,
     MapDistributor,
     MixtureCallback,
     MixtureDistributor,
     PackedDataset,
     PaddingFreeCollator,
+    TrainerStream,
+    TrainerStreamCallback,
+    packed_training_arguments,
 )
 from tests.integrations.launched import run_script, tiny_qwen2
-from tests.integrations.metrics_runs import MIXTURE_STEPS, QUIET_RUN, SAVED, samples, strong
+from tests.integrations.metrics_runs import MIXTURE_STEPS, QUIET_RUN, SAVED, Seen, samples, strong
 from tests.processes import run_ranks
 
 SCRIPT = "tests.integrations.metrics_runs"
@@ -115,6 +121,52 @@ def test_losses_and_weights_are_those_of_each_sample_alone(ranks: list[Any]) -> 
     for name in "ab":
         assert last[f"data/loss/{name}"] == pytest.approx(losses[name], rel=1e-5)
         assert last[f"data/weight/{name}"] == pytest.approx(expected[name], rel=1e-5)
+        assert last[f"data/reward/{name}"] == pytest.approx(3 * losses[name], rel=1e-5)
+        assert last[f"data/count/{name}"] == sum(ident[0] == name for ident in used)
+    assert [rank["still"]["logs"][-1]["data/rank"] for rank in ranks] == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["entropy", "gradient_norm", "validation_loss"])
+def test_rewards_of_other_signals(tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Entropy and gradient norm of each target by PyTorch, and validation losses of the Trainer."""
+    parts = [MapDistributor(samples(name, seed)[:6], shuffle=False) for seed, name in enumerate("ab")]
+    mixture = MixtureDistributor(parts, [1, 1], repeat=True, names=["a", "b"])
+    stream = TrainerStream(lambda: DataflowLoader(mixture))
+    model, seen = tiny_qwen2(), Seen()
+    collator = PaddingFreeCollator() if kind == "validation_loss" else seen
+    more: Any = {"eval_strategy": "steps", "eval_steps": 1} if kind == "validation_loss" else {}
+    args = packed_training_arguments(
+        str(tmp_path), stream, **QUIET_RUN | {"max_steps": 3, "learning_rate": 0.0} | more
+    )
+    evaluated = {name: [samples(name, seed)[:2]] for seed, name in enumerate("ab")}
+    callbacks = [TrainerStreamCallback(stream), MixtureCallback(mixture, every=3, signal=kind)]
+    trainer = Trainer(
+        model, args, train_dataset=stream, eval_dataset=evaluated, data_collator=collator, callbacks=callbacks
+    )
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    last = next(entry for entry in reversed(trainer.state.log_history) if "data/rank" in entry)
+    by_id = {sample.id: sample for seed, name in enumerate("ab") for sample in samples(name, seed)}
+    metrics = {key: value for entry in trainer.state.log_history for key, value in entry.items()}
+    values = {name: [metrics[f"eval_{name}_loss"]] for name in "ab" if kind == "validation_loss"}
+    for ident in [ident for row in seen.ids[:3] for ident in row]:
+        ids = torch.tensor(by_id[ident].input_ids)[None]
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        logits.requires_grad_()
+        if kind == "entropy":
+            of_targets = torch.distributions.Categorical(logits=logits).entropy()
+        else:
+            torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").backward()
+            of_targets = logits.grad.norm(dim=-1)
+        values.setdefault(ident[0], []).extend(of_targets.tolist())
+    for name, own in values.items():
+        expected = sum(own) / len(own)
+        assert last[f"data/{kind}/{name}"] == last[f"data/reward/{name}"] == pytest.approx(expected, rel=1e-4)
+    (line,) = [one.getMessage() for one in caplog.records if "of the mixture" in one.getMessage()]
+    assert re.match(
+        r"rank 0: update 1 of the mixture, from step \d+ .*: a 0\.\d+(, reward [\d.]+)?, \d samples; b ", line
+    )
 
 
 class WithoutLogits(torch.nn.Module):
@@ -130,6 +182,10 @@ def test_errors_are_one_line(tmp_path: Path) -> None:
     mixture = MixtureDistributor([MapDistributor([1])], [1])
     with pytest.raises(ConfigError, match="`every` must be at least 1, got 0"):
         MixtureCallback(mixture, every=0)
+    with pytest.raises(ConfigError, match="`signal` must be one of loss, entropy, .* got 'accuracy'"):
+        MixtureCallback(mixture, signal="accuracy")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="needs eval_dataset={NAME: dataset} .* with the names 0, got the m"):
+        MixtureCallback(mixture, signal="validation_loss").on_evaluate(None, None, None, {"eval_loss": 1.0})
 
     def train(data: Any, collator: Any, model: Any) -> None:
         args = TrainingArguments(str(tmp_path), **QUIET_RUN, max_steps=1, remove_unused_columns=False)
@@ -151,7 +207,7 @@ parts = [MapDistributor(range(4)), MapDistributor(range(4))]
 groups = [torch.distributed.new_group([index]) for index in range(count)]
 callback = MixtureCallback(
     MixtureDistributor(parts, [1, 1], repeat=True, names=["a", "b"]), every=2, group=groups[rank])
-saved = {"losses": {}, "sums": [{"a": (3.0, 2.0)}]}
+saved = {"losses": {}, "sums": [{"a": (3.0, 2.0, 4)}], "last": {"reward": {}, "count": {}}, "validation": {}}
 callback.restore(saved, None, None)
 assert callback.state()["sums"] == saved["sums"], callback.state()
 """

@@ -5,6 +5,7 @@ import itertools
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from energon_packed import (
     get_packed_loader,
     steps_per_epoch,
 )
-from tests.internals import cli
+from tests.internals import cli, make_blend, read_blend, read_metadataset
 from tests.loading.flows import check_every_step, energon_folders
 
 PACKS = {"a": 40, "b": 12, "c": 8}
@@ -92,7 +93,9 @@ def test_metadatasets_without_a_map_style_epoch_are_refused(outputs: dict[str, P
     subset = metadataset(tmp_path / "s.yaml", f"{{path: {outputs['a']}, subset: {{range: [0%, 50%]}}}}")
     with pytest.raises(ConfigError, match="uses 'subset' of .*, which only Energon"):
         PackedDataset(subset)
-    with pytest.raises(ConfigError, match="has no split 'val'"):
+    with pytest.raises(
+        ConfigError, match="has no split 'val'; it has train. Pass one of these as `split`, or blend again with"
+    ):
         PackedDataset(subset, split="val")
     assert np.array_equal(PackedDataset(outputs["c"]).lengths, [3] * 8)
 
@@ -112,11 +115,27 @@ def test_steps_of_an_epochized_blend_are_those_of_the_loader(
     assert found == [steps_per_epoch(recipe, **place)] * world_size
 
 
-def test_steps_of_a_blend_by_weight_are_not_known_to_energon(outputs: dict[str, Path], tmp_path: Path) -> None:
-    blend = ", ".join(f"{{path: {outputs[name]}, weight: 1}}" for name in "bc")
+def test_an_epoch_of_a_blend_by_weight_is_the_same_everywhere(outputs: dict[str, Path], tmp_path: Path) -> None:
+    """As many packs as all datasets together: in PackedDataset, its steps, the report and the comments of blends."""
+    numbers = {"a": 1, "b": 3, "c": 2}
+    blend = ", ".join(f"{{path: {outputs[name]}, weight: {number}}}" for name, number in numbers.items())
     recipe = metadataset(tmp_path / "w.yaml", f"{{blend: [{blend}]}}")
-    with pytest.raises(ConfigError, match="draws by weight indefinitely, so it has no epoch. .* has 20 packs"):
-        steps_per_epoch(recipe)
+    dataset = PackedDataset(recipe)
+    assert len(dataset) == steps_per_epoch(recipe) == sum(PACKS.values())
+    (split,) = read_blend(read_metadataset(recipe))
+    assert split.drawn("packs") == pytest.approx(len(dataset))
+    times = [entry.times for entry in split.entries]
+    assert times == pytest.approx([shares(dataset)[name] / PACKS[name] for name in numbers], abs=0.01)
+    made = make_blend([(outputs[name], number) for name, number in numbers.items()])
+    assert made.times_seen() == pytest.approx(times)
+    for world_size, rows, epoch_end in itertools.product((1, 7), (1, 3), ("repeat", "drop")):
+        place: Any = {"rank": 0, "world_size": world_size, "epoch_end": epoch_end}
+        steps = len(DataflowLoader(MapDistributor(dataset), batch_size=rows, **place))
+        assert steps_per_epoch(recipe, world_size=world_size, micro_batch_size=rows, epoch_end=epoch_end) == steps
+    with pytest.raises(ConfigError, match="`epoch_end='error'`"):
+        steps_per_epoch(recipe, world_size=7, epoch_end="error")
+    with pytest.raises(ConfigError, match="`world_size` must be at least 1, got 0"):
+        steps_per_epoch(recipe, world_size=0)
     assert steps_per_epoch(outputs["c"], micro_batch_size=3) == 3
 
 

@@ -1,8 +1,9 @@
 """MixtureCallback: losses by source of a Trainer -> weights of a mixture, updated, logged, saved and restored."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
@@ -10,13 +11,21 @@ from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
 from energon_packed.integrations.transformers.metrics import LogCallback
 from energon_packed.integrations.transformers.stream import LoaderState
-from energon_packed.loading.batch import PackedBatch, source_names, sums_by_source, target_losses, target_weights
+from energon_packed.loading.batch import (
+    PackedBatch,
+    Signal,
+    source_names,
+    sums_by_source,
+    target_signals,
+    target_weights,
+)
 from energon_packed.loading.distributors.mixture import MixtureDistributor
 from energon_packed.loading.ranks import all_gather_object, group_place
 
 _CHUNK = 1024  # tokens whose losses are computed together, so that the logits are not copied at once
 
 Rewards = Callable[[dict[str, float]], Mapping[str, float]]
+RewardSignal = Literal["loss", "entropy", "gradient_norm", "validation_loss"]
 
 
 class _Targets(NamedTuple):
@@ -44,20 +53,24 @@ class MixtureCallback(LoaderState, LogCallback):
 
     The losses are computed from the output of the forward pass of the training. After every `every` steps, the mean
     loss of each source over all targets of all ranks since the last update is passed to `rewards`, and its result to
-    `mixture.update`. The logs get `data/weight/NAME` and `data/loss/NAME`. The state of the loader contains the
-    weights, and the checkpoint also contains the losses since the last update, so a resumed run has the same weights
-    and batches.
+    `mixture.update`. The logs get `data/weight/NAME`, `data/loss/NAME` (or the name of another signal),
+    `data/reward/NAME`, `data/count/NAME`, the samples since the update before, and `data/rank`. The state of the
+    loader contains the weights, and the checkpoint also contains the losses since the last update, so a resumed run
+    has the same weights and batches.
 
     Args:
         mixture: the outermost distributor of the loader. Its `names` are the datasets in `batch.sources`.
         every: optimizer steps between two updates.
-        rewards: computes rewards by name from mean losses by name; by default the losses. Every rank calls it with the
-            same losses.
+        signal: mean of each source in place of its loss: `entropy` of the predicted distributions; `gradient_norm`,
+            the norm of the gradient of the loss of a target by its logits; `validation_loss`, from the evaluations of
+            a Trainer with `eval_dataset={NAME: dataset}`, which the next update after an evaluation uses.
+        rewards: computes rewards by name from the means by name; by default the means. Every rank calls it with the
+            same means.
         group: process group of the ranks that read different data; by default all processes.
 
     Raises:
-        ConfigError: `every` is below 1; while training, a source is not in the mixture, or the model returns no
-            logits.
+        ConfigError: `every` is below 1, or `signal` is unknown; while training, a source is not in the mixture, or the
+            model returns no logits.
         BatchError: the batches have no sources, or the checkpoint has no losses.
 
     Examples:
@@ -70,25 +83,39 @@ class MixtureCallback(LoaderState, LogCallback):
     remedy = "pass callbacks=[MixtureCallback(mixture)] to the Trainer that saves"
 
     def __init__(
-        self, mixture: MixtureDistributor, *, every: int = 1, rewards: Rewards = dict, group: Any = None
+        self,
+        mixture: MixtureDistributor,
+        *,
+        every: int = 1,
+        signal: RewardSignal = "loss",
+        rewards: Rewards = dict,
+        group: Any = None,
     ) -> None:
         if every < 1:
             raise ConfigError(f"`every` must be at least 1, got {every}.")
+        if signal not in (valid := get_args(RewardSignal)):
+            raise ConfigError(f"`signal` must be one of {', '.join(valid)}, got {signal!r}.")
         self.mixture = mixture
+        self._signal: RewardSignal = signal
         self._every, self._rewards, self._group = every, rewards, group
         self._losses: dict[str, float] = {}  # of the last update
-        self._sums: dict[str, tuple[float, float]] = {}  # of this rank: loss * weight, weight
+        self._last: dict[str, dict[str, float]] = {"reward": {}, "count": {}}  # of the last update
+        self._validation: dict[str, float] = {}  # since the last update
+        self._sums: dict[str, tuple[float, float, int]] = {}  # of this rank: loss * weight, weight, samples
         self._pending: list[tuple[list[str], torch.Tensor]] = []  # sums of rows, perhaps on a device
+        self._counts: Counter[str] = Counter()  # samples of these rows
         self._tap = BatchTap("energon_packed_targets", _targets, self._add)
 
     def values(self) -> dict[str, float]:
         """Return the weights, and the losses of the last update."""
-        named = {"data/weight": self.mixture.current_weights, "data/loss": self._losses}
-        return {f"{prefix}/{name}": value for prefix, values in named.items() for name, value in values.items()}
+        named = {"weight": self.mixture.current_weights, self._signal: self._losses, **self._last}
+        values = {f"data/{key}/{name}": value for key, means in named.items() for name, value in means.items()}
+        return values | {"data/rank": group_place(self._group)[0]}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the losses of a checkpoint, and start to compute losses."""
         self._losses, self._sums, self._pending = {}, {}, []
+        self._last, self._validation, self._counts = {"reward": {}, "count": {}}, {}, Counter()
         super().on_train_begin(args, state, control, **kwargs)
         self._tap.attach(kwargs["train_dataloader"], kwargs["model"])
 
@@ -96,12 +123,38 @@ class MixtureCallback(LoaderState, LogCallback):
         """Update the weights after every `every` steps."""
         if state.global_step % self._every:
             return
+        if self._signal == "validation_loss" and not self._validation:
+            return  # no evaluation since the last update
         ranks = all_gather_object(self._read(), self._group)
         self._sums = {}
         names = sorted({name for sums in ranks for name in sums})
         totals = {name: [math.fsum(column) for column in zip(*_of(name, ranks), strict=True)] for name in names}
-        self._losses = {name: loss / weight for name, (loss, weight) in totals.items() if weight > 0}
-        self.mixture.update(self._rewards(dict(self._losses)), group=self._group)
+        self._losses = {name: loss / weight for name, (loss, weight, _) in totals.items() if weight > 0}
+        if self._signal == "validation_loss":
+            self._losses, self._validation = self._validation, {}
+        rewards = dict(self._rewards(dict(self._losses)))
+        counts = {name: int(total[2]) for name, total in totals.items()}
+        self._last = {"reward": {name: float(reward) for name, reward in rewards.items()}, "count": dict(counts)}
+        self.mixture.update(rewards, counts=counts, group=self._group)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """Keep the validation losses of the sources for the next update.
+
+        Raises:
+            ConfigError: `signal` is `validation_loss`, and the evaluated dataset is not a source of the mixture.
+        """
+        if self._signal != "validation_loss":
+            return
+        losses = {
+            key: value for key, value in (metrics or {}).items() if key.startswith("eval_") and key.endswith("loss")
+        }
+        found = {name: losses[f"eval_{name}_loss"] for name in self.mixture.names if f"eval_{name}_loss" in losses}
+        if losses and not found:
+            raise ConfigError(
+                f"`signal='validation_loss'` needs eval_dataset={{NAME: dataset}} of the Trainer with the names "
+                f"{', '.join(self.mixture.names)}, got the metrics {', '.join(losses)}."
+            )
+        self._validation |= found
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop computing losses."""
@@ -109,38 +162,44 @@ class MixtureCallback(LoaderState, LogCallback):
 
     def state(self) -> dict[str, Any]:
         """Return the losses since the last update, of all ranks."""
-        return {"losses": self._losses, "sums": all_gather_object(self._read(), self._group)}
+        sums = all_gather_object(self._read(), self._group)
+        return {"losses": self._losses, "sums": sums, "last": self._last, "validation": self._validation}
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
         """Continue with saved losses; with another number of ranks, each rank continues with some of them."""
         rank, world_size = group_place(self._group)
-        self._losses = dict(state["losses"])
+        self._losses, self._last, self._validation = dict(state["losses"]), state["last"], dict(state["validation"])
         for sums in state["sums"][rank::world_size]:
-            for name, (loss, weight) in sums.items():
-                self._sum(name, loss, weight)
+            for name, (loss, weight, samples) in sums.items():
+                self._sum(name, loss, weight, samples)
 
     @torch.compiler.disable  # a compiled model would compile it again for another number of samples
     def _add(self, targets: _Targets, output: Any) -> None:
         """Add the losses of a row."""
+        self._counts.update(targets.names)
+        if self._signal == "validation_loss":
+            return
         with torch.no_grad():
-            losses = _losses(output, targets.labels)
+            losses = _values(output, targets.labels, self._signal)
             weights = targets.weights.to(losses.device)
             self._pending.append(sums_by_source(losses, weights, targets.bounds, targets.names))
 
-    def _read(self) -> dict[str, tuple[float, float]]:
+    def _read(self) -> dict[str, tuple[float, float, int]]:
         """The sums of this rank since the last update."""
         for names, sums in self._pending:
             for name, loss, weight in zip(names, *sums.tolist(), strict=True):
-                self._sum(name, loss, weight)
-        self._pending = []
+                self._sum(name, loss, weight, 0)
+        for name, samples in self._counts.items():
+            self._sum(name, 0.0, 0.0, samples)
+        self._pending, self._counts = [], Counter()
         return self._sums
 
-    def _sum(self, name: str, loss: float, weight: float) -> None:
-        losses, weights = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (losses + loss, weights + weight)
+    def _sum(self, name: str, loss: float, weight: float, samples: int) -> None:
+        before = self._sums.get(name, (0.0, 0.0, 0))
+        self._sums[name] = (before[0] + loss, before[1] + weight, before[2] + samples)
 
 
-def _of(name: str, ranks: list[dict[str, tuple[float, float]]]) -> list[tuple[float, float]]:
+def _of(name: str, ranks: list[dict[str, tuple[float, float, int]]]) -> list[tuple[float, float, int]]:
     return [sums[name] for sums in ranks if name in sums]
 
 
@@ -154,8 +213,8 @@ def _targets(batch: Any) -> _Targets:
     return _Targets(batch.labels, target_weights(batch)[0], bounds, source_names(batch.sources))
 
 
-def _losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
-    """Losses of the targets at 1..T-1, float32 (T-1,)."""
+def _values(output: Any, labels: torch.Tensor, signal: Signal) -> torch.Tensor:
+    """Signals of the targets at 1..T-1, float32 (T-1,)."""
     logits = getattr(output, "logits", None)
     if logits is None:
         raise ConfigError(
@@ -164,4 +223,4 @@ def _losses(output: Any, labels: torch.Tensor) -> torch.Tensor:
         )
     starts = range(0, labels.shape[1] - 1, _CHUNK)
     pieces = [slice(start, start + _CHUNK + 1) for start in starts]
-    return torch.cat([target_losses(logits[:, piece], labels[:, piece]) for piece in pieces])
+    return torch.cat([target_signals(logits[:, piece], labels[:, piece], signal) for piece in pieces])

@@ -11,7 +11,7 @@ import numpy as np
 from energon_packed.errors import ConfigError
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.distributors.schedule import ExponentialWeights, WeightSchedule
-from energon_packed.loading.ranks import ShardSpec, all_gather_object, broadcast_object
+from energon_packed.loading.ranks import ShardSpec, all_gather_object, broadcast_object, group_place
 
 # Random numbers drawn together. Part of the sequence of draws: another value changes the order of every mixture.
 _BLOCK = 4096
@@ -98,8 +98,12 @@ class MixtureDistributor(Distributor):
         """Weights by name, with the sum 1: of the last `update`, or the `weights` of the constructor."""
         return dict(zip(self.names, self.schedule.learner.weights, strict=True))
 
-    def update(self, rewards: Mapping[str, Any], *, group: Any = None) -> dict[str, float]:
-        """Increase the weights of distributors with a high reward, by `ExponentialWeights`, and log the weights.
+    def update(
+        self, rewards: Mapping[str, Any], *, counts: Mapping[str, int] | None = None, group: Any = None
+    ) -> dict[str, float]:
+        """Increase the weights of distributors with a high reward, by `ExponentialWeights`, and log them.
+
+        The log has the rank, and weight, reward and count of each distributor.
 
         Every rank calls it after the same batch. With a torch.distributed process group, the reward of a name is the
         mean over the ranks that pass it, and every rank gets the same weights. Without a group, each process uses its
@@ -111,6 +115,7 @@ class MixtureDistributor(Distributor):
         Args:
             rewards: numbers or scalar tensors by name, for instance `batch.loss_by_source(logits)`; names without a
                 sample are left out. May be empty.
+            counts: samples by name, for the log.
             group: process group; by default all processes.
 
         Returns:
@@ -130,12 +135,23 @@ class MixtureDistributor(Distributor):
                 "every rank."
             )
         learner = self.schedule.learner
-        learner.update(self._mean_rewards([rewards_of_rank for rewards_of_rank, _ in ranks]))
+        means = self._mean_rewards([rewards_of_rank for rewards_of_rank, _ in ranks])
+        learner.update(means)
         # All ranks computed the same; the broadcast removes differences in the last bit between machines.
         learner.load_state_dict(broadcast_object(learner.state_dict(), group))
         self.schedule.announce(max(steps), learner.weights)
-        shown = ", ".join(f"{name} {weight:.4f}" for name, weight in self.current_weights.items())
-        _log.info("update %d of the mixture, from step %d of each worker: %s", learner.updates, max(steps), shown)
+        shown = []
+        for index, (name, weight) in enumerate(self.current_weights.items()):
+            reward = f", reward {means[index]:.4g}" if index in means else ""
+            count = "" if counts is None else f", {counts.get(name, 0)} samples"
+            shown.append(f"{name} {weight:.4f}{reward}{count}")
+        _log.info(
+            "rank %d: update %d of the mixture, from step %d of each worker: %s",
+            group_place(group)[0],
+            learner.updates,
+            max(steps),
+            "; ".join(shown),
+        )
         return self.current_weights
 
     def _mean_rewards(self, ranks: Sequence[Mapping[str, float]]) -> dict[int, float]:
