@@ -3,6 +3,7 @@
 # make lint   checks only          make docs   the pages, into site/          make bench   benchmarks
 # make test-trainers   every trainer in an environment of its own; test-trainers-NAME: one folder of tests/trainers
 # make test-lowest   all tests with the oldest versions that pyproject.toml allows, in an environment of their own
+# make test-newest   all tests with the newest versions, on the newest Python, in an environment of their own
 # make chromium   install the browser that the tests need, as root on Debian; `make test` does it too
 # make hard     the tests that have a long form, in that form: hours
 # make coverage   all tests with line coverage of every process; fails below the limit in pyproject.toml
@@ -11,6 +12,10 @@ PYTHON ?= python3
 VENV ?= .venv
 TRAINERS_VENV ?= .venv-trainers
 LOWEST_VENV ?= .venv-lowest
+NEWEST_VENV ?= .venv-newest
+# The newest Python of pyproject.toml that runs here; those of pyenv are not on the path.
+NEWEST_PYTHON ?= $(shell for minor in 13 12 11; do for python in python3.$$minor $${PYENV_ROOT:-$$HOME/.pyenv}/versions/3.$$minor.*/bin/python3; do \
+  $$python -c '' 2> /dev/null && echo $$python && exit; done; done)
 BIN := $(VENV)/bin
 TRAINERS := $(patsubst tests/trainers/%/run.py,%,$(wildcard tests/trainers/*/run.py))
 OTHER_TRAINERS := $(patsubst tests/trainers/%/requirements.txt,%,$(wildcard tests/trainers/*/requirements.txt))
@@ -25,7 +30,7 @@ HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAM
 
 export HF_HUB_OFFLINE = 1
 
-.PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest hard coverage mutants lint docs unit bench setup clean
+.PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest test-newest hard coverage mutants lint docs unit bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -93,6 +98,15 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints-lowest.txt
 test-lowest: $(LOWEST_VENV)/.installed chromium
 	$(LOWEST_VENV)/bin/python -m pytest -n 2 $(TESTS)
 
+# Without constraints: what `pip install energon-packed` brings today.
+$(NEWEST_VENV)/.installed: pyproject.toml
+	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
+	touch $@
+
+test-newest: $(NEWEST_VENV)/.installed chromium
+	$(NEWEST_VENV)/bin/python -m pytest -n 2 $(TESTS)
+
 hard: setup
 	$(HARD) $(BIN)/python -m pytest -n 2 $(HARD_TESTS)
 
@@ -114,4 +128,4 @@ bench: setup
 	for script in tools/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:
-	rm -rf $(VENV) $(TRAINERS_VENV) $(LOWEST_VENV) $(DEMO_OUT) site .coverage .coverage.*
+	rm -rf $(VENV) $(TRAINERS_VENV) $(LOWEST_VENV) $(NEWEST_VENV) $(DEMO_OUT) site .coverage .coverage.*

@@ -3,6 +3,7 @@
 open_regular, check_regular_files   open regular files only: a FIFO would block, and a device may act on `open`
 read_range, status                  bytes and status of an open file, local or in an object store
 read_yaml                           YAML of plain types, within limits, optionally as Energon's parser reads it
+of_type                             a parsed value of a known type
 inner_names, check_inner            file names that cannot leave their folder
 visible                             strings that cannot control the terminal
 atomic_path, atomic_write, move     a file has its old content or all of its new content, at every moment
@@ -25,11 +26,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import yaml
 
-from energon_packed.errors import FormatError
+from energon_packed.errors import ConfigError, FormatError
+from energon_packed.libraries import calls
 from energon_packed.storage import RemotePath, RemoteReader
 from energon_packed.system import most_open
 
@@ -50,6 +52,9 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
+
+
+T = TypeVar("T")
 
 
 class IrregularFile(ValueError):
@@ -289,10 +294,14 @@ def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False
             text = content.decode("utf-8-sig")  # not UTF-16, which YAML allows
             if _LINE_ENDS.search(text):
                 raise yaml.YAMLError("it has U+0085, U+2028 or U+2029, line ends in YAML but not in Energon")
-        value = yaml.load(text, loader)
+        with calls("pyyaml", is_parser=True):
+            value = yaml.load(text, loader)
     except IrregularFile as error:
         raise yaml.YAMLError(f"it {error}") from error
-    except (RecursionError, ValueError, TypeError, AttributeError) as error:  # nested too deeply; an impossible date
+    except ConfigError:
+        raise
+    # Nested too deeply; an impossible date, of which PyYAML itself raises the last two.
+    except (RecursionError, ValueError, TypeError, AttributeError) as error:
         raise yaml.YAMLError(f"it cannot be parsed: {type(error).__name__}") from error
     # Aliases share one object, so parsing is cheap; whoever walks the tree visits it once for each alias.
     nodes, stack = 0, [value]
@@ -308,17 +317,27 @@ def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False
     return value
 
 
+def of_type(value: Any, kind: type[T], name: str = "the content") -> T:
+    """Return a value of an untrusted file if it has this type.
+
+    Raises:
+        ValueError: it has another type.
+    """
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {type(value).__name__}, not {kind.__name__}")
+    return value
+
+
 def inner_names(patterns: Any) -> list[str]:
     """Expand a list of brace patterns, such as `out-{000..127}.tar`, to file names.
 
     Raises:
-        TypeError: not a list of strings.
-        ValueError: a name leads out of the folder, or there are more than a million names.
+        ValueError: not a list of strings, a name leads out of the folder, or there are more than a million names.
     """
     from braceexpand import braceexpand
 
     if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise TypeError("it is not a list of names")
+        raise ValueError("it is not a list of names")
     names: list[str] = []
     for pattern in patterns:
         # Checked before the expansion: braceexpand builds a whole range in memory. Ranges nest, hence the brace limit.

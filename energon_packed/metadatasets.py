@@ -32,7 +32,7 @@ from typing import Any, Literal
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import inner_names, read_yaml
+from energon_packed.files import inner_names, of_type, read_yaml
 from energon_packed.options import short
 from energon_packed.storage import as_path, is_remote
 from energon_packed.system import raise_resource_error
@@ -313,17 +313,17 @@ def read_split(folder: Path) -> SplitFile:
     """
     file = folder / NV_META / SPLIT_FILE
     try:
-        value = read_yaml(file)
+        value = of_type(read_yaml(file), dict)
         # Brace ranges are expanded before use, and names may not leave the folder: the file is untrusted.
         listed = value["split_parts"] if "split_parts" in value else value["split"]
         patterns = value.get("exclude") or []
         return SplitFile(
             file=file,
-            parts={str(name): inner_names(shards or []) for name, shards in listed.items()},
+            parts={str(name): inner_names(shards or []) for name, shards in of_type(listed, dict).items()},
             excluded=frozenset(inner_names(patterns)),
             exclude_patterns=patterns,
         )
-    except (OSError, yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError) as error:
+    except (OSError, yaml.YAMLError, KeyError, ValueError) as error:
         raise_resource_error(error, file)
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
 

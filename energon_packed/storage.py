@@ -39,6 +39,7 @@ from pathlib import Path, PosixPath, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError, ResourceError
+from energon_packed.libraries import calls, private
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -55,6 +56,7 @@ _THREADS = 16  # requests of a process at a time; the pool of connections of bot
 _MOST_BETWEEN, _BETWEEN_MEMBERS = 256 << 10, 4 << 10  # bytes between two ranges of a request
 T = TypeVar("T")
 K = TypeVar("K")
+_MSC = "multi-storage-client"
 _PACKAGES = {
     "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
     "multistorageclient": "energon-packed[s3]",
@@ -242,7 +244,7 @@ class RemotePath(PosixPath):
         writing: of several writers at the same time, the last writer stores it.
         """
         client, key = self._client()
-        provider = getattr(client, "_storage_provider", None)  # only providers have conditional requests
+        provider = private(client, "_storage_provider", _MSC)  # only providers have conditional requests
         with _converted_errors(self, verb="written"):
             from multistorageclient.types import PreconditionFailedError
 
@@ -283,10 +285,11 @@ class RemotePath(PosixPath):
         Other stores than S3 delete them by themselves.
         """
         client, key = self._client()
-        provider: Any = getattr(client, "_storage_provider", None)
-        if (s3 := getattr(provider, "_s3_client", None)) is None:
+        provider: Any = private(client, "_storage_provider", _MSC)
+        if "S3StorageProvider" not in [kind.__name__ for kind in type(provider).__mro__]:
             return
-        bucket, _, prefix = provider._prepend_base_path(f"{key.rstrip('/')}/").lstrip("/").partition("/")
+        s3, full_path = private(provider, "_s3_client", _MSC), private(provider, "_prepend_base_path", _MSC)
+        bucket, _, prefix = full_path(f"{key.rstrip('/')}/").lstrip("/").partition("/")
         with _converted_errors(self, verb="written"):
             for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
                 for upload in page.get("Uploads", ()):
@@ -638,7 +641,8 @@ def _converted_errors(path: RemotePath, failure: str = "", *, verb: str = "read"
         FileNotFoundError, StorageError: instead of any exception.
     """
     try:
-        yield
+        with contextlib.nullcontext() if failure else calls(_MSC):  # or options of the user
+            yield
     except EnergonPackedError:
         raise
     except Exception as error:

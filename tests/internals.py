@@ -24,8 +24,8 @@ PLACES = {
     # compiled: kernels without Numba
     "compiled": "compiled:compiled",
     "compile_now": "compiled:compile_now",
-    # energon_release: releases of Energon that are not installed
-    "energon_release": "energon_release",
+    # libraries: releases that are not installed
+    "libraries": "libraries",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
     "encode_pack": "loading.process:encode_pack",
     "allocate_ranks": "loading.distributors.rank_partitioned:allocate_ranks",

@@ -94,11 +94,20 @@ def test_root_gets_the_browser_of_the_tests(tmp_path: Path) -> None:
     assert not log.exists()
 
 
-@pytest.mark.parametrize("target", ["hard", "coverage", "test-lowest", "test-trainers"])
+@pytest.mark.parametrize("target", ["hard", "coverage", "test-lowest", "test-newest", "test-trainers"])
 def test_make_knows_its_targets(target: str) -> None:
     shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
     assert "-m pytest" in shown.stdout
+
+
+def test_the_newest_versions_have_no_constraints() -> None:
+    shown = subprocess.run(["make", "-nB", "test-newest"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    installs = [line for line in shown.splitlines() if "pip install" in line]
+    assert len(installs) == 1
+    assert "--upgrade" in installs[0]
+    assert "constraints" not in installs[0]
+    assert not re.search(r" -c ", installs[0])
 
 
 def test_the_workflow_runs_targets_of_make_with_the_versions_of_pyproject() -> None:
@@ -110,7 +119,9 @@ def test_the_workflow_runs_targets_of_make_with_the_versions_of_pyproject() -> N
     ]
     commands = [step["run"].split() for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     targets = {target for command in commands if command[0] == "make" for target in command[1:]}
-    assert targets == {"lint", "docs", "unit"}  # the parts of `make test`
+    assert targets == {"lint", "docs", "unit", "test-newest"}  # the parts of `make test`, and the newest versions
+    newest = workflow["jobs"]["newest"]["steps"][1]["with"]["python-version"]
+    assert newest == versions[-1]
     subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, check=True)
 
 

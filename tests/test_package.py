@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import energon_packed
-from tests.internals import energon_release, main
+from tests.internals import libraries, main
 
 
 def test_every_public_name_loads() -> None:
@@ -21,11 +21,11 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("installed", ["8.0.0", "10.1rc2"])
 def test_releases_of_energon_with_other_names_are_refused(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
-    energon_release.check_energon()
-    monkeypatch.setattr(energon_release, "version", lambda _: installed)
+    libraries.check_energon()
+    monkeypatch.setattr(libraries, "version", lambda _: installed)
     message = f"`megatron-energon` must be a version before 8, got {installed}. Run pip install 'megatron-energon<8'"
     with pytest.raises(energon_packed.ConfigError, match=message):
-        energon_release.check_energon()
+        libraries.check_energon()
 
 
 def test_windows_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from energon_packed.cli.output import Output
 from energon_packed.cli.pack import show_run
 from energon_packed.cli.terminal import SafeConsole
 from energon_packed.demo import write_dataset, write_tokenizer
-from energon_packed.energon_release import NO_ENERGON, has_energon
 from energon_packed.errors import ConfigError
+from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.options import make, refuse_remote
 from energon_packed.pipeline import PackOptions
 

@@ -21,10 +21,10 @@ from energon_packed.cli.options import (
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import SafeConsole, echo
 from energon_packed.encoding import EncoderSettings
-from energon_packed.energon_release import NO_ENERGON, has_energon
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify import NO_MANIFEST, Check, verify
+from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.metadatasets import read_metadataset
 from energon_packed.options import make
 from energon_packed.pipeline.engine import Progress

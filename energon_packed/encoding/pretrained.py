@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError
+from energon_packed.files import of_type
 from energon_packed.options import short
 from energon_packed.system import announced, no_collecting
 
@@ -202,7 +203,7 @@ def _template_beside(folder: Path) -> str | None:
         if jinja.is_file():
             return jinja.read_text(encoding="utf-8")
         if processor.is_file():
-            return str(json.loads(processor.read_text(encoding="utf-8"))["chat_template"])
-    except (ValueError, KeyError, TypeError) as error:
+            return str(of_type(json.loads(processor.read_text(encoding="utf-8")), dict)["chat_template"])
+    except (ValueError, KeyError) as error:
         raise ConfigError(f"{processor} must be a JSON object with `chat_template`") from error
     return None

@@ -25,6 +25,7 @@ from energon_packed.encoding.purity import ContentGuard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
+from energon_packed.libraries import calls
 from energon_packed.system import call_in_child, memory_limit
 
 Messages = Sequence[dict[str, Any]]
@@ -401,7 +402,7 @@ class ChatTemplate:
         if self._fault:
             raise TemplateError(self._fault)
         try:
-            with memory_limit(RENDER_MEMORY), time_limit(RENDER_LIMIT):
+            with calls("transformers", is_parser=True), memory_limit(RENDER_MEMORY), time_limit(RENDER_LIMIT):
                 texts, spans = render_jinja_template(
                     conversations=[list(messages)],
                     tools=list(tools) if tools else None,
@@ -414,6 +415,8 @@ class ChatTemplate:
             raise _out_of_time(len(str(messages)) + len(str(tools))) from None
         except TemplateSyntaxError as error:
             raise TemplateError(f"the chat template is not valid Jinja: {error}; {_FIX}") from error
+        except ConfigError:
+            raise
         except (UndefinedError, *_RECORD_ERRORS) as error:
             detail = str(error) or (_MEMORY if isinstance(error, MemoryError) else type(error).__name__)
             raise RecordError(Reason.MISSING_FIELD, f"the chat template cannot render it: {detail}") from error
@@ -446,6 +449,8 @@ class ChatTemplate:
             return str(_out_of_time(len(str(_PLAIN))))
         except TemplateError as error:
             return str(error)
+        except ConfigError:  # the first record raises it again
+            return ""
         except RecordError as error:
             if isinstance(error.__cause__, MemoryError):
                 return f"the chat template cannot render a question and an answer: {_MEMORY}; {_FIX}"

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.energon_release import check_energon
 from energon_packed.errors import DataChangedError, ResourceError
 from energon_packed.formats import StoredImage, StoredSample
+from energon_packed.libraries import check_energon
 from energon_packed.records import Conversation
 
 check_energon()  # before Energon is imported

@@ -169,7 +169,7 @@ def read_videos(raw: RawPack, listed: Any) -> list[tuple[StoredVideo, ...]] | No
 
     Raises:
         FormatError: a member is missing, or a decoder has converted it from bytes.
-        ValueError, LookupError, TypeError: an entry is damaged.
+        ValueError, LookupError: an entry is damaged.
     """
     if not has_value(listed or ()):
         return None

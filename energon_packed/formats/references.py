@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from energon_packed.errors import ConfigError, FormatError, ResourceError
+from energon_packed.files import of_type
 from energon_packed.options import short
 from energon_packed.records.media import ImageChanged, MediaReference, PackedImage, read_packed
 from energon_packed.records.media import media_digest as media_digest
@@ -188,18 +189,20 @@ def read_locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
     try:
         content = raw[MEDIA_PART]
         value = orjson.loads(content) if isinstance(content, bytes | bytearray | memoryview | str) else content
-        located = {name: None if item is None else _locator(item) for name, item in value.items()}
+        located = {name: None if item is None else _locator(item) for name, item in of_type(value, dict).items()}
         for name in located:
             # The parts that codecs read come from the tar: a locator must not replace them.
             if not isinstance(name, str) or name.startswith("__") or (located[name] and name in raw):
                 raise ValueError(f"{short(name)} is in the tar, or is not the name of an image")
         return located
-    except (ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         problem = " ".join(str(error).split())[:200]
         raise FormatError(f"{raw.get('__key__')}.{MEDIA_PART} is damaged ({problem}); pack the data again") from error
 
 
-def _locator(value: Mapping[str, Any]) -> Locator:
+def _locator(value: Any) -> Locator:
+    if not {"file", "offset", "size"} <= of_type(value, dict, "a locator").keys() <= set(Locator._fields):
+        raise ValueError(f"{short(value)} is not a locator")
     locator = Locator(**value)
     # `type`: True is an int of Python.
     if type(locator.offset) is not int or type(locator.size) is not int or not isinstance(locator.file, str):
@@ -309,7 +312,7 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
     """
     images = {}
     located = read_locators(raw)
-    with suppress(LookupError, ValueError, TypeError):  # a codec without json
+    with suppress(LookupError, ValueError):  # a codec without json
         raw = {**raw, "json": orjson.loads(raw["json"])}  # parsed once, for the ids of all images
     for name, locator in located.items():
         if locator is not None:
@@ -330,9 +333,11 @@ def _place(raw: Mapping[str, Any], part: str) -> str:
     kind = "a video" if part.startswith("vid") else "an image"
     number = part.removeprefix("img").removeprefix("vid").partition("_")[0]
     try:
-        value = raw["json"] if isinstance(raw["json"], Mapping) else orjson.loads(raw["json"])
-        samples = value.get("samples") or [value]
-        ident = value["ids"][int(number)] if "ids" in value else samples[int(number)]["id"]
-    except (LookupError, ValueError, TypeError, AttributeError):  # the json of a custom codec
+        value = of_type(raw["json"] if isinstance(raw["json"], Mapping) else orjson.loads(raw["json"]), dict)
+        if "ids" in value:
+            ident = of_type(value["ids"], list)[int(number)]
+        else:
+            ident = of_type(of_type(value.get("samples") or [value], list)[int(number)], dict)["id"]
+    except (LookupError, ValueError):  # the json of a custom codec
         ident = None
     return f"{raw.get('__key__')}: {part}, {kind} of sample {number}" + ("" if ident is None else f" ({ident})")

@@ -19,9 +19,10 @@ The restart state of `pack` has the same fields without the parts (`frames_as_di
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from energon_packed.files import of_type
 from energon_packed.options import short
 from energon_packed.records import FrameSelection
 
@@ -51,11 +52,11 @@ def frames_from_dict(value: Mapping[str, Any]) -> FrameSelection:
     """Return the frames of `frames_as_dict`, from untrusted JSON.
 
     Raises:
-        ValueError, KeyError, TypeError: the frames are not frames of a video; the message has the value.
+        ValueError, KeyError: the frames are not frames of a video; the message has the value.
     """
-    num_frames, fps = _integer(value["num_frames"]), float(value["fps"])
-    indices = tuple([_integer(index) for index in value["frames"]])
-    timestamps = tuple([float(time) for time in value["timestamps"]])
+    num_frames, fps = _integer(of_type(value, dict, "an entry of videos")["num_frames"]), _number(value["fps"])
+    indices = tuple([_integer(index) for index in of_type(value["frames"], list, "frames")])
+    timestamps = tuple([_number(time) for time in of_type(value["timestamps"], list, "timestamps")])
     if not indices or list(indices) != sorted(indices) or not 0 <= indices[0] <= indices[-1] < num_frames:
         raise ValueError(f"frames are {short(value['frames'])}, of a video with {num_frames}")
     if len(timestamps) != len(indices) or not all(map(math.isfinite, timestamps)):
@@ -83,8 +84,12 @@ def _integer(value: Any) -> int:
     return value
 
 
-def _size(value: Sequence[Any]) -> tuple[int, int]:
-    height, width = [_integer(side) for side in value]
+def _number(value: Any) -> float:
+    return float(value if isinstance(value, int) else of_type(value, float, "a number"))
+
+
+def _size(value: Any) -> tuple[int, int]:
+    height, width = [_integer(side) for side in of_type(value, list, "a size")]
     # Before memory is allocated for it: a resized frame has this size, whatever the file is.
     if height < 1 or width < 1 or height * width > _LARGEST_FRAME:
         raise ValueError(f"a frame has {height} x {width} pixels")

@@ -17,7 +17,7 @@ import yaml
 
 from energon_packed.encoding import ChatEncoder, EncoderSettings
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import read_yaml
+from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import CODECS, Codec, codec_for, codec_of
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.options import make
@@ -92,8 +92,9 @@ class PackedFolder:
         try:
             # The class may belong to a third-party package, with the same name as one of the flavors. Only the name is
             # used.
-            flavor = read_yaml(self.path / NV_META / "dataset.yaml")["sample_type"]["__class__"]
-        except (OSError, yaml.YAMLError, KeyError, TypeError):
+            kind = of_type(read_yaml(self.path / NV_META / "dataset.yaml"), dict)["sample_type"]
+            flavor = of_type(kind, dict)["__class__"]
+        except (OSError, yaml.YAMLError, KeyError, ValueError):
             flavor = None
         if flavor in CODECS:
             return CODECS[flavor]

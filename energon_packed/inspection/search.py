@@ -204,8 +204,8 @@ def _detail(rejects: Path, record: FoundRecord) -> str:
         with open_regular(rejects) as stream:
             for line in stream:
                 value = orjson.loads(line)
-                if (value["source"], value["row"]) == (record.source, record.row):
+                if isinstance(value, dict) and (value["source"], value["row"]) == (record.source, record.row):
                     return f": {value['detail']}"
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError) as error:
         raise_resource_error(error, rejects)
     return ""

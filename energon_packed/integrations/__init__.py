@@ -15,6 +15,6 @@
 | megatron/ | Megatron-LM and Megatron-Bridge |
 """
 
-from energon_packed.energon_release import check_energon
+from energon_packed.libraries import check_energon
 
 check_energon()  # before modules of this folder import torch

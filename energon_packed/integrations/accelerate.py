@@ -19,6 +19,7 @@ from accelerate.data_loader import DataLoaderShard
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
+from energon_packed.libraries import changed
 from energon_packed.loading.batch import trainer_inputs
 from energon_packed.loading.dataflow.loader import unchanged
 from energon_packed.loading.state import gathered
@@ -96,6 +97,8 @@ def prepared_loader(
     # With this mark, accelerator.prepare only registers the loader, and does not wrap it again.
     prepared._is_accelerate_prepared = True
     registered: PreparedLoader = accelerator.prepare(prepared)
+    if registered is not prepared:
+        raise changed("accelerate", "which prepares a loader that has `_is_accelerate_prepared` set")
     return registered
 
 

@@ -12,7 +12,7 @@ monitoring/ (metrics, past order, future order).
 from importlib import import_module
 from typing import Any
 
-from energon_packed.energon_release import check_energon
+from energon_packed.libraries import check_energon
 
 check_energon()  # before modules of this folder import Energon
 

@@ -34,11 +34,13 @@ import orjson
 from megatron.energon.errors import FatalSampleError
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from energon_packed import errors
 from energon_packed.errors import (
     REQUESTED_REJECTS,
     BatchError,
+    ConfigError,
     DataChangedError,
     EnergonPackedError,
     FormatError,
@@ -47,6 +49,7 @@ from energon_packed.errors import (
     Reject,
     WorkerError,
 )
+from energon_packed.libraries import private
 from energon_packed.loading.process import RecordAt
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import (
@@ -244,6 +247,7 @@ class FailureLog:
             BatchError: there are more than `limit` failures; with a limit of 0, the error itself.
             DataChangedError: the files of the sample changed since they were opened.
             ResourceError: memory, open files or the disk fail; this is never skipped.
+            ConfigError: a package is missing or has changed, or a setting does not fit; this is never skipped.
         """
         if error is self._fatal:  # raised below, inside the pack that Energon now reports as failed
             raise error
@@ -289,8 +293,9 @@ class FailureLog:
         return example_of(Rejected(**rows[0])) if rows else "see `failures.rows`"
 
     def _refuse_other_causes(self, error: Exception, sources: Any, place: str) -> None:
-        """Raise if the files of a failing sample changed, or resources fail: the cause is not the sample."""
-        if (fatal := error if isinstance(error, DataChangedError) else resource_error(error, place)) is not None:
+        """Raise if files changed, resources fail, or a package or setting is wrong: the cause is not the sample."""
+        is_fatal = isinstance(error, DataChangedError | ConfigError)
+        if (fatal := error if is_fatal else resource_error(error, place)) is not None:
             self._fatal = fatal
             raise fatal from (error if fatal is not error else None)
         if self._unchanged is None:
@@ -442,7 +447,7 @@ def lost_worker(error: BaseException, loader: str, batches: Any) -> WorkerError 
 
     Torch may notice the broken connection before it notices the death of the process.
     """
-    workers = getattr(batches, "_workers", None)
+    workers = _workers_of(batches)
     if not workers or not isinstance(error, OSError | EOFError):
         return None
     ending = wait([worker.sentinel for worker in workers], timeout=5)
@@ -493,7 +498,7 @@ def watch_workers(batches: Any, loader: str) -> None:
         batches: iterator of torch's DataLoader, whose workers run.
         loader: name of the loader in the message.
     """
-    if not getattr(batches, "_workers", None) or batches in _watched:
+    if not _workers_of(batches) or batches in _watched:
         return
     _watched[batches] = loader
     of_torch = signal.getsignal(signal.SIGCHLD)
@@ -517,7 +522,7 @@ class _ChildHandler:
             dead = _DEAD.search(str(error))
             pids = {int(pid) for pid in dead[1].split(",")} if dead else set()
             for batches, loader in list(_watched.items()):
-                if pids.isdisjoint(worker.pid for worker in batches._workers):
+                if pids.isdisjoint(worker.pid for worker in _workers_of(batches)):
                     continue
                 # Queues are closed later: the signal may have interrupted a function that has their lock.
                 _kill(batches)
@@ -533,21 +538,29 @@ def end_workers(batches: Any) -> None:
     Torch asks workers to end, and Python waits for them when the process exits. A worker that hangs in a read does
     not answer, and would block the exit.
     """
-    if not getattr(batches, "_workers", None):
+    if not _workers_of(batches):
         return
     _kill(batches)
+    shutdown = private(batches, "_shutdown_workers", "torch")
     with contextlib.suppress(Exception):  # queues and threads of killed workers may be in any state
-        batches._shutdown_workers()
+        shutdown()
 
 
 def _kill(batches: Any) -> None:
-    if getattr(batches, "_worker_pids_set", False):  # or the signal handler of torch would raise that they died
-        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
+    if private(batches, "_worker_pids_set", "torch"):  # or the signal handler of torch would raise that they died
+        private(signal_handling, "_remove_worker_pids", "torch")(id(batches))
         batches._worker_pids_set = False
-    for worker in batches._workers:
+    for worker in _workers_of(batches):
         worker.kill()
 
 
 def dead_workers(batches: Any) -> list[int]:
     """Process ids of the ended workers of an iterator of torch's DataLoader."""
-    return [worker.pid for worker in getattr(batches, "_workers", ()) if not worker.is_alive()]
+    return [worker.pid for worker in _workers_of(batches) if not worker.is_alive()]
+
+
+def _workers_of(batches: Any) -> Sequence[Any]:
+    """Worker processes of an iterator of torch's DataLoader; none if it loads in this process."""
+    is_of_torch = isinstance(batches, _MultiProcessingDataLoaderIter)
+    workers: Sequence[Any] = private(batches, "_workers", "torch") if is_of_torch else getattr(batches, "_workers", ())
+    return workers

@@ -37,7 +37,7 @@ import pyarrow as pa
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
-from energon_packed.files import atomic_path, atomic_write
+from energon_packed.files import atomic_path, atomic_write, of_type
 from energon_packed.formats.references import media_digest
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict
 from energon_packed.records import FrameSelection, MediaReference
@@ -300,8 +300,8 @@ def read_frames(refs: "RecordOffsets", index: int) -> tuple[FrameSelection, ...]
         stream.seek(int(refs.offset[index]))
         content = stream.read(size)
     try:
-        return tuple([frames_from_dict(value) for value in orjson.loads(content)])
-    except (ValueError, LookupError, TypeError) as error:
+        return tuple([frames_from_dict(value) for value in of_type(orjson.loads(content), list)])
+    except (ValueError, LookupError) as error:
         raise OSError(f"{file} is damaged: {error}") from error
 
 

@@ -25,7 +25,7 @@ from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_
 from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
-from energon_packed.files import atomic_write
+from energon_packed.files import atomic_write, of_type
 from energon_packed.formats import StoredImage, StoredSample, StoredVideo, codec_for
 from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, RecordOffsets, TokenReader, read_frames
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
@@ -324,7 +324,7 @@ def finished_shard(task: TarTask) -> ShardSummary | None:
     """Return the summary of a shard that an earlier run has finished, if it is unchanged; else None."""
     tar = task.tar
     try:
-        value = orjson.loads(task.state.read_bytes())
+        value = of_type(orjson.loads(task.state.read_bytes()), dict)
         if value["task"] != task.digest():
             return None
         rows = ShardRows.from_dict(value["rows"])
@@ -332,7 +332,7 @@ def finished_shard(task: TarTask) -> ShardSummary | None:
         return rows.summary if unchanged and tar.with_suffix(".tar.idx").is_file() else None
     except StorageError:
         raise
-    except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError):
         return None
 
 

@@ -10,7 +10,9 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
 from functools import lru_cache
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -253,8 +255,8 @@ def read_number(value: Any, label: str, kind: type[Any]) -> Any:
         return None
     try:
         # NaN marks every invalid value, so that a single check below reports all of them.
-        number = float(value) if not isinstance(value, bool | list | tuple | dict) else math.nan
-    except (TypeError, ValueError, OverflowError):
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real | Decimal | str) else float(value)
+    except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number) or abs(number) > _LARGEST_NUMBER:
         raise missing_field(f"{label} must be a number, not {repr(value)[:80]}")

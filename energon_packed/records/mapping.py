@@ -247,8 +247,10 @@ def _load(name: str) -> tuple[Callable[[Any], Record | Conversation | None], str
     if not callable(function):
         raise ConfigError(f"`adapter` {name}: {module_name} has no function {function_name}")
     try:
+        if getattr(module, "__file__", None) is None:  # built into Python
+            raise OSError
         return function, inspect.getsource(module)
-    except (OSError, TypeError) as error:
+    except OSError as error:
         raise ConfigError(f"`adapter` {name}: {module_name} has no source code. Pass a Python file.") from error
 
 

@@ -186,7 +186,7 @@ def plain_conversation(record: Record, record_format: RecordFormat) -> Conversat
     if record_format.__class__ not in _PLAIN_FORMATS or len(record) > 1 + ("id" in record):
         return None
     turns = record.get(record_format.key)
-    if turns.__class__ is not list or not turns or turns[0].__class__ is not dict:
+    if turns.__class__ is not list or set(map(type, turns)) != {dict}:
         return None
     keys = keys_of(tuple(turns[0]))
     if not keys.is_plain:
@@ -194,11 +194,13 @@ def plain_conversation(record: Record, record_format: RecordFormat) -> Conversat
     try:
         names = tuple([turn[keys.role[0]] for turn in turns])
         contents = [turn[keys.content[0]] for turn in turns]
-        joined = "".join(contents)  # raises TypeError if a content is not a string
-        has_media = "<" in joined and _TAG.search(joined) is not None
-        roles, speakers = _roles(names)
-    except (TypeError, KeyError):
+    except KeyError:
         return None
+    if set(map(type, names)) | set(map(type, contents)) != {str}:
+        return None
+    joined = "".join(contents)
+    has_media = "<" in joined and _TAG.search(joined) is not None
+    roles, speakers = _roles(names)
     # Two keys per turn in sum, and KeyError for a turn without one of them: so all turns have exactly the same keys.
     if has_media or not roles or sum(map(len, turns)) != 2 * len(turns):
         return None

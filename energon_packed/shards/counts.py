@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import read_yaml
+from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import Codec
 from energon_packed.formats.parts import image_count, video_count
 from energon_packed.formats.references import MEDIA_PART, located_names
@@ -81,8 +81,9 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
             continue
         try:
             value = json.loads(file.read_text(encoding="utf-8")) if name.endswith("json") else read_yaml(file)
-            return {str(shard): int(count) for shard, count in value["shard_counts"].items()}
-        except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            counts = of_type(of_type(value, dict)["shard_counts"], dict)
+            return {str(shard): of_type(count, int, str(shard)) for shard, count in counts.items()}
+        except (OSError, ValueError, yaml.YAMLError, KeyError, RecursionError) as error:
             raise_resource_error(error, file)
             raise FormatError(f"{file} is damaged: {type(error).__name__} {error}; {_REMEDY}") from error
     return {}

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import orjson
 
 from energon_packed.errors import FormatError, IgnoredEntries
-from energon_packed.files import atomic_write, check_inner, visible
+from energon_packed.files import atomic_write, check_inner, of_type, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
 from energon_packed.storage import as_path
@@ -240,8 +240,8 @@ class PackingManifest:
     @classmethod
     def _parse(cls, file: Path) -> "PackingManifest":
         try:
-            value = orjson.loads(file.read_bytes())
-            written = value["format_version"]
+            value = of_type(orjson.loads(file.read_bytes()), dict)
+            written = of_type(value["format_version"], int, "format_version")
             if written > FORMAT_VERSION:  # before `_typed`, which would report the unknown fields of a newer version
                 raise NewerFormatError(
                     f"{file} has format version {written}, and this release reads up to {FORMAT_VERSION}; upgrade "
@@ -249,7 +249,7 @@ class PackingManifest:
                 )
             manifest = _typed(cls, value)
             check_inner(shard.name for shard in manifest.shards)
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (KeyError, ValueError) as error:
             if isinstance(error, FormatError):  # a ValueError, too: it has its message already
                 raise
             raise FormatError(f"{file} is not a packing manifest: {visible(str(error))}") from error
@@ -259,9 +259,9 @@ class PackingManifest:
                 f"{file} names the unknown sample class {visible(manifest.sample_class)!r}, and not one of "
                 f"{', '.join(CODECS)}; copy it again or pack the data again"
             )
-        for name, value in (("seq_len", manifest.seq_len), ("pad_multiple", manifest.pad_multiple)):
-            if not 1 <= value <= _LONGEST:
-                raise FormatError(f"{file}: {name} must be from 1 to {_LONGEST}, got {value}; pack the data again")
+        for name, number in (("seq_len", manifest.seq_len), ("pad_multiple", manifest.pad_multiple)):
+            if not 1 <= number <= _LONGEST:
+                raise FormatError(f"{file}: {name} must be from 1 to {_LONGEST}, got {number}; pack the data again")
         return manifest
 
 
@@ -274,15 +274,15 @@ def _typed(cls: type[T], value: Any, location: str = "") -> T:
         location: path of the value in the file, for messages.
 
     Raises:
-        TypeError: a field is missing, unknown or of another type.
-        ValueError: a number is negative, not finite, or needs more than 63 bits.
+        ValueError: a field is missing, unknown or of another type, or a number is negative, not finite, or needs more
+            than 63 bits.
     """
     if not isinstance(value, dict):
-        raise TypeError(f"{location or 'the content'} is {_shown(value)}, not an object")
+        raise ValueError(f"{location or 'the content'} is {_shown(value)}, not an object")
     hints = get_type_hints(cls)
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(value.keys() - known):
-        raise TypeError(f"{location or 'it'} has an unknown field {_shown(unknown[0])}")
+        raise ValueError(f"{location or 'it'} has an unknown field {_shown(unknown[0])}")
     return cls(**{name: _value(hints[name], item, f"{location}.{name}".lstrip(".")) for name, item in value.items()})
 
 
@@ -298,18 +298,18 @@ def _value(kind: Any, value: Any, location: str) -> Any:
         return _typed(kind, value, location)  # type: ignore[arg-type]
     if origin in (list, dict):
         if not isinstance(value, origin):
-            raise TypeError(f"{location} is {_shown(value)}, not {'a list' if origin is list else 'an object'}")
+            raise ValueError(f"{location} is {_shown(value)}, not {'a list' if origin is list else 'an object'}")
         if origin is list:
             return [_value(arguments[0], item, f"{location}[{index}]") for index, item in enumerate(value)]
         return {name: _value(arguments[1], item, f"{location}.{_shown(name)}") for name, item in value.items()}
     if kind is Any:
         if isinstance(value, dict | list):
-            raise TypeError(f"{location} is {_shown(value)}, not a number or a string")
+            raise ValueError(f"{location} is {_shown(value)}, not a number or a string")
         return _bounded(value, location) if isinstance(value, int | float) else value
     # JSON has one type of number: an integer is a valid float, and true is not a number.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number if kind is float else type(value) is kind):
-        raise TypeError(f"{location} is {_shown(value)}, not {kind.__name__}")
+        raise ValueError(f"{location} is {_shown(value)}, not {kind.__name__}")
     return _bounded(value, location) if is_number else value
 
 

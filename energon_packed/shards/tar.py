@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import FormatError
-from energon_packed.files import atomic_path
+from energon_packed.files import atomic_path, of_type
 from energon_packed.formats import Part
 
 _BLOCK = tarfile.BLOCKSIZE
@@ -50,8 +50,13 @@ class ShardRows:
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "ShardRows":
-        """Make rows from the result of `as_dict`."""
-        return cls(**{**value, "parts": [(int(a), str(b), int(c), int(d)) for a, b, c, d in value["parts"]]})
+        """Make rows from the result of `as_dict`.
+
+        Raises:
+            KeyError, ValueError: a field is missing or has another type.
+        """
+        parts: Any = [tuple(of_type(part, list)) for part in of_type(value["parts"], list)]
+        return cls(**{name: value[name] for name in cls.__slots__ if name != "parts"}, parts=parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from energon_packed.errors import EnergonPackedError, ResourceError, SourceError
 from energon_packed.files import atomic_path, open_regular
+from energon_packed.libraries import calls
 from energon_packed.records.fields import shown
 from energon_packed.sources.base import changed_at, file_fingerprint
 from energon_packed.storage import is_remote
@@ -22,7 +23,7 @@ from energon_packed.system import raise_resource_error
 
 BATCH_ROWS = 256  # small, because a random read loads a whole batch
 _COPY_BLOCK = 8 << 20
-_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, LookupError, TypeError)  # for damaged files
+_ARROW_ERRORS = (pa.ArrowException, OSError, ValueError, OverflowError, LookupError)  # for damaged files
 
 
 def converted(
@@ -99,13 +100,14 @@ def arrow_errors(path: Path, fault: str, remedy: str = "") -> Iterator[None]:
         SourceError: the file is damaged.
         ResourceError: memory, open files or the disk fail.
     """
-    try:
-        yield
-    except EnergonPackedError:
-        raise
-    except _ARROW_ERRORS as error:
-        raise_resource_error(error, path)
-        raise SourceError(f"{path} {fault}: {one_line(error).rstrip('.')}{remedy}") from error
+    with calls("pyarrow"):
+        try:
+            yield
+        except EnergonPackedError:
+            raise
+        except _ARROW_ERRORS as error:
+            raise_resource_error(error, path)
+            raise SourceError(f"{path} {fault}: {one_line(error).rstrip('.')}{remedy}") from error
 
 
 def one_line(error: Exception) -> str:

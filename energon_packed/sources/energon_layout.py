@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from energon_packed.errors import EnergonPackedError, FormatError, Reason, RecordError, SourceError
-from energon_packed.files import read_yaml
+from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
 from energon_packed.records import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, MediaReference, VideoReference
@@ -181,11 +181,11 @@ def split_of(folder: Path) -> SplitFile:
 @lru_cache(maxsize=64)
 def _read_layout(file: Path, changed: int) -> Layout:
     try:
-        value = read_yaml(file)
-        kind = value.get("sample_type") or value
+        value = of_type(read_yaml(file), dict)
+        kind = of_type(value.get("sample_type") or value, dict)
         module, name = str(kind.get("__module__", "")), str(kind.get("__class__", ""))
-        fields = tuple((str(field), str(part)) for field, part in (value.get("field_map") or {}).items())
-    except (OSError, yaml.YAMLError, AttributeError, TypeError) as error:
+        fields = tuple((str(field), str(part)) for field, part in of_type(value.get("field_map") or {}, dict).items())
+    except (OSError, yaml.YAMLError, ValueError) as error:
         raise_resource_error(error, file)
         raise SourceError(f"{file} is not a valid dataset file: {type(error).__name__} {error}") from error
     if module == "energon_packed.flavors" or module.startswith("energon_packed."):
@@ -268,11 +268,11 @@ def _value(group: KeyMembers, field: str, description: str, *, is_required: bool
         try:
             value = _decoded(group, member)
             for key in re.findall(r"\[([^\[\]]+)\]", match["access"]):
-                value = value[int(key)] if isinstance(value, list) else value[key]
+                value = value[int(key)] if isinstance(value, list) else of_type(value, dict)[key]
         except EnergonPackedError:  # a ValueError, too
             raise
         # Energon tries the next alternative if a part or key is missing.
-        except (LookupError, TypeError, ValueError):
+        except (LookupError, ValueError):
             continue
         return value
     if not is_required:
@@ -321,8 +321,8 @@ def _vqa(group: KeyMembers, values: Fields) -> dict[str, Any]:
 
 def _weight(value: Any) -> float:
     try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError) as error:
+        return float(value if isinstance(value, int | float) else of_type(value, str))
+    except (ValueError, OverflowError) as error:
         raise RecordError(Reason.MISSING_FIELD, f"answer_weights has {repr(value)[:80]}; use numbers") from error
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
-from energon_packed.files import check_inner
+from energon_packed.files import check_inner, of_type
 from energon_packed.records.video import has_video_suffix
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord
@@ -179,7 +179,7 @@ class HuggingFaceSource(ArrowSource):
                 fault = f"has no split {split!r}; it has" if split is not None else "has the splits"
                 raise SourceError(f"{path} {fault} {', '.join(splits)}; set `source_split` to one of them")
             path /= split
-        names, state = _read(path / "state.json", lambda value: [entry["filename"] for entry in value["_data_files"]])
+        names, state = _read(path / "state.json", _data_files)
         if not names:
             raise SourceError(f"{path / 'state.json'} lists no data files; save the dataset again")
         # An indices mapping selects and reorders rows; ignoring it would read other records.
@@ -193,13 +193,17 @@ class HuggingFaceSource(ArrowSource):
         unlisted: list[str] = []
         states = [path / "state.json"] if (path / "state.json").is_file() else sorted(path.glob("*/state.json"))
         for state in states:
-            listed = _read(state, lambda value: [entry["filename"] for entry in value["_data_files"]])[0]
+            listed = _read(state, _data_files)[0]
             unlisted += [
                 file.relative_to(path).as_posix()
                 for file in sorted(state.parent.glob("*.arrow"))
                 if file.name not in listed and ignored_kind(file.name, is_data=True) is None
             ]
         return unlisted
+
+
+def _data_files(state: dict[str, Any]) -> list[str]:
+    return [of_type(entry, dict)["filename"] for entry in of_type(state["_data_files"], list)]
 
 
 def _read(file: Path, named: Callable[[Any], list[str]]) -> tuple[list[str], dict[str, Any]]:
@@ -209,12 +213,10 @@ def _read(file: Path, named: Callable[[Any], list[str]]) -> tuple[list[str], dic
         SourceError: the file cannot be read, or a name points outside the folder.
     """
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-        names = named(value)
-        if not isinstance(names, list):
-            raise TypeError("its names are not a list")
+        value = of_type(json.loads(file.read_text(encoding="utf-8")), dict)
+        names = of_type(named(value), list, "the list of names")
         check_inner(names)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, RecursionError) as error:
         raise_resource_error(error, file)
         raise SourceError(f"{file} is not a file of a Hugging Face dataset: {error!r}") from error
     return names, value

@@ -33,7 +33,7 @@ import numpy.typing as npt
 import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
-from energon_packed.files import Streams, read_range
+from energon_packed.files import Streams, of_type, read_range
 from energon_packed.records.fields import ARRAY_REMEDY, parse_json
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import Source, SourceRecord, indices_of
@@ -448,18 +448,16 @@ def _records_of_data(stream: BinaryIO) -> Iterator[bytes]:
 def _coco_records(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the annotations, each with the fields of its image and its file name as `image`."""
     lists = _lists(stream)
-    images = orjson.loads(lists["images"])
-    if not all(isinstance(image, dict) for image in images):
-        raise ValueError("an entry of images is not an object")
-    by_id = {image.get("id"): image for image in images}
+    images = of_type(orjson.loads(lists["images"]), list, "the value of images")
+    by_id = {_image_id(of_type(image, dict, "an entry of images").get("id")): image for image in images}
     if len(by_id) < len(images):
         raise ValueError("two images have the same id")
     seen = set()
     for element in _elements(io.BytesIO(lists["annotations"])):
         try:
             annotation = orjson.loads(element)
-            image = by_id.get(annotation["image_id"], {})
-        except (ValueError, LookupError, TypeError):  # rejected like a line that is not a record
+            image = by_id.get(_image_id(of_type(annotation, dict)["image_id"]), {})
+        except (ValueError, LookupError):  # rejected like a line that is not a record
             yield element
             continue
         seen.add(annotation["image_id"])
@@ -469,6 +467,12 @@ def _coco_records(stream: BinaryIO) -> Iterator[bytes]:
     if missing := by_id.keys() - seen:
         first = min(missing, key=str)
         _log.warning("%s: %d of %d images have no caption, such as %s", stream.name, len(missing), len(by_id), first)
+
+
+def _image_id(value: Any) -> Any:
+    if isinstance(value, dict | list):
+        raise ValueError(f"an id of an image is {type(value).__name__}, not a number or a string")
+    return value
 
 
 def _lists(stream: BinaryIO) -> dict[str, bytes]:
@@ -488,7 +492,7 @@ def _to_jsonl(data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO
             for element in records(stream):
                 # Between tokens both bytes are whitespace to JSON; inside strings neither is allowed.
                 out.write(element.replace(b"\n", b"\r") + b"\n")
-        except (ValueError, TypeError) as error:
+        except ValueError as error:
             kind = "a complete JSON array" if records is _elements else "a complete JSON object of records"
             raise SourceError(f"{path} is not {kind}: {error}. Write the file again.") from error
 

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from energon_packed.errors import Reason, RecordError, SourceError
+from energon_packed.errors import ConfigError, Reason, RecordError, SourceError
+from energon_packed.libraries import calls
 from energon_packed.records import MediaReference, VideoReference
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.tar_records import IMAGE_PARTS, INTEGER_PARTS, JSON_PARTS, KeyMembers
@@ -123,7 +124,10 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
         return group.media(member)
     if kind in IMAGE_PARTS:
         try:
-            return Image.open(group.reference(member).open())
+            with calls("pillow", is_parser=True):
+                return Image.open(group.reference(member).open())
+        except ConfigError:
+            raise
         except Exception as error:
             raise_resource_error(error, group.path)
             raise RecordError(Reason.CORRUPT_IMAGE, f"{member.name}: {error}") from error

@@ -175,7 +175,7 @@ def test_a_missing_member_is_named(name: str) -> None:
         ({"frames": [], "timestamps": []}, "frames are"),
         ({"frames": [0, True]}, "True is not an integer"),
         ({"timestamps": [0.0]}, "timestamps of 2 frames"),
-        ({"timestamps": [0.0, None]}, "TypeError"),
+        ({"timestamps": [0.0, None]}, "a number is NoneType, not float"),
         ({"size": [0, 4]}, "0 x 4 pixels"),
         ({"size": [4]}, "not enough values"),
         ({"resized": [1 << 20, 1 << 20]}, "1048576 x 1048576 pixels"),

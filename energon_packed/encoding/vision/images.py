@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from energon_packed.errors import Reason, RecordError, ResourceError
+from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
+from energon_packed.libraries import calls
 from energon_packed.records import MediaReference
 from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 from energon_packed.system import raise_resource_error
@@ -147,7 +148,7 @@ def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image
     try:
         if (num_bytes := _num_bytes(stream)) > MAX_BYTES:
             raise ValueError(f"{num_bytes:,} bytes are more than the limit of {MAX_BYTES:,}; save it compressed")
-        with warnings.catch_warnings():
+        with calls("pillow", is_parser=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Pillow warns about large images and odd metadata
             with Image.open(stream) as image:
                 if image.width * image.height > MAX_PIXELS:  # Pillow's own limit may be off
@@ -156,7 +157,7 @@ def _opened(reference: MediaReference, stream: BinaryIO) -> Iterator[Image.Image
                     raise ValueError("EPS is a program, which is not run; convert it to PNG")
                 needed = num_bytes + _DECODER_BYTES * image.width * image.height
                 yield image
-    except (RecordError, ResourceError):
+    except (RecordError, ResourceError, ConfigError):
         raise
     except _DECODE_ERRORS as error:
         raise_resource_error(error, reference.label)

@@ -34,7 +34,8 @@ from energon_packed.encoding.vision.images import check_as_jpeg, load_image, rea
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
 from energon_packed.encoding.vision.timestamps import has_timestamps, with_timestamps
 from energon_packed.encoding.vision.video_file import check_video, decode_frames, read_video_info
-from energon_packed.errors import Reason, RecordError
+from energon_packed.errors import ConfigError, Reason, RecordError
+from energon_packed.libraries import calls
 from energon_packed.records import (
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -142,10 +143,13 @@ def _header(reference: MediaReference) -> tuple[int, int]:
         with reference.open() as stream:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            shape, _, dtype = read(stream)
+            with calls("numpy", is_parser=True):
+                shape, _, dtype = read(stream)
             start, size = stream.tell(), stream.seek(0, 2)
     except RecordError as error:
         raise RecordError(Reason.MISSING_PATCH_POSITIONS, error.detail) from error
+    except ConfigError:
+        raise
     except (*_HEADER_ERRORS, OSError) as error:
         raise_resource_error(error, reference.label)
         raise _mismatch(reference, f"is damaged: {error}") from error

@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from energon_packed.encoding.vision.video_container import ContainerHeader, read_container_header
 from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
+from energon_packed.libraries import calls
 from energon_packed.records import MediaReference
 from energon_packed.records.video import FrameSelection
 from energon_packed.storage import is_remote
@@ -65,6 +66,8 @@ _EMPTY_VOP = 9  # bytes of the largest MPEG-4 frame without content (ISO/IEC 144
 # Codecs whose decoder skips frames that no other frame needs. HEVC is missing: a frame that its own temporal layer
 # does not need may be needed by a higher layer.
 _SKIPS_NONREFERENCE = ("h264", "mpeg4", "mpeg2video", "mpeg1video")
+# PyAV 18 decodes titles and comments strictly by default; later releases keep other bytes, and have no such argument.
+_METADATA: dict[str, dict[str, Any]] = {"18": {"metadata_errors": "replace"}}
 _MARGIN = 512  # pixels that decoders may add to a side of a frame
 _NO_TIME = -(1 << 63)
 _MOST_STEPS = 10_000  # entries of an index that are searched for a keyframe
@@ -309,7 +312,7 @@ def _opened(reference: MediaReference) -> Iterator[_Video]:
     """Open a video file; errors inside the block that its content causes become a `corrupt_video`."""
     av = _av()
     needed = _BLOCK
-    with _open_reference(reference) as stream:
+    with calls("av"), _open_reference(reference) as stream:
         container = None
         try:
             num_bytes = stream.seek(0, 2)
@@ -328,8 +331,8 @@ def _opened(reference: MediaReference) -> Iterator[_Video]:
                     options={"max_pixels": str(MAX_FRAME_PIXELS), "threads": "1"},
                     container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "none"},
                     buffer_size=_REMOTE_BLOCK if is_remote(reference.file or "") else _BLOCK,
-                    metadata_errors="replace",
                     io_open=_refuse,
+                    **_METADATA.get(av.__version__.partition(".")[0], {}),
                 )
             video = _Video(av, container, file, header, num_bytes)
             needed = 32 * video.stored_size[0] * video.stored_size[1]
@@ -351,7 +354,7 @@ def _opened(reference: MediaReference) -> Iterator[_Video]:
             raise_resource_error(error, reference.label)
             raise _corrupt(reference, error.strerror or str(error)) from error
         # Of PyAV: a name that is not in the header, or a value that it does not know.
-        except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RuntimeError) as error:
+        except (ValueError, LookupError, ArithmeticError, RuntimeError) as error:
             raise _corrupt(reference, f"cannot be read: {error}") from error
         finally:
             if container is not None:

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import orjson
 
-from energon_packed.energon_release import NO_ENERGON, has_energon
 from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.names import UInt64, joined, name_hashes, repeated
+from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import shard_counts

@@ -20,14 +20,14 @@ import pyarrow.parquet as pq
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.vision.images import load_image
 from energon_packed.encoding.vision.video_file import read_video_info
-from energon_packed.energon_release import has_energon
-from energon_packed.errors import EnergonPackedError, Reason, RecordError, Reject, ResourceError
+from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError, Reject, ResourceError
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.formats.references import complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, repeated, with_values
+from energon_packed.libraries import has_energon
 from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
 from energon_packed.records import Conversation, VideoReference
 from energon_packed.seqlens import round_up
@@ -121,10 +121,9 @@ class PackChecker:
                 if _HAS_ENERGON:
                     load_pack(self.codec, raw)  # the function that loaders call, which may refuse more than `read`
                 samples = self.codec.read(raw)
-            except ResourceError:
+            except (ResourceError, ConfigError):
                 raise
-            # Decoders raise many types for malformed parts; one bad pack must not end the check.
-            except (EnergonPackedError, KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            except EnergonPackedError as error:
                 contents.packs.fail(f"{contents.name}: {key}: {error}")
                 continue
             yield key, samples, changes

@@ -6,6 +6,7 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, early_bridge, release
+from energon_packed.libraries import private
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 
 
@@ -75,10 +76,9 @@ def num_microbatches() -> int:
     """Return the micro batches of a rank in a step, from Megatron's calculator; 1 if it is not initialized."""
     from megatron.core import num_microbatches_calculator
 
-    try:
-        return int(num_microbatches_calculator.get_num_microbatches())
-    except AttributeError:  # of None, the global calculator before its initialization
+    if private(num_microbatches_calculator, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", "megatron-core") is None:
         return 1
+    return int(num_microbatches_calculator.get_num_microbatches())
 
 
 def data_parallel_group() -> Any:

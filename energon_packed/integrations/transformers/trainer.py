@@ -20,6 +20,7 @@ from energon_packed.integrations.accelerate import prepared_loader
 from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
+from energon_packed.libraries import private
 from energon_packed.loading.batch import target_losses, target_weights
 from energon_packed.loading.collator import Collator, with_weights
 from energon_packed.loading.costs.model import Balance
@@ -58,6 +59,8 @@ class PackedTrainerMixin(Trainer):
     def __init__(
         self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
     ) -> None:
+        for name in ("_save_checkpoint", "_issue_warnings_after_load"):
+            private(Trainer, name, "transformers")  # methods below replace them
         super().__init__(*args, **kwargs)
         self.balance: Balance | None = balance
         if balance is None and self.args.train_sampling_strategy == "group_by_length":
@@ -161,7 +164,7 @@ class PackedTrainerMixin(Trainer):
         restored = {weight.data_ptr() for name, weight in weights.items() if name not in absent}
         # A tied weight is saved once, and restored through the name that was saved; constants are not saved.
         absent -= {name for name, weight in weights.items() if weight.data_ptr() in restored}
-        missing = sorted(absent - set(getattr(self.model, "_keys_to_ignore_on_save", None) or ()))
+        missing = sorted(absent - set(private(self.model, "_keys_to_ignore_on_save", "transformers") or ()))
         wrong = [*missing, *load_result.unexpected_keys]
         if wrong:
             raise ConfigError(

@@ -40,6 +40,10 @@ _BYTES = 1 << 19  # a message is sent when it has as many
 _SECONDS = 0.5  # or when it is as old
 # Narrower dtypes to try: for ids, labels and positions, and for loss weights.
 _NARROWER = {"int64": ("int16", "int32"), "float32": ("bool",)}
+_DTYPES = {  # that NumPy has too
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+}
 _WORTH = 1 << 10  # minimum elements of an array that is narrowed
 _REDUCERS: dict[Any, Any] = {}  # classes of `send_by_value`
 Class = TypeVar("Class", bound=type)
@@ -63,11 +67,13 @@ def _reduced(value: Any) -> tuple[Any, ...]:
 def _by_value(value: Any) -> Any:
     if type(value) is dict:
         return {name: _by_value(entry) for name, entry in value.items()}
-    if type(value) is not torch.Tensor or value.nbytes > _LARGE:
+    if type(value) is not torch.Tensor or not value.is_cpu or value.layout is not torch.strided:
+        return value
+    if value.nbytes > _LARGE or value.dtype not in _DTYPES:
         return value
     try:
         return _Bytes(value.numpy())
-    except (RuntimeError, TypeError):  # on a device, with a gradient, sparse, or bfloat16
+    except RuntimeError:  # with a gradient, conjugated
         return value
 
 

@@ -20,6 +20,7 @@ from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta, get_inf
 
 from energon_packed.errors import EnergonPackedError, FormatError, WorkerError
 from energon_packed.files import read_yaml
+from energon_packed.libraries import ENERGON, private
 from energon_packed.loading.failures import dead_workers, in_one_line
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits
 from energon_packed.metadatasets import NV_META
@@ -177,7 +178,7 @@ class WorkerResultQueue:
                 return self._inner.get(timeout=_SECONDS)
             except queue.Empty:
                 pass
-            if dead := dead_workers(self._loader._iterator):
+            if dead := dead_workers(private(self._loader, "_iterator", "torch")):
                 raise WorkerError(
                     f"the loader has no state: a worker process (pid {dead[0]}) exited unexpectedly. Load the last "
                     "saved state in a new loader."
@@ -192,4 +193,5 @@ class WorkerResultQueue:
 def patch_result_queue(loader: Any, timeout: float) -> None:
     """Make Energon's loader wait for its workers only while they live; call it before they start."""
     # In place: the loader and its workers share this list.
-    loader.result_queues[:] = [WorkerResultQueue(inner, loader, timeout) for inner in loader.result_queues]
+    queues = private(loader, "result_queues", ENERGON)
+    queues[:] = [WorkerResultQueue(inner, loader, timeout) for inner in queues]

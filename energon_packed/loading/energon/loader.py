@@ -9,6 +9,7 @@ import torch
 from megatron.energon import get_savable_loader
 
 from energon_packed.errors import BatchError, DataChangedError, EnergonPackedError, WorkerError
+from energon_packed.libraries import ENERGON, calls, private
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.energon.faults import NAME, patch_result_queue, raise_with_file_name
 from energon_packed.loading.energon.source import READING, EnergonSource
@@ -51,10 +52,11 @@ class EnergonPosition:
     def __init__(self, epoch: int, step: int, last_restore_key: Any, loader: Any) -> None:
         self.epoch, self.step, self.last_restore_key = epoch, step, last_restore_key
         self._loader = loader
-        self._counters, self._next_worker = list(loader._worker_sample_counters), loader._next_worker_id
+        self._counters = list(private(loader, "_worker_sample_counters", ENERGON))
+        self._next_worker = private(loader, "_next_worker_id", ENERGON)
         self._state: Any = None
         # Without worker processes, the dataset itself moves on, so its state is copied now.
-        if not loader.num_workers or not loader._has_workers:
+        if not loader.num_workers or not private(loader, "_has_workers", ENERGON):
             self.complete()
 
     def complete(self) -> Any:
@@ -231,7 +233,7 @@ class PackedLoader:
             if failure is None:
                 raise
             self._failed = failure
-            end_workers(loader._iterator)
+            end_workers(_iterator_of(loader))
             raise failure from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -273,7 +275,8 @@ class PackedLoader:
             raise
         self._stream = None
         self._restores += 1
-        self.energon_loader.restore_state_rank(inner)
+        with calls(ENERGON, is_parser=True):
+            self.energon_loader.restore_state_rank(inner)
         self._steps, self._last_restore_key = step, key
         if self.order_log is not None:
             self.order_log.restore(saved_states, (self._epoch, self._steps))
@@ -363,7 +366,7 @@ class PackedLoader:
                             batch = next(batches, None)
                         if batch is None:
                             return
-                        watch_workers(self._loader._iterator, NAME)  # torch's iterator starts with the first batch
+                        watch_workers(_iterator_of(self._loader), NAME)  # torch's iterator starts with the first batch
                         yield batch
                 except (OSError, EOFError) as error:
                     if (failure := self._worker_failure(error)) is not None:
@@ -374,11 +377,11 @@ class PackedLoader:
         except BaseException as error:  # also Ctrl-C: the next batch of a failed loader would be out of order
             self._failed = error
             if isinstance(error, WorkerError):
-                end_workers(self._loader._iterator)
+                end_workers(_iterator_of(self._loader))
             raise
 
     def _worker_failure(self, error: Exception) -> EnergonPackedError | None:
-        return in_one_line(error, NAME) or lost_worker(error, NAME, self._loader._iterator)
+        return in_one_line(error, NAME) or lost_worker(error, NAME, _iterator_of(self._loader))
 
     def _refuse_failed(self) -> None:
         if self._failed is not None:
@@ -386,6 +389,11 @@ class PackedLoader:
                 f"the loader failed before ({str(self._failed) or type(self._failed).__name__}). Create a new loader, "
                 "and load the last saved state."
             ) from self._failed
+
+
+def _iterator_of(loader: Any) -> Any:
+    """Iterator of torch's DataLoader, whose worker processes are watched."""
+    return private(loader, "_iterator", "torch")
 
 
 class PackedIterator(Iterator[PackedBatch]):

@@ -13,6 +13,7 @@ from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLo
 from megatron.energon.flavors.webdataset.structs import FilteredSample
 from megatron.energon.source_info import SourceInfo
 
+from energon_packed.libraries import ENERGON, private
 from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.shards.reader import ShardReader
 from energon_packed.storage import ReadAhead
@@ -33,7 +34,8 @@ def read_whole_packs(dataset: Any, opened: OpenedSplits) -> None:
     for inner in getattr(dataset, "datasets", ()):
         read_whole_packs(inner, opened)
     if isinstance(dataset, WebdatasetSampleLoaderDataset):
-        dataset.join_readers = [_replaced(reader, opened, dataset) for reader in dataset.join_readers]
+        readers = private(dataset, "join_readers", ENERGON)
+        dataset.join_readers = [_replaced(reader, opened, dataset) for reader in readers]
 
 
 def _replaced(reader: Any, opened: OpenedSplits, loader: WebdatasetSampleLoaderDataset) -> Any:

@@ -34,6 +34,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatas
 from megatron.energon.state import FlexState
 
 from energon_packed.errors import BatchError
+from energon_packed.libraries import ENERGON, changed
 from energon_packed.loading.monitoring.order_log import merged
 from energon_packed.loading.state import check_identity, check_state
 from energon_packed.shards import PackingManifest
@@ -42,6 +43,7 @@ from energon_packed.storage import as_path
 MEGATRON_KEY = "dataloader_state_dict"
 """Key of the state in `train_dataloader_dprank000.pt` of Megatron-LM and Megatron-Bridge."""
 _TYPE = "type"
+_PACKING = "packing"  # key of the shard hashes that are added to a folder in Energon's `config()`
 _DATACLASSES: dict[str, Any] = {
     kind.__name__: kind
     for kind in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SliceState, SystemRngState)
@@ -63,15 +65,21 @@ def dataset_fingerprint(config: dict[str, Any]) -> str:
     """Return the digest of an Energon dataset's `config()`, without functions, ranks and paths.
 
     A folder with a packing.json counts by its content, so a copy in another folder is the same data.
+
+    Raises:
+        ConfigError: this release of Energon describes no folder in `config()`.
     """
-    return hashlib.sha256(json.dumps(_data_only(config), sort_keys=True, default=str).encode()).hexdigest()[:16]
+    described = json.dumps(_data_only(config), sort_keys=True, default=str)
+    if f'"{_PACKING}":' not in described:
+        raise changed(ENERGON, "in which config() of a dataset has no `shards` and `_path`")
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
 
 
 def _data_only(value: Any) -> Any:
     if isinstance(value, dict):
         kept = {k: _data_only(v) for k, v in value.items() if not k.startswith("_") and k not in _NOT_DATA}
         if "shards" in value and "_path" in value:
-            kept["packing"] = _packing(value["_path"])
+            kept[_PACKING] = _packing(value["_path"])
         return kept
     return [_data_only(item) for item in value] if isinstance(value, list | tuple) else value
 

@@ -142,7 +142,7 @@ class OrderLog:
             line["after"] = at[1]
         try:
             text = orjson.dumps(line, default=list) + b"\n"
-        except TypeError:
+        except orjson.JSONEncodeError:
             texts = (name for name in (*line["ids"], *line["sources"]) if isinstance(name, str))
             if (bad := next((name for name in texts if not _is_utf8(name)), None)) is None:
                 raise
