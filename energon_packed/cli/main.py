@@ -175,7 +175,8 @@ def _run() -> None:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal without UTF-8
     try:
         cli(standalone_mode=False)
-        gc.freeze()  # the process ends now: without this, the last collection of torch's objects lasts half a second
+        if "triton" not in sys.modules:  # whose bindings report frozen objects as leaks
+            gc.freeze()  # the process ends now: without this, the last collection of torch's objects lasts half a second
     except click.UsageError as error:
         # Without arguments, click 8.2 raises an error that prints the help.
         if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":
