@@ -176,7 +176,8 @@ def _run() -> None:
     try:
         cli(standalone_mode=False)
         if "triton" not in sys.modules:  # whose bindings report frozen objects as leaks
-            gc.freeze()  # the process ends now: without this, the last collection of torch's objects lasts half a second
+            # The process ends now: without this, the last collection of torch's objects lasts half a second.
+            gc.freeze()
     except click.UsageError as error:
         # Without arguments, click 8.2 raises an error that prints the help.
         if error.ctx is None or type(error).__name__ == "NoArgsIsHelpError":
