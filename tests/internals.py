@@ -55,6 +55,9 @@ PLACES = {
     "replay": "loading.monitoring.replay:replay",
     # records: roots that refuse links, which only readers of data files make
     "ImageRoot": "records.media:ImageRoot",
+    # sources: limits that only large files reach
+    "json_source": "sources.json",
+    "csv_source": "sources.csv",
     # demo: the data and the tokenizer that tests pack
     "DemoDataset": "demo:DemoDataset",
     "write_dataset": "demo:write_dataset",

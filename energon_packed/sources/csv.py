@@ -8,7 +8,7 @@ import csv as python_csv
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from energon_packed.sources.convert import BATCH_ROWS, arrow_errors, converted, 
 from energon_packed.sources.json import check_text
 
 _LINE, _FAULT = "\0line", "\0fault"  # columns of the copy: first line of the row, and why it cannot be read
-_LARGEST_CELL = 2**31 - 1
+_LARGEST_CELL = 256 << 20  # characters, also of a line of the file
 _TURN_COLUMNS = ("prompts", "captions")
 
 
@@ -94,6 +94,14 @@ def _to_arrow(path: Path, data: Path, out: BinaryIO) -> None:
         write_batches(schema, _batches(rows, schema), out, path)
 
 
+def _bounded(stream: TextIO) -> Iterator[str]:
+    """Yield the lines of a file; a line without an end is not read to the end of the file."""
+    while line := stream.readline(_LARGEST_CELL):
+        if len(line) == _LARGEST_CELL:
+            raise ValueError(f"a line must be shorter than {_LARGEST_CELL / 1e6:,.0f} million characters")
+        yield line
+
+
 def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the first line and the cells of each row; bytes that are not UTF-8 are surrogates.
 
@@ -103,7 +111,7 @@ def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         # The limit is global in the csv module, so it is restored afterwards.
         before = python_csv.field_size_limit(_LARGEST_CELL)
-        rows = python_csv.reader(stream, delimiter=delimiter, strict=True)
+        rows = python_csv.reader(_bounded(stream), delimiter=delimiter, strict=True)
         line = 1
         try:
             for row in rows:
@@ -111,6 +119,11 @@ def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
                     yield line, row
                 line = rows.line_num + 1
         except python_csv.Error as error:
+            if "field larger than field limit" in str(error):
+                raise ValueError(
+                    f"in the row at line {line}: a cell must have at most {_LARGEST_CELL / 1e6:,.0f} million "
+                    "characters. Fix the quotes, or convert the file to JSONL."
+                ) from error
             ends = "end of data" in str(error)
             fault = "the file ends inside a quoted cell" if ends else "text follows the closing quote of a cell"
             raise ValueError(

@@ -45,10 +45,11 @@ from energon_packed.tarfiles import MAGICS
 _log = logging.getLogger(__name__)
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bzip2", ".xz": "xz"}  # by suffix, with the names of MAGICS
 _XZ_MEMORY = 256 << 20  # bytes; the largest preset of xz needs 65 MiB
-_COMPRESSED_BLOCK = 1 << 16  # bytes; a small block, because some formats expand 20,000 times
+_COMPRESSED_BLOCK = 1 << 11  # bytes; a small block, because a block of zstd expands 32,000 times, in memory
 _HEAD = 1 << 20  # bytes in which lines should end
 _LONG_LINE = 64 << 20  # bytes; a longer line is usually not a record
-_LONGEST_LINE = 2**31 - 1  # bytes; `size` of a record is stored as int32
+_LONGEST_LINE = 256 << 20  # bytes; a line of this length or more is rejected, and is not read to its end
+_LONGEST_MEMBER = 2**31 - 1  # bytes of a member of an object of records, which may be the list of all records
 # By the byte order mark, or by the NULs of the first four characters, which are ASCII in JSON.
 _ENCODINGS = {
     "UTF-32LE": re.compile(rb"\xff\xfe\0\0|(?:[^\0]\0\0\0){4}"),
@@ -146,10 +147,13 @@ class JsonlSource(Source):
                 offset = start - 1 + len(before)
             else:
                 stream.seek(0)
-            while offset < stop and (line := stream.readline()):
-                if line.strip():
+            while offset < stop and (line := stream.readline(_LONGEST_LINE)):
+                if len(line) == _LONGEST_LINE or not line.isspace():
                     yield offset, line
                 offset += len(line)
+                while len(line) == _LONGEST_LINE and offset < stop and not line.endswith(b"\n"):
+                    line = stream.readline(_LONGEST_LINE)
+                    offset += len(line)
 
     def row_numbers(self, addresses: Sequence[int]) -> list[int]:
         """Count the lines up to the last address."""
@@ -297,13 +301,12 @@ def _line_ends(stream: BinaryIO, start: int, stop: int) -> int:
 
 
 def _row(offset: int, line: bytes) -> SourceRecord:
-    size = min(len(line), _LONGEST_LINE)
-    if len(line) > _LONG_LINE and (fault := _fault_of_long(line)):
-        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, fault))
+    if len(line) > min(_LONG_LINE, _LONGEST_LINE - 1) and (fault := _fault_of_long(line)):
+        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, fault))
     try:
-        return SourceRecord(offset, size, parse_json(line.removeprefix(codecs.BOM_UTF8)))
+        return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
-        return SourceRecord(offset, size, None, Reject(Reason.BAD_JSON, _fault_of_encoding(line) or str(error)))
+        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, _fault_of_encoding(line) or str(error)))
 
 
 def _fault_of_encoding(line: bytes) -> str:
@@ -317,9 +320,9 @@ def _fault_of_encoding(line: bytes) -> str:
 
 def _fault_of_long(line: bytes) -> str:
     """Reason why a long line is not parsed, which needs ten times its memory; "" if it may be a record."""
+    if len(line) >= _LONGEST_LINE:
+        return f"a line must be shorter than {_LONGEST_LINE / 1e6:,.0f} MB; {ARRAY_REMEDY}"
     size = f"the line has {len(line) / 1e6:,.0f} MB"
-    if len(line) > _LONGEST_LINE:
-        return f"{size}, more than the limit of {_LONGEST_LINE / 1e6:,.0f} MB; {ARRAY_REMEDY}"
     head = line[:_HEAD].removeprefix(codecs.BOM_UTF8).lstrip()
     if head[:1] != b"[":
         return ""
@@ -427,7 +430,7 @@ def _members(stream: BinaryIO) -> Iterator[tuple[str, bytes]]:
     Raises:
         ValueError: the object does not end, or a member has no name.
     """
-    for element in _elements(stream):
+    for element in _elements(stream, _LONGEST_MEMBER):
         if (name := _MEMBER.match(element)) is None:
             raise ValueError(f"a member has no name: {element[:40].decode(errors='replace')}")
         yield orjson.loads(name[1]), element[name.end() :]
@@ -497,12 +500,17 @@ def _to_jsonl(data: Path, out: BinaryIO, path: Path, records: Callable[[BinaryIO
             raise SourceError(f"{path} is not {kind}: {error}. Write the file again.") from error
 
 
-def _elements(stream: BinaryIO) -> Iterator[bytes]:
+def _elements(stream: BinaryIO, longest: int | None = None) -> Iterator[bytes]:
     """Yield the bytes of each element of the array, or member of the object, in `stream`.
 
+    Args:
+        stream: the array or object.
+        longest: bytes of the longest element; None for the limit of lines.
+
     Raises:
-        ValueError: the array or object does not end, ends early, or has an empty element.
+        ValueError: the array or object does not end, ends early, or has an empty or too long element.
     """
+    longest = longest or _LONGEST_LINE
     data, offset = b"", 0  # bytes that are not emitted yet, and their offset in the file
     end = b""  # the bracket that closes the array or object
     at = first = depth = count = 0  # in data: end of the scanned bytes, and start of the element
@@ -534,6 +542,8 @@ def _elements(stream: BinaryIO) -> Iterator[bytes]:
             if depth == 0:
                 _check_end(data[at:], stream, token, end, offset + at)
                 return
+        if len(data) - first > longest:  # before the block doubles
+            raise ValueError(f"element {count} has more than {longest / 1e6:,.0f} MB, the limit")
     raise ValueError(f"it ends at byte {offset + len(data)} inside element {count}")
 
 
