@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from PIL import Image
 
 from energon_packed.encoding import ChatEncoder
@@ -25,9 +24,11 @@ from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.run_reports import read_rejects
 from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
 from energon_packed.inspection.view import PackView, VideoView, view_pack
 from energon_packed.pipeline.chunks import WEIGHTED
+from energon_packed.pipeline.rejects import MOST_DETAIL
 from energon_packed.records import FrameSelection, MediaReference, VideoReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest
@@ -324,14 +325,13 @@ def _as_url(image: Image.Image, side: int) -> str:
 def _rejects(file: Path, manifest: PackingManifest) -> Iterator[tuple[str, int, list[Mapping[str, Any]]]]:
     examples: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     if file.is_file():
-        with file.open("rb") as stream:
-            for line in stream:
-                value = orjson.loads(line)
-                if len(examples[value["reason"]]) < _EXAMPLES:
-                    examples[value["reason"]].append(value)
-                # The file may have millions of lines: stop as soon as every reason has its examples.
-                if all(len(examples[reason]) >= min(_EXAMPLES, n) for reason, n in manifest.rejects.items()):
-                    break
+        for value in read_rejects(file):
+            if value["reason"] in manifest.rejects and len(examples[value["reason"]]) < _EXAMPLES:
+                shown = {name: item[:MOST_DETAIL] if isinstance(item, str) else item for name, item in value.items()}
+                examples[value["reason"]].append(shown)
+            # The file may have millions of lines: stop as soon as every reason has its examples.
+            if all(len(examples[reason]) >= min(_EXAMPLES, n) for reason, n in manifest.rejects.items()):
+                break
     for reason, count in sorted(manifest.rejects.items(), key=lambda item: -item[1]):
         yield reason, count, examples[reason]
 

@@ -6,21 +6,19 @@
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from energon_packed.errors import ConfigError, FormatError, Reason
-from energon_packed.files import open_regular
 from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.run_reports import length_row, open_lengths, read_lengths, read_rejects
 from energon_packed.inspection.view import PackView, SampleView
 from energon_packed.pipeline.chunks import FRAGMENT, SPLIT
 from energon_packed.sources import JsonlSource
-from energon_packed.system import raise_resource_error
 
 _COLUMNS = ["source", "row", "line", "id", "length", "status", "pack", "sample", "shard"]
 _MAX_NAMES = 5  # inputs named in a message
@@ -94,20 +92,17 @@ def find_records(
         FormatError: the table cannot be read.
     """
     table = folder.path.parent / "lengths.parquet"
-    again = "Run the pack command of the dataset again, which keeps its shards and writes the table"
     try:
-        with open_regular(table) as stream, pq.ParquetFile(stream) as file:
-            if missing := [name for name in _COLUMNS if name not in file.schema_arrow.names]:
-                raise ConfigError(f"{table} must have the columns {', '.join(missing)} to find records. {again}.")
+        with open_lengths(table) as file:
             if location is not None:
                 found = _at_location(file, location)
             else:
                 found = _matching(file, ["id"], lambda rows: pc.equal(rows["id"], ident))
     except FileNotFoundError as error:
-        raise ConfigError(f"{table} must exist to find records. {again}.") from error
-    except (OSError, pa.ArrowInvalid) as error:
-        raise_resource_error(error, table)
-        raise FormatError(f"{table} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{table} must exist to find records. Run the pack command of the dataset again, which keeps its shards "
+            "and writes the table."
+        ) from error
     if not found:
         raise ConfigError(f"`ident` must be the id of a record, got {ident!r}, which {table} does not have.")
     packed = [record for record in found if record.pack is not None]
@@ -120,17 +115,19 @@ def _matching(file: Any, columns: Sequence[str], is_match: Callable[[Any], Any])
     """Read the table rows for which `is_match(rows)` with some columns is true, and the fragments of split records."""
     found = []
     for group in range(file.num_row_groups):
-        matches = is_match(file.read_row_group(group, columns=columns))
-        if not pc.any(matches).as_py():
+        if not any(pc.any(is_match(rows)).as_py() for rows in read_lengths(file, columns, group)):
             continue
-        rows = file.read_row_group(group, columns=_COLUMNS)
-        chosen = rows.filter(matches).to_pylist()
-        # Fragments are in the same row group as their record, after all records.
-        split = {(row["source"], row["row"]) for row in chosen if row["status"] == SPLIT}
-        if split:
-            fragments = rows.filter(pc.equal(rows["status"].cast(pa.string()), FRAGMENT)).to_pylist()
-            chosen += [row for row in fragments if (row["source"], row["row"]) in split and row not in chosen]
-        found += [FoundRecord(**row) for row in chosen]
+        chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+        split = set()
+        for rows in read_lengths(file, _COLUMNS, group):
+            matched = [length_row(row) for row in rows.filter(is_match(rows)).to_pylist()]
+            split |= {(row["source"], row["row"]) for row in matched if row["status"] == SPLIT}
+            # Fragments are in the same row group as their record, after all records.
+            if split:
+                fragments = rows.filter(pc.equal(rows["status"].cast(pa.string()), FRAGMENT)).to_pylist()
+                matched += [length_row(row) for row in fragments if (row["source"], row["row"]) in split]
+            chosen |= {tuple(row.values()): row for row in matched if tuple(row.values()) not in chosen}
+        found += [FoundRecord(**row) for row in chosen.values()]
     return found
 
 
@@ -162,8 +159,10 @@ def _at_location(file: Any, location: str) -> list[FoundRecord]:
 
 def _source_of(file: Any, path: str) -> str:
     """Find the input file with this path, absolute path or end of the path, or with a path that is the end of this."""
-    groups = (file.read_row_group(group, columns=["source"]) for group in range(file.num_row_groups))
-    names: dict[str, None] = dict.fromkeys(name for rows in groups for name in pc.unique(rows["source"]).to_pylist())
+    batches = read_lengths(file, ["source"])
+    names: dict[str, None] = dict.fromkeys(
+        name for rows in batches for name in pc.unique(rows["source"]).to_pylist() if name is not None
+    )
     parts = Path(path).parts
     for matches in (
         [name for name in names if name == path],
@@ -200,12 +199,8 @@ def _not_packed(rejects: Path, found: Sequence[FoundRecord]) -> str:
 
 def _detail(rejects: Path, record: FoundRecord) -> str:
     """Detail of a rejected record in rejects.jsonl, after a colon; "" if it has none."""
-    try:
-        with open_regular(rejects) as stream:
-            for line in stream:
-                value = orjson.loads(line)
-                if isinstance(value, dict) and (value["source"], value["row"]) == (record.source, record.row):
-                    return f": {value['detail']}"
-    except (OSError, ValueError, LookupError) as error:
-        raise_resource_error(error, rejects)
-    return ""
+    if not rejects.is_file():
+        return ""
+    place = (record.source, record.row)
+    details = (line["detail"] for line in read_rejects(rejects) if (line["source"], line.get("row")) == place)
+    return "".join(f": {detail}" for detail in islice(details, 1))

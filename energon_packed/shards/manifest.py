@@ -25,6 +25,7 @@ FILE_NAME = "packing.json"
 T = TypeVar("T")
 _LARGEST = 2**63 - 1
 _LONGEST = 2**31 - 1  # tokens in a row: cu_seqlens are int32
+_MOST_ENTRIES = 1000  # of a mapping, such as counts by reason, of which `pack` writes at most 201
 _MOST_SHOWN = 60  # characters of a value in a message
 
 
@@ -301,6 +302,8 @@ def _value(kind: Any, value: Any, location: str) -> Any:
             raise ValueError(f"{location} is {_shown(value)}, not {'a list' if origin is list else 'an object'}")
         if origin is list:
             return [_value(arguments[0], item, f"{location}[{index}]") for index, item in enumerate(value)]
+        if len(value) > _MOST_ENTRIES:
+            raise ValueError(f"{location} must have at most {_MOST_ENTRIES:,} entries, got {len(value):,}")
         return {name: _value(arguments[1], item, f"{location}.{_shown(name)}") for name, item in value.items()}
     if kind is Any:
         if isinstance(value, dict | list):

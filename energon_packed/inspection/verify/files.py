@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.run_reports import read_rejects
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.names import UInt64, joined, name_hashes, repeated
 from energon_packed.libraries import NO_ENERGON, has_energon
@@ -225,10 +225,9 @@ def rejects_match(folder: PackedFolder) -> Check:
         check.not_checked = "there is no rejects.jsonl"
         return check
     try:
-        with file.open("rb") as lines:
-            reasons = Counter(orjson.loads(line)["reason"] for line in lines)
-    except (ValueError, KeyError) as error:
-        check.fail(f"rejects.jsonl cannot be read: {error}")
+        reasons = Counter(line["reason"] for line in read_rejects(file))
+    except FormatError as error:
+        check.fail(str(error))
         return check
     for reason in sorted(set(reasons) | set(manifest.rejects)):
         if reasons[reason] != manifest.rejects.get(reason, 0):

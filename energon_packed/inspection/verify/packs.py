@@ -14,16 +14,23 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.vision.images import load_image
 from energon_packed.encoding.vision.video_file import read_video_info
-from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError, Reject, ResourceError
+from energon_packed.errors import (
+    ConfigError,
+    EnergonPackedError,
+    FormatError,
+    Reason,
+    RecordError,
+    Reject,
+    ResourceError,
+)
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.formats.references import complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.run_reports import open_lengths, read_lengths
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, repeated, with_values
@@ -33,7 +40,6 @@ from energon_packed.records import Conversation, VideoReference
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import scan_tar
-from energon_packed.system import raise_resource_error
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 if _HAS_ENERGON := has_energon():  # otherwise, there is no encoder
@@ -384,9 +390,8 @@ def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: lis
             pairs = repeated(joined(with_values(tar.ids, tar.checksums) for tar in contents))
             is_pair = [np.isin(with_values(tar.ids, tar.checksums), pairs) for tar in contents]
             suspects = joined(tar.ids[is_one] for tar, is_one in zip(contents, is_pair, strict=True))
-    except (OSError, pa.ArrowInvalid, KeyError) as error:
-        raise_resource_error(error, "lengths.parquet")
-        check.fail(f"lengths.parquet cannot be read: {error}")
+    except FormatError as error:
+        check.fail(str(error))
         return check
     packs: dict[str, str] = {}  # the last pack of each sample id
     times: Counter[str] = Counter()
@@ -459,7 +464,7 @@ def _sums(
 
 def _recorded_ids(folder: PackedFolder) -> Iterator[list[str]]:
     """Yield the ids of the packed records and fragments in lengths.parquet, in batches."""
-    with pq.ParquetFile(folder.path.parent / "lengths.parquet") as file:
-        for batch in file.iter_batches(columns=["id", "status"]):
+    with open_lengths(folder.path.parent / "lengths.parquet") as file:
+        for batch in read_lengths(file, ["id", "status"]):
             pairs = zip(batch["id"].to_pylist(), batch["status"].to_pylist(), strict=True)
             yield [str(ident) for ident, status in pairs if status in (PACKED, TRUNCATED, FRAGMENT)]
