@@ -165,7 +165,7 @@ def has_tags(text: str) -> bool:
 
 
 def check_spellings(texts: Sequence[str]) -> None:
-    """Reject placeholders that are not read: of boxes, and of media, unless others place the media that they mention.
+    """Reject placeholders that are not read, but not numbers of media that other placeholders place.
 
     Raises:
         RecordError: the mismatch of their kind, such as `image_count_mismatch`; `unsupported_field` for boxes.
@@ -178,7 +178,7 @@ def check_spellings(texts: Sequence[str]) -> None:
             )
         for match in _UNREAD.finditer(text) if "<" in text else ():
             reason, placeholder = _PLACEHOLDERS[match["kind"] or "image"]
-            if not any(placeholder in other for other in texts):
+            if match["kind"] is None or not any(placeholder in other for other in texts):
                 raise RecordError(reason, f"{match[0]} is not read as a placeholder; write {placeholder} instead")
 
 

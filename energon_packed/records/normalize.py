@@ -117,7 +117,7 @@ def normalize(
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
     if not record_format.has_roles:
-        _check_question(draft)
+        _check_pairs(draft, has_media=bool(media.images or media.inline or media.files))
     tools = None if _TOOL_FIELDS.isdisjoint(record) else read_tools(record, draft, media)
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if tools is not None:
@@ -154,15 +154,18 @@ def normalize(
     )
 
 
-def _check_question(draft: PartialConversation) -> None:
-    """Reject a question without text and media; in lists of turns with roles, an empty turn is meant.
+def _check_pairs(draft: PartialConversation, *, has_media: bool) -> None:
+    """Reject an empty answer, and empty questions without media; in lists of turns with roles, both are meant.
 
     Raises:
         RecordError: `empty`.
     """
     questions = [message.content for message in draft.messages if message.role == "user"]
-    if questions and not any(text.strip() for text in questions):
+    if questions and not has_media and not any(text.strip() for text in questions):
         raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image or video")
+    for message in draft.messages:
+        if message.role == "assistant" and not message.content.strip() and not message.extra.get("tool_calls"):
+            raise RecordError(Reason.EMPTY, "an answer is empty")
 
 
 def _record_weight(record: Record) -> float:

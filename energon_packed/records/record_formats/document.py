@@ -62,6 +62,9 @@ class Document(RecordFormat):
                 "the record is one message, with a text and a role, not a conversation; join the messages of each "
                 "conversation, from the first to the last, as messages"
             )
+        # Alpaca repeats the record in `text`. A prompt or question may be metadata of a document (Cosmopedia).
+        if is_given(record.get("instruction")):
+            raise missing_field("the record has an instruction and no output; its text is not a document")
         text = one_text(record, _FIELDS)
         if text is None or not text.strip():
             raise RecordError(Reason.EMPTY, "text is empty")
@@ -124,7 +127,7 @@ class SentencesImages(RecordFormat):
 
 
 def _index(value: Any, sentences: int) -> int:
-    if not isinstance(value, int) or not 0 <= value < sentences:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < sentences:
         raise missing_field(f"matched_text_index is {value!r} for {sentences} sentences; use 0 to {sentences - 1}")
     return value
 

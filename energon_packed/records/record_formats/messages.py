@@ -134,7 +134,9 @@ class Contents(RecordFormat):
 
 def _contents_message(turn: Record, media: Media) -> Message:
     media.add_unused(turn, _CONTENTS_TURN, "a turn")
-    role = read_role(turn.get("role") or "user", "role")
+    if not is_given(turn.get("role")):
+        raise missing_field(f"a turn of contents has no role; its keys are {key_names(turn)}")
+    role = read_role(turn["role"], "role")
     if role == FUNCTION_CALL:
         raise RecordError(Reason.BAD_ROLE, "role 'function_call' in contents; use user or model")
     return Message(role, "".join([_part(part, media) for part in read_objects(turn.get("parts"), "parts of a turn")]))

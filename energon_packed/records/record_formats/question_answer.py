@@ -124,6 +124,9 @@ class QuestionAnswer(RecordFormat):
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn and an assistant turn."""
         question = joined_texts(record, (*_BEFORE, self.key))
+        # The text before a question is not a question.
+        if not (media.images or media.videos) and not read_text(record[self.key], self.key).strip():
+            raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image or video")
         filled = [name for name in _CHOICES if is_given(record.get(name))]
         if len(filled) > 1:
             raise unsupported(filled[1], remedy=f"it is not read beside {filled[0]}; keep one")
@@ -203,7 +206,10 @@ def read_choices(value: Any, field: str) -> list[str]:
         labels, texts = list(by_label), list(by_label.values())
     if len(labels) != len(texts):
         raise missing_field(f"{field} has {len(labels)} labels for {len(texts)} texts")
-    return [f"{label}. {read_text(text, f'one of {field}')}" for label, text in zip(labels, texts, strict=True)]
+    return [
+        f"{read_text(label, f'a label of {field}')}. {read_text(text, f'one of {field}')}"
+        for label, text in zip(labels, texts, strict=True)
+    ]
 
 
 def right_choice(record: Record, choices: list[str]) -> str:
@@ -234,7 +240,10 @@ def right_choice(record: Record, choices: list[str]) -> str:
     for name in ("answers", "response", "multiple_choice_answer"):
         if record.get(name) is not None:
             raise unsupported(name, remedy="it is not read beside choices; keep answer")
-    return choices[next(index for index in indices.values() if index is not None)]
+    choice = choices[next(index for index in indices.values() if index is not None)]
+    if not choice.partition(". ")[2].strip():
+        raise RecordError(Reason.EMPTY, f"the correct choice, {choice.strip()}, is empty")
+    return choice
 
 
 def _find(value: Any, choices: list[str]) -> int | None:
@@ -267,6 +276,9 @@ def _answer(record: Record, media: Media) -> str:
     for name in INDEX_FIELDS:
         if is_given(record.get(name)):
             raise unsupported(name, remedy="it names one of the choices, and the record has none")
+    # Text, if no choices are expected; else the index of a choice, which is not an answer.
+    if isinstance(record.get("answer"), int) and (empty := [name for name in _CHOICES if name in record]):
+        raise missing_field(f"answer is the index {record['answer']} of a choice, and {empty[0]} is empty")
     answers = record.get("answers")
     if isinstance(record.get("answer"), list | tuple) and not is_given(answers):
         answers, record = record["answer"], {**record, "answer": None}
