@@ -134,24 +134,44 @@ def make_video(
 Packet = tuple[int, bytes, bool]  # time of presentation, which is also that of decoding; content; is a keyframe
 
 
-def rewrite(source: Path, target: Path, change: Callable[[list[Packet]], Iterable[Packet]]) -> Path:
-    """Write other packets of a video without B-frames to another file, without decoding them."""
+def rewrite(
+    source: Path,
+    target: Path,
+    change: Callable[[list[Packet]], Iterable[Packet]],
+    *,
+    muxer: str | None = None,
+    by_decoding: bool = False,
+) -> Path:
+    """Write other packets of a video without B-frames to another file, without decoding them.
+
+    `by_decoding` writes times of decoding as those of presentation.
+    """
     import av
 
-    with av.open(str(source)) as container, av.open(str(target), "w") as out:
+    with av.open(str(source)) as container, av.open(str(target), "w", format=muxer) as out:
         track = container.streams.video[0]
         stream = out.add_stream_from_template(track)
-        packets = [(packet.pts, bytes(packet), packet.is_keyframe) for packet in container.demux(track) if packet.size]
+        packets = [
+            ((packet.dts if by_decoding else packet.pts), bytes(packet), packet.is_keyframe)
+            for packet in container.demux(track)
+            if packet.size
+        ]
         for time, data, is_keyframe in change(packets):
             packet = av.Packet(data)
-            packet.pts = packet.dts = time
+            packet.pts, packet.dts = time, time
             packet.time_base, packet.is_keyframe, packet.stream = track.time_base, is_keyframe, stream
             out.mux(packet)
     return target
 
 
 def remux(
-    source: Path, target: Path, *, skipped: int = 0, shift: int = 0, options: dict[str, str] | None = None
+    source: Path,
+    target: Path,
+    *,
+    skipped: int = 0,
+    shift: int = 0,
+    options: dict[str, str] | None = None,
+    by_decoding: Iterable[int] = (),
 ) -> Path:
     """Copy the packets of a video to another file, without decoding them.
 
@@ -160,6 +180,7 @@ def remux(
         skipped: packets at the start that are left out.
         shift: frames by which all times are decreased.
         options: options of the muxer.
+        by_decoding: numbers of packets after `skipped` whose time of presentation is replaced by that of the first.
     """
     import av
 
@@ -174,6 +195,10 @@ def remux(
         for number, packet in enumerate(container.demux(track)):
             if packet.size and number >= skipped:
                 packet.pts, packet.dts = packet.pts - ticks, packet.dts - ticks
+                if number == skipped:
+                    first = packet.pts
+                elif number - skipped in by_decoding:
+                    packet.pts = packet.dts = first
                 packet.stream = stream
                 out.mux(packet)
     return target

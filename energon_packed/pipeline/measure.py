@@ -21,7 +21,7 @@ import numpy as np
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
-from energon_packed.encoding.vision.video_file import decode_frames
+from energon_packed.encoding.vision.video_file import check_video, decode_frames
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject, RejectLimitError
 from energon_packed.formats.references import MOST_BYTES
 from energon_packed.pipeline.chunks import (
@@ -222,7 +222,8 @@ class Measurer:
     Attributes:
         reader: reads the input.
         encoder: loads the encoder in each process.
-        check_images: images and videos to decode, as in `check_pixels`.
+        check_images: images to decode, as in `check_pixels`; `full` also compares the selected frames of video files
+            with all frames.
         check_frames: decode the selected frames of videos, and estimate their bytes as images.
     """
 
@@ -304,7 +305,7 @@ class Measurer:
         )
 
     def _with_videos(self, conversation: Conversation | None, measurement: Measurement) -> Measurement:
-        """Reject a record if its selected frames cannot be stored; estimate their bytes if they become images."""
+        """Check the selected frames of a record, and estimate their bytes if they become images."""
         if conversation is None or not conversation.videos or measurement.reject is not None:
             return measurement
         if len(measurement.frames) != len(conversation.videos):
@@ -313,6 +314,8 @@ class Measurer:
         extracted = measurement.media_bytes
         try:
             for video, frames in zip(conversation.videos, measurement.frames, strict=True):
+                if video.file is not None and self.check_images == "full":
+                    check_video(video.file, frames)
                 if video.file is not None and self.check_frames:
                     extracted += _extracted_bytes(video.file, frames) - video.file.num_bytes()
                 elif video.file is not None and measurement.media_bytes > MOST_BYTES:

@@ -21,7 +21,7 @@ from energon_packed.system import announced
 from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 # Increase it when a release reads or measures the same record differently: old restart state is then not used.
-_MEASURE_VERSION = 12
+_MEASURE_VERSION = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import re
 import socket
 import struct
 import sys
@@ -23,6 +24,7 @@ from energon_packed import ConfigError, FrameSelection, MediaReference, RecordEr
 from tests.internals import ImageRoot, call_in_child, check_video, decode_frames, read_video_info, video_file
 from tests.processes import run_python
 from tests.storage import Store
+from tests.video_corpus import MUXERS, pictures
 from tests.videos import (
     COMBINATIONS,
     Frame,
@@ -92,7 +94,9 @@ def test_frames_of_all_containers_and_codecs(codec: str, extension: str, tmp_pat
     info = check_equal(path, times=(codec, extension) != ("libx264", "avi"))
     np.testing.assert_allclose(info.timestamps, np.arange(30) / 30, atol=0.0006)  # mkv has milliseconds
     assert [number_of(frame) for frame in decode_frames(at(path), select(info, [3, 17, 29]))] == [3, 17, 29]
-    assert (info.fps, info.rotation, info.has_audio, info.decoded) == (30, 0, False, False)
+    # AVI stores no times of presentation: frames that are reordered are counted by decoding.
+    assert info.decoded == (extension == "avi" and codec in ("libx264", "mpeg4", "mpeg2video"))
+    assert (info.fps, info.rotation, info.has_audio) == (30, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,8 @@ def test_frames_of_all_containers_and_codecs(codec: str, extension: str, tmp_pat
 )
 def test_frames_of_unusual_files(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     info = check_equal(make_video(tmp_path / name, **options))
-    assert info.decoded == name.startswith("interlaced")  # fields cannot be counted as packets
+    # Fields cannot be counted as packets, nor frames that are reordered and have no times of presentation.
+    assert info.decoded == (name.startswith("interlaced") or name == "a.mpg")
     assert info.has_audio == bool(options.get("audio"))
 
 
@@ -147,10 +152,10 @@ def test_frames_of_gif(options: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("disposal", [0, 1, 2, 3])
 def test_frames_of_gif_that_change_a_part_of_the_last(disposal: int, tmp_path: Path) -> None:
-    pictures = np.zeros((8, 48, 64, 4), dtype=np.uint8)  # transparent
+    drawn = np.zeros((8, 48, 64, 4), dtype=np.uint8)  # transparent
     for number in range(8):
-        pictures[number, 5:20, 4 * number : 4 * number + 12] = (200, 20 * number, 90, 255)
-    first, *others = [Image.fromarray(picture) for picture in pictures]
+        drawn[number, 5:20, 4 * number : 4 * number + 12] = (200, 20 * number, 90, 255)
+    first, *others = [Image.fromarray(picture) for picture in drawn]
     first.save(tmp_path / "a.gif", save_all=True, append_images=others, disposal=disposal, duration=70)
     info = check_equal(tmp_path / "a.gif")
     [last] = decode_frames(at(tmp_path / "a.gif"), select(info, [7]))
@@ -204,6 +209,155 @@ def test_frames_that_cannot_be_decoded_are_not_counted(tmp_path: Path) -> None:
     cut = check_equal(remux(path, tmp_path / "open.mkv", skipped=7))
     assert cut.decoded
     assert cut.num_frames < 33
+
+
+@pytest.mark.parametrize("extension", ["mp4", "ts", "flv", "mkv"])
+def test_decoding_starts_where_frames_are_complete(
+    extension: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recovery points, at which an image is refreshed over several frames, are keyframes of FFmpeg, too."""
+    monkeypatch.setattr(video_file, "_WORTH_A_SEEK", 0)
+    options = {"preset": "medium", "x264-params": "intra-refresh=1:keyint=30"}
+    path = write_video(
+        tmp_path / f"a.{extension}", pictures(90, 64, 48, 1), options=options, muxer=MUXERS.get(extension)
+    )
+    info, expected = read_video_info(at(path)), [frame for _, frame in decoded(path)]
+    for index in range(1, 90):
+        for frame, wanted in zip(decode_frames(at(path), select(info, [0, index])), (0, index), strict=True):
+            np.testing.assert_array_equal(frame, expected[wanted])
+
+
+@pytest.mark.parametrize("name", ["h264.mp4", "h264.ts", "hevc.mkv", "mpeg2.ts"])
+def test_decoding_starts_at_open_groups_of_pictures(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frames that are shown before a keyframe and follow it in the file need the frames before it."""
+    codec, options = {
+        "h264": ("libx264", {"x264-params": "open-gop=1:bframes=3:b-adapt=0:keyint=8:scenecut=0", "preset": "medium"}),
+        "hevc": ("libx265", {"x265-params": "log-level=none:open-gop=1:keyint=8:bframes=3:scenecut=0:pools=none"}),
+        "mpeg2": ("mpeg2video", {"g": "8", "bf": "2"}),
+    }[name.partition(".")[0]]
+    path = write_video(
+        tmp_path / name, pictures(80, 64, 48, 1), codec=codec, options=options, muxer=MUXERS.get(path_suffix(name))
+    )
+    info, expected = read_video_info(at(path)), [frame for _, frame in decoded(path)]
+    sizes = decoded_packets(monkeypatch)
+    for index in range(60, 72):
+        [frame] = decode_frames(at(path), select(info, [index]))
+        np.testing.assert_array_equal(frame, expected[index])
+    assert len(sizes) < 12 * 30  # all have 60
+
+
+def path_suffix(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def test_parameters_that_change_are_not_passed(tmp_path: Path) -> None:
+    """The second half has other parameters, which are stored at its first keyframe alone."""
+
+    def without_parameters(packets: list[Packet]) -> Iterator[Packet]:
+        for number, (time, data, is_key) in enumerate(packets):
+            if is_key and number > 40:
+                units = re.split(b"\0\0\0?\1", data)
+                data = b"".join(b"\0\0\0\1" + unit for unit in units if unit and unit[0] & 31 not in (7, 8))
+            yield time, data, is_key
+
+    options = {"g": "10", "bf": "0", "preset": "medium", "x264-params": "scenecut=0:ref=3:repeat-headers=1"}
+    first = write_video(tmp_path / "first.ts", pictures(40, 64, 48, 1), options=options, muxer="mpegts")
+    options["x264-params"] = "scenecut=0:ref=1:cabac=0:qp=30:repeat-headers=1:deblock=3,3"
+    second = write_video(tmp_path / "second.ts", pictures(40, 64, 48, 2), options=options, muxer="mpegts")
+    later = [(time + 40 * 3000, *rest) for time, *rest in packets_of(second)]
+    path = rewrite(first, tmp_path / "a.mkv", lambda packets: without_parameters([*packets, *later]), muxer="matroska")
+    info, expected = read_video_info(at(path)), [frame for _, frame in decoded(path)]
+    assert info.num_frames == 80
+    for index in (5, 35, 45, 55, 75):
+        [frame] = decode_frames(at(path), select(info, [index]))
+        np.testing.assert_array_equal(frame, expected[index])
+
+
+def packets_of(path: Path) -> list[Packet]:
+    with av.open(str(path)) as container:
+        return [
+            (packet.pts or 0, bytes(packet), packet.is_keyframe) for packet in container.demux(video=0) if packet.size
+        ]
+
+
+@pytest.mark.parametrize("extension", ["ts", "mkv", "webm", "mpg"])
+@pytest.mark.parametrize("b_frames", [0, 2])
+def test_joined_files_have_all_frames(extension: str, b_frames: int, tmp_path: Path) -> None:
+    """`cat a b` has the times of a, and then the times of b."""
+    codec = {"webm": "libvpx-vp9", "mpg": "mpeg2video"}.get(extension, "libx264")
+    halves = [
+        make_video(tmp_path / f"{count}.{extension}", frames=count, codec=codec, b_frames=b_frames, fps=25)
+        for count in (30, 17)
+    ]
+    path = tmp_path / f"a.{extension}"
+    path.write_bytes(b"".join(half.read_bytes() for half in halves))
+    info = check_equal(path, times=False)
+    assert (info.num_frames, info.decoded) == (47, True)
+    np.testing.assert_allclose(info.timestamps, np.arange(47) / 25, atol=0.002)
+    numbers = [number_of(frame) for frame in decode_frames(at(path), select(info, list(range(47))))]
+    assert numbers == [*range(30), *range(17)]
+
+
+def test_joined_files_that_cannot_be_decoded_are_rejected(tmp_path: Path) -> None:
+    path = make_video(tmp_path / "a.mp4", fragmented=True, codec="mjpeg")
+    path.write_bytes(path.read_bytes() * 2)
+    assert "has a frame at 0.033 s after a frame at" in why(lambda: read_video_info(at(path)))
+
+
+@pytest.mark.parametrize("name", ["half.mp4", "all.mkv"])
+def test_times_of_decoding_are_not_those_of_presentation(name: str, tmp_path: Path) -> None:
+    """A stream copy of avi or mpg has times of decoding as times of presentation, of all frames or most."""
+    source = make_video(tmp_path / "a.avi", frames=40)
+    if name == "half.mp4":
+
+        def late(packets: list[Packet]) -> Iterator[Packet]:
+            for number, (time, data, is_key) in enumerate(packets):
+                yield time + 2 * (number in (13, 17)), data, is_key
+
+        path = rewrite(make_video(tmp_path / "b.mp4", frames=40), tmp_path / name, late, by_decoding=True)
+    else:
+        path = remux(source, tmp_path / name)
+    assert "s after a frame at" in why(lambda: read_video_info(at(path)))
+
+
+def test_frames_before_the_first_keyframe_are_not_counted(tmp_path: Path) -> None:
+    """After `-ss 1 -c copy`, two B-frames of an open group need a frame that is missing, and have no time or that of
+    the keyframe."""
+    path = make_video(tmp_path / "a.mkv", codec="mpeg2video", frames=60)
+    with av.open(str(path)) as container:
+        keys = [number for number, packet in enumerate(container.demux(video=0)) if packet.is_keyframe]
+    cut = remux(path, tmp_path / "cut.mkv", skipped=keys[1], by_decoding={1, 2})
+    info = check_equal(cut)
+    assert info.decoded
+    assert info.num_frames == 60 - keys[1] - 2
+
+
+def test_ogv(tmp_path: Path) -> None:
+    """FFmpeg's theora.ogv is of libtheora, which PyAV does not have."""
+    info = check_equal(Path(__file__).parent / "theora.ogv")
+    assert (info.num_frames, info.fps, info.container, info.codec, info.decoded) == (12, 10, "ogg", "theora", True)
+    path = write_video(tmp_path / "a.ogv", pictures(30, 64, 48, 1), codec="libvpx", options={"g": "10"}, muxer="ogg")
+    assert not check_equal(path).decoded
+
+
+def test_a_full_check_finds_frames_that_differ_after_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"preset": "medium", "x264-params": "intra-refresh=1:keyint=30"}
+    path = write_video(tmp_path / "a.mp4", pictures(90, 64, 48, 1), options=options)
+    info = read_video_info(at(path))
+    every = [select(info, [0, index]) for index in range(1, 90)]
+    for frames in every:
+        check_video(at(path), frames)
+    monkeypatch.setattr(video_file.Starts, "is_start", lambda self, packet: packet.is_keyframe)
+    found = 0
+    for frames in every:
+        try:
+            check_video(at(path), frames)
+        except RecordError as error:
+            assert f"has a frame {frames.indices[1]} that differs if decoding starts at a keyframe" in error.detail
+            found += 1
+    assert found >= 5
 
 
 @pytest.mark.parametrize("degrees", [0, 90, 180, 270])
@@ -496,7 +650,7 @@ def test_missing_bytes_inside_a_frame_are_noticed(tmp_path: Path) -> None:
 
 def test_a_size_that_changes_is_rejected(tmp_path: Path) -> None:
     path = make_video(tmp_path / "a.avi", codec="mjpeg")
-    small = pictures(make_video(tmp_path / "small.avi", codec="mjpeg", width=32, height=32))
+    small = contents(make_video(tmp_path / "small.avi", codec="mjpeg", width=32, height=32))
     changed = rewrite(path, tmp_path / "b.avi", lambda packets: [*packets[:9], (9, small[0], True), *packets[10:]])
     assert "has a frame of 32 x 32 pixels among 64 x 48" in why(lambda: check_video(at(changed)))
 
@@ -537,7 +691,7 @@ def test_a_bomb_in_the_data_of_a_small_video(tmp_path: Path) -> None:
     """The header declares 64 x 48 pixels, and a picture of the track 4096 x 4096."""
     path = make_video(tmp_path / "a.avi", codec="mjpeg")
     large = write_video(tmp_path / "large.avi", [np.zeros((4096, 4096, 3), dtype=np.uint8)], codec="mjpeg")
-    with_bomb = rewrite(path, tmp_path / "b.avi", lambda packets: [*packets[:9], (9, pictures(large)[0], True)])
+    with_bomb = rewrite(path, tmp_path / "b.avi", lambda packets: [*packets[:9], (9, contents(large)[0], True)])
     info = read_video_info(at(with_bomb))
     assert info.num_frames == 10
     assert str(with_bomb) in why(lambda: list(decode_frames(at(with_bomb), select(info, [9]))))
@@ -557,7 +711,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
 """
 
 
-def pictures(path: Path) -> list[bytes]:
+def contents(path: Path) -> list[bytes]:
     with av.open(str(path)) as container:
         return [bytes(packet) for packet in container.demux(video=0) if packet.size]
 
@@ -568,6 +722,21 @@ def test_limits_of_frames_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "has more than 50 frames; split it" in why(lambda: read_video_info(at(path)))
     monkeypatch.setattr(video_file, "MAX_VIDEO_BYTES", 1000)
     assert "more than the limit of 1,000; split it" in why(lambda: read_video_info(at(path)))
+
+
+@pytest.mark.parametrize("num_frames", [8, 350])
+def test_a_small_file_has_few_pixels(num_frames: int, tmp_path: Path) -> None:
+    """A GIF of 8 KB, of which each frame changes a single pixel, has 23 gigapixels."""
+    pixel = b"\x21\xf9\x04\0\x04\0\0\0\x2c\0\0\0\0\1\0\1\0\0\x02\x02\x44\1\0"
+    side = (8192).to_bytes(2, "little")
+    path = tmp_path / "a.gif"
+    path.write_bytes(b"GIF89a" + side * 2 + b"\x80\0\0\0\0\0\xff\xff\xff" + num_frames * pixel + b";")
+    info = why(lambda: read_video_info(at(path)))
+    assert f"has {num_frames} frames of 8192 x 8192" in info
+    assert f"more than the limit of {max(1 << 28, path.stat().st_size << 16):,} for a file of" in info
+    frames = FrameSelection(indices=(7,), timestamps=(0.28,), fps=25, num_frames=8, height=8192, width=8192)
+    with pytest.raises(RecordError, match="more than the limit of"):
+        list(decode_frames(at(path), frames))
 
 
 def test_a_sparse_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
 from energon_packed.encoding.vision.images import check_as_jpeg, load_image, read_header
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
 from energon_packed.encoding.vision.timestamps import has_timestamps, with_timestamps
-from energon_packed.encoding.vision.video_file import check_video, decode_frames, read_video_info
+from energon_packed.encoding.vision.video_file import decode_frames, read_video_info
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.libraries import calls
 from energon_packed.records import (
@@ -320,17 +320,17 @@ def num_images(vision: VisionFamily | None, conversation: Conversation, frames: 
 
 
 def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
-    """Decode images and videos to find damage that a header does not show.
+    """Decode images, and images that are frames, to find damage that a header does not show.
 
     Args:
-        conversation: with any number of images and videos.
-        how: `header` decodes nothing, `full` all images and videos, `convert` the images that `as_jpeg` converts.
+        conversation: with any number of images and videos; `check_video` checks video files.
+        how: `header` decodes nothing, `full` all images, `convert` the images that `as_jpeg` converts.
 
     Returns:
         Number of decoded images.
 
     Raises:
-        RecordError: an image or video is missing or cannot be decoded.
+        RecordError: an image is missing or cannot be decoded.
     """
     if how == "header":
         return 0
@@ -339,8 +339,6 @@ def check_pixels(conversation: Conversation, how: ImageCheck) -> int:
     for image in conversation.images:
         load_image(image)
     for video in conversation.videos:
-        if video.file is not None:
-            check_video(video.file)
         for frame in video.images:
             load_image(frame)
     return len(conversation.images)

@@ -1,12 +1,17 @@
 """Video files -> VideoInfo (frames and their times, from the packets), or upright RGB frames; the only user of PyAV.
 
     read_video_info    demultiplexes: the frames are counted, and not decoded
-    decode_frames      decodes the selected frames, from the last keyframe before each of them
+    decode_frames      decodes the selected frames, from the last start of the decoder before each of them
     check_video        decodes all frames
+
+All frames equal those of a decoder that starts at the first packet: `video_packets.py` finds the packets at which
+another start returns the same frames.
 
 A packet of the containers and codecs below is one frame, except for hidden frames (VP8, VP9, edit lists of mp4), which
 are recognized by their header. Frames that packets do not show are counted by decoding: fields of interlaced video,
-codecs that are not listed, MPEG-4 frames without content, and files that do not start with a keyframe.
+codecs that are not listed, MPEG-4 frames without content, files that do not start with a keyframe, files whose times
+are not in order, and files that are joined. In joined files, times start again; they are continued here, for packets
+and decoders alike.
 
 The pixels equal `frame.to_ndarray(format="rgb24")` of PyAV, which `transformers.video_utils.read_video_pyav` calls,
 and are then rotated upright, which that function does not do. As there, the aspect ratio of pixels is ignored.
@@ -17,14 +22,14 @@ to the formats below, and frames, pixels and bytes have limits.
 
 import struct
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from itertools import chain, islice
+from itertools import chain, count, islice
 from operator import attrgetter
 from typing import Any, BinaryIO, NoReturn
 
@@ -32,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energon_packed.encoding.vision.video_container import ContainerHeader, read_container_header
+from energon_packed.encoding.vision.video_packets import Starts, num_shown
 from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
 from energon_packed.libraries import calls
 from energon_packed.records import MediaReference
@@ -45,21 +51,30 @@ MAX_VIDEO_FRAMES = 1 << 22
 """Frames of the longest video: 38 hours at 30 frames per second, of which the index of an mp4 needs 100 MB."""
 MAX_FRAME_PIXELS = 1 << 26
 """Pixels of the largest frame, 8192 * 8192: a decoder keeps up to 17 frames."""
+MAX_FILE_PIXELS, MAX_PIXELS_PER_BYTE = 1 << 28, 1 << 16
+"""Pixels of all frames of a small file, and of a larger file for each of its bytes. A black video of 1920 x 1080
+in H.264 has 27,000 for each byte; a GIF can have 2,000,000, of which a few kilobytes are decoded for seconds."""
 _MOST_BETWEEN_PACKETS = 1 << 28  # bytes that are read for one packet, as large as a frame of 8192 * 8192 at 4 bytes
 _OPEN_MEMORY = 1 << 29  # bytes that reading of header and index may allocate
 _MOST_WAITING = 1 << 26  # bytes of packets that are kept until the next keyframe is known
 _WORTH_A_SEEK = 1 << 20  # bytes of packets; reading them is as slow as a seek
 _BLOCK, _REMOTE_BLOCK = 1 << 15, 1 << 20  # bytes per read: a request of an object is slower than reading 1 MiB
 # Names of the demuxers; other formats of FFmpeg read other files (playlists), devices, or images.
-_DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,gif"
-_CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv, wmv or gif"
-_TIMED = ("mov", "matroska", "mpegts", "flv", "gif")  # store times of presentation; the others, times of decoding only
-_DECODING_TIMES = ("avi", "asf")  # store the time of decoding of every packet; mpg, of some
-_SEEKABLE = ("mov", "matroska")  # whose index has exact places of keyframes
+_DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif"
+_CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv, wmv, ogv or gif"
+_TIMED = (
+    "mov",
+    "matroska",
+    "mpegts",
+    "flv",
+    "ogg",
+    "gif",
+)  # store times of presentation; the others, times of decoding only
+_DECODING_TIMES = ("avi", "asf")  # store only the time of decoding of every packet; mpg, of some
 _CODEC_NAMES = {"libdav1d": "av1", "libaom-av1": "av1", "libvpx": "vp8", "libvpx-vp9": "vp9"}  # decoders -> codecs
 _ONE_FRAME_PER_PACKET = (
     *("h264", "hevc", "vp8", "vp9", "av1", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg", "prores", "dnxhd", "ffv1"),
-    *("huffyuv", "ffvhuff", "rawvideo", "h263", "flv1", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "png", "gif"),
+    *("huffyuv", "ffvhuff", "h263", "flv1", "flv", "msmpeg4", "msmpeg4v2", "wmv1", "wmv2", "png", "gif"),
 )
 _FIELD_CODECS = ("h264", "mpeg2video")  # a packet may be a field, of which two are a frame
 _EMPTY_VOP = 9  # bytes of the largest MPEG-4 frame without content (ISO/IEC 14496-2, 6.2.5: vop_coded is 0)
@@ -122,13 +137,11 @@ def read_video_info(reference: MediaReference) -> VideoInfo:
     """
     with _opened(reference) as video:
         times = _packet_times(video)
+        video.check_pixels(len(times.pts))
         if times.show_frames:
             return _info(reference, video, times)
     with _opened(reference) as video:
-        times.pts = array("q")
-        for frame in _all_frames(video):
-            times.is_complete = times.is_complete and frame.pts is not None
-            times.pts.append(frame.pts or 0)
+        times.pts = array("q", [_NO_TIME if frame.pts is None else frame.pts for frame in _all_frames(video)])
         return _info(reference, video, times)
 
 
@@ -163,11 +176,15 @@ def decode_frames(reference: MediaReference, frames: FrameSelection) -> Iterator
             decoder = retry.decoder
 
 
-def check_video(reference: MediaReference) -> VideoInfo:
-    """Decode all frames of a video file in bounded memory, and compare their number with `read_video_info`.
+def check_video(reference: MediaReference, frames: FrameSelection | None = None) -> VideoInfo:
+    """Decode all frames of a video file from the first, in bounded memory.
+
+    Args:
+        reference: the file.
+        frames: selected frames, which `decode_frames` must return as they are among all frames.
 
     Returns:
-        The result of `read_video_info`.
+        The result of `read_video_info`, which must have as many frames.
 
     Raises:
         RecordError: `missing_video`, `image_outside_root` or `corrupt_video`.
@@ -175,10 +192,19 @@ def check_video(reference: MediaReference) -> VideoInfo:
         ConfigError: PyAV is not installed.
     """
     info = read_video_info(reference)
+    selected = zip(frames.indices, decode_frames(reference, frames), strict=True) if frames else iter(())
+    place, pixels = next(selected, (-1, None))
+    num_decoded = 0
     with _opened(reference) as video:
-        count = sum(1 for _ in _all_frames(video))
-        if count != info.num_frames:
-            raise _Damaged(f"has {info.num_frames} frames, of which {count} can be decoded; convert it")
+        to_pixels = _Converter(video)
+        for number, frame in enumerate(_all_frames(video)):
+            num_decoded += 1
+            if number == place and pixels is not None and not np.array_equal(to_pixels(frame), pixels):
+                raise _Damaged(f"has a frame {number} that differs if decoding starts at a keyframe; convert it")
+            while place == number:
+                place, pixels = next(selected, (-1, None))
+        if num_decoded != info.num_frames:
+            raise _Damaged(f"has {info.num_frames} frames, of which {num_decoded} can be decoded; convert it")
     return info
 
 
@@ -232,11 +258,14 @@ class _Video:
     Attributes:
         stream: the video track, as FFmpeg chooses it: cover images and small versions are not it.
         header: of the container.
+        is_joined: times have started again in the packets so far: the file is several files, one after the other.
     """
 
     def __init__(self, av: Any, container: Any, file: _Stream, header: ContainerHeader, num_bytes: int) -> None:
         self.container, self.header, self.num_bytes = container, header, num_bytes
         self._file = file
+        self.is_joined = False
+        self._num_decoded = 0
         stream = container.streams.best("video")
         if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
             raise _Damaged("has no video track")
@@ -258,9 +287,12 @@ class _Video:
         for other in container.streams:
             if other.index != stream.index:
                 other.discard = av.stream.Discard.all
+        # The index of these has exact places of keyframes. That of a joined Matroska file is of its first part.
+        self.is_seekable = self.demuxer == "mov" or (self.demuxer == "matroska" and header.end == num_bytes)
+        self.starts = Starts(self.codec, self.context.extradata)
         self.is_interlaced = self.context.field_order > 1  # 0 is unknown, 1 progressive
         # AVI and others store times of decoding, which differ from times of presentation if frames are reordered.
-        self.has_times = self.demuxer in _TIMED or not self.context.has_b_frames
+        self.has_times = self.demuxer in _TIMED or (self.demuxer in _DECODING_TIMES and not self.context.has_b_frames)
         self.context.thread_count = 1
         # A frame in the data that is larger than in the header is refused before its memory is allocated.
         self.context.options = {"max_pixels": str((width + _MARGIN) * (height + _MARGIN))}
@@ -278,33 +310,72 @@ class _Video:
     def packets(self) -> Iterator[Any]:
         """Yield the packets of the video track, without empty packets and without the end.
 
+        Times that start again at a keyframe are continued by a frame after the latest time, except for files in which
+        packets may be passed by a seek.
+
         Raises:
             _Damaged: a packet is incomplete, or there are too many.
         """
         file, most = self._file, MAX_VIDEO_FRAMES
-        for number, packet in enumerate(self.container.demux(self.stream)):
-            if not packet.size:  # a repeated frame of AVI, which decoders would treat as the end; or the end
-                continue
-            if packet.is_corrupt:
-                raise _Damaged(f"ends inside frame {number}, or bytes of it are missing; copy the file again")
+        latest, offset = _NO_TIME, 0
+        for number, packet in enumerate(self._whole_packets()):
             if number >= most:
                 raise _Damaged(f"has more than {MAX_VIDEO_FRAMES:,} frames; split it")
             file.spent = 0
+            time = packet.pts
+            if time is not None:
+                if time + offset < latest and packet.is_keyframe:
+                    self.is_joined = True
+                    if not self.is_seekable:
+                        rate = self.stream.average_rate or self.stream.guessed_rate
+                        offset = latest - time + max(1, round(1 / (rate * self.time_base)) if rate else 1)
+                if offset:
+                    packet.pts = time + offset
+                latest = max(latest, time + offset)
+            yield packet
+
+    def _whole_packets(self) -> Iterator[Any]:
+        source = (packet for packet in self.container.demux(self.stream) if packet.size)
+        ahead = deque[Any]()
+        for number in count():
+            packet = ahead.popleft() if ahead else next(source, None)
+            if packet is None:
+                return
+            if packet.is_corrupt:
+                # FFmpeg also marks one of the last packets of a ts that is followed by another ts.
+                ahead.extend(islice(source, 2 - len(ahead)))
+                if not any(other.is_keyframe and _is_earlier(other, packet) for other in ahead):
+                    raise _Damaged(f"ends inside frame {number}, or bytes of it are missing; copy the file again")
             yield packet
 
     def decoding_time(self, packet: Any) -> int:
-        """Return the time of decoding that the file stores; `_NO_TIME` if it has none, or FFmpeg computes it."""
-        time = packet.dts if self.demuxer in _DECODING_TIMES else None
+        """Return the time of decoding; `_NO_TIME` if the file stores neither it nor the time of presentation."""
+        time = packet.dts if self.demuxer in (*_DECODING_TIMES, *_TIMED) else None
         return _NO_TIME if time is None else int(time)
 
     def decode(self, packet: Any) -> list[Any]:
         """Decode a packet, or the frames that are left if it is None."""
         frames: list[Any] = self.context.decode(packet)
+        self._num_decoded += len(frames)
+        self.check_pixels(self._num_decoded)
         for frame in frames:
             if (frame.height, frame.width) != self.stored_size:
                 height, width = self.stored_size
                 raise _Damaged(f"has a frame of {frame.width} x {frame.height} pixels among {width} x {height}")
         return frames
+
+    def check_pixels(self, num_frames: int) -> None:
+        """Raise `_Damaged` if so many frames have too many pixels for the size of the file."""
+        height, width = self.stored_size
+        pixels, most = num_frames * height * width, max(MAX_FILE_PIXELS, MAX_PIXELS_PER_BYTE * self.num_bytes)
+        if pixels > most:
+            found = f"{num_frames:,} frames of {width} x {height}, {pixels:,} pixels"
+            limit = f"more than the limit of {most:,} for a file of {self.num_bytes:,} bytes"
+            raise _Damaged(f"has {found}, {limit}; resize it, or store fewer frames")
+
+
+def _is_earlier(packet: Any, other: Any) -> bool:
+    return packet.pts is not None and other.pts is not None and packet.pts < other.pts
 
 
 @contextmanager
@@ -399,49 +470,73 @@ class _Times:
     """Times of the frames of a file, in units of its time base and in the order of the file.
 
     Attributes:
-        pts: times of presentation.
+        pts: times of presentation; `_NO_TIME` if a frame has none.
         dts: times of decoding of packets; `_NO_TIME` if the file does not have them.
-        is_complete: `pts` has all frames.
+        by_time: frames are found by `pts`; otherwise, they are counted.
         show_frames: a packet is a frame; otherwise, frames must be counted by decoding.
     """
 
     pts: "array[int]"
     dts: "array[int]"
-    is_complete: bool
+    by_time: bool
     show_frames: bool
 
 
 def _packet_times(video: _Video) -> _Times:
     """Read the times of all packets whose frames are shown."""
     pts, dts = array("q"), array("q")
-    is_complete = video.has_times
+    by_time = video.has_times
     shows = video.codec in _ONE_FRAME_PER_PACKET and not (video.is_interlaced and video.codec in _FIELD_CODECS)
     # Each value of a packet takes as long to read as the packet itself, so that most are read only if they matter.
     hides, is_mpeg4 = video.codec in ("vp8", "vp9"), video.codec == "mpeg4"
-    has_edits, needs_dts = video.demuxer == "mov", not video.has_times
-    first: int | None = None
-    count = 1
+    has_edits, reorders = video.demuxer == "mov", bool(video.context.has_b_frames)
+    first = 0
+    num_frames = 1
     for number, packet in enumerate(video.packets()):
         time = packet.pts
         if number == 0:
-            first, shows = time, shows and packet.is_keyframe
+            first, by_time = time or 0, by_time and time is not None
+            shows = shows and (video.starts.is_start(packet) if video.starts.is_known else packet.is_keyframe)
         if is_mpeg4 and packet.size <= _EMPTY_VOP:
+            shows = False
+        if time is None:
+            time, shows = _NO_TIME, shows and not by_time
+        elif time <= first and number:
+            # Decoders may drop frames before the first keyframe: they need frames that are not in the file.
             shows = False
         if has_edits and packet.is_discard:
             continue
-        if hides and (count := _num_shown(video.codec, memoryview(packet))) == 0:
+        if hides and (num_frames := num_shown(video.codec, memoryview(packet))) == 0:
             continue
-        if time is None:
-            time, is_complete = 0, False
-        elif first is not None and time < first:
-            # Decoders may drop frames before the first keyframe: they need frames that are not in the file.
-            shows = False
         pts.append(time)
-        if needs_dts:
+        if reorders or not by_time:
             dts.append(video.decoding_time(packet))
-        for _ in range(1, count):
+        for _ in range(1, num_frames):
             pts.append(time)
-    return _Times(pts, dts, is_complete, shows)
+    if not by_time:
+        shows = shows and not reorders
+    elif shows and len(pts) > 1:
+        shows = _are_ordered(np.frombuffer(pts, dtype=np.int64), np.frombuffer(dts, dtype=np.int64), is_mpeg4=is_mpeg4)
+    shows = shows and not video.is_joined
+    return _Times(pts, dts, by_time, shows)
+
+
+def _are_ordered(pts: NDArray[np.int64], dts: NDArray[np.int64], *, is_mpeg4: bool) -> bool:
+    """Whether a decoder returns frames in the order of their times, as far as packets show it.
+
+    Args:
+        pts: times of presentation in the order of decoding, int64 (n,).
+        dts: times of decoding, int64 (n,), if the decoder reorders frames; otherwise int64 (0,).
+        is_mpeg4: FFmpeg drops B-frames of MPEG-4 whose own times contradict those of their neighbors.
+    """
+    if not len(dts):
+        return bool((np.diff(pts) >= 0).all())
+    # Some files store times of decoding as those of presentation, of all frames or some: a decoder with a delay cannot
+    # return a frame at the time of its decoding, unless a later frame was decoded before.
+    is_latest = np.append(True, pts[1:] > np.maximum.accumulate(pts)[:-1])
+    steps = np.diff(np.sort(pts))
+    is_even = not is_mpeg4 or np.ptp(steps) <= 1
+    return bool((dts < pts)[is_latest].all() and not is_latest.all() and steps.min() > 0 and is_even)
 
 
 def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
@@ -450,9 +545,17 @@ def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
         raise _Damaged("has no frames")
     unit = float(video.time_base)
     fps = video.fps
-    if times.is_complete:
-        pts = np.sort(np.frombuffer(times.pts, dtype=np.int64))
+    if times.by_time:
+        pts = np.frombuffer(times.pts, dtype=np.int64)
+        if (pts == _NO_TIME).any():
+            raise _Damaged("has frames without a time; convert it")
+        if times.show_frames:
+            pts = np.sort(pts)
         seconds = _seconds(pts - pts[0], video.time_base)
+        unordered = np.flatnonzero(np.diff(pts) < 0)
+        if len(unordered):
+            before, time = seconds[unordered[0] : unordered[0] + 2]
+            raise _Damaged(f"has a frame at {time:.3f} s after a frame at {before:.3f} s; convert it")
     else:
         counted = _CountedTimes(video.time_base, fps or video.guessed_fps)
         seconds = np.array([counted.add(number, times.dts) for number in range(num_frames)])
@@ -477,7 +580,7 @@ def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
         codec=video.codec,
         num_bytes=video.num_bytes,
         decoded=not times.show_frames,
-        by_time=times.is_complete,
+        by_time=times.by_time,
     )
 
 
@@ -565,6 +668,19 @@ def _first_orientation(reference: MediaReference) -> _Orientation:
     return _UPRIGHT
 
 
+class _Converter:
+    """Converts decoded frames of a video to upright RGB."""
+
+    def __init__(self, video: _Video) -> None:
+        self._convert = _av().video.reformatter.VideoReformatter().reformat
+        self._orientation: _Orientation | None = None if video.header.may_be_rotated else _UPRIGHT
+
+    def __call__(self, frame: Any) -> Frame:
+        if self._orientation is None:
+            self._orientation = _orientation_of(frame)
+        return self._orientation.apply(self._convert(frame, format="rgb24", threads=1).to_ndarray())
+
+
 def _all_frames(video: _Video) -> Iterator[Any]:
     """Decode all frames from the start.
 
@@ -587,16 +703,16 @@ def _check_frame(frame: Any) -> None:
 def _decode(reference: MediaReference, selection: FrameSelection, kind: "type[_Decoder]") -> Iterator[Frame]:
     with _opened(reference) as video:
         # The choice depends on the file alone, as in `_packet_times`.
-        decoder: _Decoder = (kind if video.has_times else _Counting)(video, selection)
-        convert = _av().video.reformatter.VideoReformatter().reformat
-        orientation: _Orientation | None = None if video.header.may_be_rotated else _UPRIGHT
+        if not video.has_times:
+            kind = _Counting
+        elif kind is _Jumping and not video.starts.is_known:
+            kind = _Sequential
+        decoder = kind(video, selection)
+        to_pixels = _Converter(video)
         last, pixels = -1, None
         for position, index in enumerate(selection.indices):
             if pixels is None or index != last:
-                frame = decoder.get(position)
-                if orientation is None:
-                    orientation = _orientation_of(frame)
-                pixels = orientation.apply(convert(frame, format="rgb24", threads=1).to_ndarray())
+                pixels = to_pixels(decoder.get(position))
                 if pixels.shape[:2] != (selection.height, selection.width):
                     found = f"{pixels.shape[1]} x {pixels.shape[0]} pixels, not {selection.width} x {selection.height}"
                     raise _Damaged(f"has frames of {found}, {_AS_SELECTED}")
@@ -668,8 +784,7 @@ class _Sequential(_Decoder):
         self._start: int | None = None  # time from which frames are complete, of the keyframe
         self._targets: list[int] = []
         self._wanted: set[int] = set()
-        # Fields are skipped alone, so that only half of a frame would be decoded.
-        self._skips = video.codec in _SKIPS_NONREFERENCE and not video.is_interlaced
+        self._skips = False  # frames that no other frame needs
         self._skip_frame = "DEFAULT"
 
     def get(self, position: int) -> Any:
@@ -698,9 +813,7 @@ class _Sequential(_Decoder):
                 raise self._missing(position)
 
     def _time_of(self, frame: Any) -> int:
-        if frame.pts is None:
-            raise _Retry(_Counting)
-        return int(frame.pts)
+        return _NO_TIME if frame.pts is None else int(frame.pts)
 
     def _look_ahead(self, target: int) -> None:
         """Read packets up to a time, as far as they help to decode less."""
@@ -709,13 +822,16 @@ class _Sequential(_Decoder):
         """Read a packet; None at the end."""
         packet = next(self._packets, None)
         if packet is not None:
-            if packet.pts is None:
-                raise _Retry(_Counting)
+            time = packet.pts
+            if self._last is None:
+                if time is None:  # as in `_packet_times`
+                    raise _Retry(_Counting)
+                if self._video.demuxer == "mov" and packet.dts is not None:
+                    self._delay = time - packet.dts
             self._waiting.append(packet)
             self._waiting_bytes += packet.size
-            if self._last is None and self._video.demuxer == "mov" and packet.dts is not None:
-                self._delay = packet.pts - packet.dts
-            self._latest = packet.pts if self._latest is None else max(self._latest, packet.pts)
+            if time is not None:
+                self._latest = time if self._latest is None else max(self._latest, time)
             self._last = packet
         return packet
 
@@ -738,75 +854,62 @@ class _Sequential(_Decoder):
 
 
 class _Jumping(_Sequential):
-    """Decodes from the last keyframe before each frame: packets before it are read, or passed by a seek."""
+    """Decodes from the last start before each frame: packets before it are read, or passed by a seek."""
 
     def __init__(self, video: _Video, selection: FrameSelection) -> None:
         super().__init__(video, selection)
         self._has_jumped = False
         self._sought: int | None = None  # time that was sought last: once is enough
-        self._seeks = video.demuxer in _SEEKABLE
+        self._seeks = video.is_seekable
+        self._is_start = False  # the last packet
+        # Fields are skipped alone, so that only half of a frame would be decoded.
+        self._skips = video.codec in _SKIPS_NONREFERENCE and not video.is_interlaced
         if self._seeks and video.demuxer == "matroska" and video.num_bytes > 4 * _WORTH_A_SEEK:
             video.container.seek(0)  # which reads the index
 
     def _missing(self, position: int) -> Exception:
-        # Decoding cannot start at some keyframes: images that are refreshed over several frames, wrong marks.
-        return _Retry(_Sequential) if self._has_jumped else super()._missing(position)
+        return _Retry(_Sequential) if self._has_jumped or self._skips else super()._missing(position)
+
+    def _read(self) -> Any:
+        packet = super()._read()
+        self._is_start = packet is not None and packet.is_keyframe and self._video.starts.is_start(packet)
+        return packet
 
     def _look_ahead(self, target: int) -> None:
         if self._seeks and target != self._sought:
             self._sought = target
             self._seek(target)
         while (self._latest is None or self._latest < target) and self._waiting_bytes < _MOST_WAITING:
-            packet = self._read()
+            latest, packet = self._latest, self._read()
             if packet is None:
                 return
-            if packet.is_keyframe and packet.pts <= target:
+            time = packet.pts
+            # The first of the frames with the same time is the selected frame.
+            if self._is_start and time is not None and time <= target and (latest is None or latest < time):
                 self._restart(packet)
 
-    def _restart(self, keyframe: Any) -> None:
+    def _restart(self, start: Any) -> None:
         """Forget all before a packet that was read last."""
         self._waiting.clear()
-        self._waiting.append(keyframe)
-        self._waiting_bytes, self._start, self._latest = keyframe.size, keyframe.pts, keyframe.pts
+        self._waiting.append(start)
+        self._waiting_bytes, self._start, self._latest = start.size, start.pts, start.pts
         self._has_jumped = True
         self._video.context.flush_buffers()
 
     def _seek(self, target: int) -> None:
-        """Seek to the keyframe of a time, if it is so far away that reading is slower."""
+        """Seek to the keyframe before a time, if it is so far away that reading is slower."""
         entries, last = self._video.stream.index_entries, self._last
         # Times of the index are those of decoding in mp4, which are earlier than those of presentation by as much as
         # those of the first keyframe.
         since = last.pts if last.dts is None else last.dts
-        at = bisect_right(entries, target - self._delay, key=attrgetter("timestamp")) - 1
+        at = bisect_left(entries, target - self._delay, key=attrgetter("timestamp")) - 1
         for place in range(at, max(-1, at - _MOST_STEPS), -1):
             entry = entries[place]
             if entry.is_keyframe:
-                if entry.timestamp > since and entry.pos - (last.pos or 0) > _WORTH_A_SEEK:
-                    self._video.container.seek(target, stream=self._video.stream)
+                if since is not None and entry.timestamp > since and entry.pos - (last.pos or 0) > _WORTH_A_SEEK:
+                    self._video.container.seek(target - 1, stream=self._video.stream)
                     packet = self._read()
-                    if packet is None or not packet.is_keyframe or packet.pts > target:
+                    if not self._is_start or packet.pts is None or packet.pts >= target:
                         raise _Retry(_Sequential)
                     self._restart(packet)
                 return
-
-
-def _num_shown(codec: str, data: memoryview) -> int:
-    """Count the frames of a packet that are shown: 9.1 of RFC 6386 (VP8), 6.2 and Annex B of the VP9 specification."""
-    if codec == "vp8":
-        return data[0] >> 4 & 1
-    marker = data[-1]
-    if marker >> 5 == 0b110:
-        count, width = (marker & 7) + 1, (marker >> 3 & 3) + 1
-        index = data[-2 - count * width :]
-        if len(index) == 2 + count * width and index[0] == marker:
-            sizes = [int.from_bytes(index[1 + width * n : 1 + width * (n + 1)], "little") for n in range(count)]
-            starts = [sum(sizes[:n]) for n in range(count)]
-            return sum(_is_shown(data[start]) for start, size in zip(starts, sizes, strict=True) if size)
-    return int(_is_shown(data[0]))
-
-
-def _is_shown(first: int) -> bool:
-    """Whether a frame of VP9 is shown, from its first byte."""
-    if first >> 4 & 3 == 3:  # profile 3 has one more bit
-        first <<= 1
-    return bool(first & 0b1000 or first & 0b10)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding import ChatEncoder, EncodedSample
 from energon_packed.encoding.vision.images import load_image
-from energon_packed.encoding.vision.video_file import read_video_info
+from energon_packed.encoding.vision.video_file import check_video, read_video_info
 from energon_packed.errors import (
     ConfigError,
     EnergonPackedError,
@@ -170,7 +170,7 @@ class PackChecker:
             ]
             results = self.encoder.encode_many([samples[place].conversation for place in places])
             for place, result in zip(places, results, strict=True):
-                # Only encoding decodes the frames of a video.
+                # Only encoding resizes the frames of a video.
                 if isinstance(result, Reject) and result.reason is Reason.CORRUPT_VIDEO and place not in damaged:
                     contents.videos.fail(f"{pack}, sample {samples[place].conversation.id}: {result}")
                     damaged.add(place)
@@ -217,7 +217,7 @@ class PackChecker:
 
 
 def _check_video(video: VideoReference) -> None:
-    """Compare the selected frames of a video with its file, without decoding, or with the images of the frames.
+    """Compare the selected frames of a video with all frames of its file, or with the images of the frames.
 
     Raises:
         RecordError: a file is damaged, or has other frames.
@@ -239,6 +239,7 @@ def _check_video(video: VideoReference) -> None:
             raise RecordError(
                 Reason.CORRUPT_VIDEO, f"the frames of {video.file.label} have other times than the selected frames"
             )
+        check_video(video.file, frames)
     for image in video.images:
         size = load_image(image).size
         if size != (frames.width, frames.height):
