@@ -26,7 +26,7 @@ FIRST = (
     *("bart", "ernie4_5_moe"),
 )
 TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, key=lambda name: (*[name != one for one in FIRST], name))
-COUNT = int(os.environ.get("ENERGON_PACKED_MODELS", str(len(FIRST))))
+COUNT = int(os.environ.get("ENERGON_PACKED_MODELS", "12"))
 EQUAL, REFUSED, UNTESTED = "equal", "refused", "no tiny model"
 # Other attention than full attention and sliding windows, or further layers.
 OTHER_ATTENTION = {
