@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.engines import EngineName
-from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, load_tokenizer
+from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, is_same_folder, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
 from energon_packed.encoding.sample import (
@@ -31,7 +31,7 @@ from energon_packed.encoding.sample import (
     targets_per_sample,
     weight_checksums,
 )
-from energon_packed.encoding.settings import EncoderSettings
+from energon_packed.encoding.settings import IMAGES, EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.tokenizer import TextTokenizer, Weights
@@ -312,7 +312,7 @@ class ChatEncoder(Processor):
 
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
         row = super()._as_row(ids, batch)
-        if self._has_mrope:
+        if self.has_mrope:
             # M-RoPE positions of text are equal in all three rows: 0, 1, 2 .. in each sample.
             row.position_ids = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(row.input_ids)))
         if self.vision is not None and self.vision.token_types:
@@ -363,13 +363,22 @@ class ChatEncoder(Processor):
         """Whether this encoder reads data with the fingerprint `recorded`; also data packed with only a `factor`."""
         return recorded in self._digests()
 
-    def differences(self, packed: Mapping[str, Any], *, template: str, fingerprint: str) -> list[str]:
+    def image_settings(self) -> dict[str, str]:
+        """Settings of images by name, as JSON; {} without a vision family."""
+        config = {} if self.vision is None else self.vision.config()
+        processor = config.pop("image_processor", {})
+        return {name: json.dumps(value, default=str) for name, value in {**config, **processor}.items()}
+
+    def differences(
+        self, packed: Mapping[str, Any], *, template: str, fingerprint: str, images: Mapping[str, str]
+    ) -> list[str]:
         """Describe how this encoder differs from the encoder of a dataset, whose fingerprint it does not have.
 
         Args:
             packed: `encoder` of packing.json: settings that differ from their default.
             template: `template_fingerprint` of packing.json.
             fingerprint: `tokenizer_fingerprint` of packing.json.
+            images: `image_settings` of packing.json; {} if they are not recorded.
         """
         known = self._settings
         if "processor_class" in packed:  # an encoder that was made in Python: only its fingerprint is recorded
@@ -382,6 +391,7 @@ class ChatEncoder(Processor):
             known = {name: known[name] for name in packed}
         named: list[str] = []
         folders: list[str] = []
+        has_image_option = False
         for setting in declared(EncoderSettings):
             if not setting.decides or setting.name not in known:
                 continue
@@ -389,21 +399,29 @@ class ChatEncoder(Processor):
             is_folder = setting.kind is Path
             if is_folder:  # packing.json has the folder of a model name, and may have a relative path
                 before, now = (value and _folder(value) for value in (before, now))
-            if before != now:
+            if before != now and not (is_folder and before and now and is_same_folder(Path(before), Path(now))):
+                has_image_option |= setting.group == IMAGES and not is_folder
                 was, is_now = ("not set" if value is None else repr(value) for value in (before, now))
                 (folders if is_folder else named).append(f"`{setting.name}` was {was}, now {is_now}")
         if template and template != self.renderer.template.fingerprint:  # "" also if it is not recorded
             was, is_now = template[:_DIGITS], self.renderer.template.fingerprint[:_DIGITS] or "none"
             named.append(f"the chat template differs (`template_fingerprint` was {was}, now {is_now})")
+        own = self.image_settings()
+        if images and not has_image_option:
+            named += [
+                f"`{name}` of the images was {images.get(name, 'not set')}, now {own.get(name, 'not set')}"
+                for name in dict.fromkeys([*images, *own])
+                if images.get(name) != own.get(name)
+            ]
         text_settings = packed.get("loss_on"), packed.get("allow_special_in_text", False)
         if named and fingerprint in self._digests(*text_settings):
             return named  # the tokenizer and the image settings are equal, maybe in another folder
         if not named:
-            files = "the tokenizer" if template else "the tokenizer, its chat template"
-            named.append(
-                f"{files} or the image settings of its folder (`tokenizer_fingerprint`) differ, or an earlier release "
-                "packed it"
-            )
+            parts = ["the tokenizer"]
+            parts += [] if template else ["its chat template"]
+            parts += [] if images else ["the image settings of its folder"]
+            verb = "differs" if len(parts) == 1 else "differ"
+            named.append(f"{' or '.join(parts)} (`tokenizer_fingerprint`) {verb}, or an earlier release packed it")
         return [*named, *folders]
 
     def _digests(self, loss_on: str | None = None, allow_special: bool | None = None) -> Iterator[str]:
@@ -538,7 +556,7 @@ class ChatEncoder(Processor):
         )
 
     @property
-    def _has_mrope(self) -> bool:
+    def has_mrope(self) -> bool:
         """Whether the family computes M-RoPE positions, tried with a sample of one token."""
         token = np.zeros(1, dtype=np.int64)
         return self.vision is not None and self.vision.position_ids(token, -1, NO_IMAGES) is not None

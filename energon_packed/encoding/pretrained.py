@@ -4,6 +4,7 @@
 `find_pretrained` finds the folder. Nothing is downloaded, and no code of a model folder is run.
 """
 
+import filecmp
 import json
 import re
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _NAMES = {name: _GENERIC for name in ("TokenizersBackend", _GENERIC)} | {
     name: "Qwen2Tokenizer" for name in ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 }
 """Tokenizer classes that can be selected without AutoTokenizer, by the names in tokenizer_config.json."""
+_TEXT_FILES = (".json", ".jinja", ".txt")
 _MODEL_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
@@ -194,6 +196,19 @@ def find_pretrained(name: str | Path) -> Path:
             f"{name} is neither a folder nor a model in the local Hugging Face cache; pass a folder, or download it "
             f"with: hf download {name} --include '*.json' '*.jinja' '*.txt'"
         ) from error
+
+
+def is_same_folder(first: Path, second: Path) -> bool:
+    """Whether two tokenizer or processor folders are the same folder, or have the same settings.
+
+    Files of settings are compared by content, and weights are not compared.
+    """
+    if first.resolve() == second.resolve():
+        return True
+    names, others = (
+        {path.name for path in folder.glob("*") if path.suffix in _TEXT_FILES} for folder in (first, second)
+    )
+    return names == others != set() and not filecmp.cmpfiles(first, second, names, shallow=False)[1]
 
 
 def _template_beside(folder: Path) -> str | None:

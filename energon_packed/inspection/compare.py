@@ -18,6 +18,7 @@ _SETTINGS = (
     "template_fingerprint", "tokenizer_fingerprint", "input_fingerprint",
 )  # fmt: skip
 _OF_SOURCES = ("image_root", "map", "adapter", "source_split", "weight")
+_FOLDERS = ("tokenizer", "processor")
 _DIGITS = 12  # characters shown of a fingerprint
 
 
@@ -118,7 +119,14 @@ def _settings(first: PackingManifest, second: PackingManifest) -> Iterator[Diffe
     pairs = [(name, getattr(first, name), getattr(second, name)) for name in _SETTINGS]
     pairs += [(name, _of_sources(first, name), _of_sources(second, name)) for name in _OF_SOURCES]
     names = dict.fromkeys([*first.encoder, *second.encoder])
+    if first.tokenizer_fingerprint == second.tokenizer_fingerprint != "":
+        names = {name: None for name in names if name not in _FOLDERS}  # the same content in another folder
     pairs += [(name, first.encoder.get(name), second.encoder.get(name)) for name in names]
+    if first.image_settings and second.image_settings:
+        images = dict.fromkeys([*first.image_settings, *second.image_settings])
+        pairs += [
+            (f"images: {name}", first.image_settings.get(name), second.image_settings.get(name)) for name in images
+        ]
     for name, before, after in pairs:
         if before != after:
             yield Difference(name, *(_shown(name, value) for value in (before, after)))

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from energon_packed.encoding import ChatEncoder, EncoderSettings
+from energon_packed.encoding.pretrained import is_same_folder
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import CODECS, Codec, codec_for, codec_of
@@ -237,7 +238,7 @@ class PackedFolder:
         for name in overrides:
             value, before = getattr(settings, name), getattr(recorded, name)
             # packing.json may contain a relative path.
-            is_same = value.absolute() == before.absolute() if isinstance(before, Path) else value == before
+            is_same = is_same_folder(value, before) if isinstance(before, Path) else value == before
             if not is_same:
                 changes.append(f"`{name}` {value} ({'not set' if before is None else before} in packing.json)")
         return changes

@@ -199,7 +199,7 @@ def short_row(model: Any) -> PackedBatch:
     chosen = torch.randint(len(allowed), (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(0))
     samples = []
     for ids in np.split(allowed[chosen][0].numpy(), np.cumsum(_LENGTHS)[:-1]):
-        positions = np.tile(np.arange(len(ids)), (3, 1)) if _has_mrope(model) else None
+        positions = np.tile(np.arange(len(ids)), (3, 1)) if has_mrope(model) else None
         samples.append(EncodedSample(input_ids=ids, labels=ids, position_ids=positions))
     return PaddingFreeCollator(dummy_images="never").collate(samples)
 
@@ -232,15 +232,23 @@ def check_positions(model: Any, position_ids: torch.Tensor, error: Exception) ->
     Raises:
         ConfigError: the positions do not fit the model.
     """
-    if position_ids.ndim == 3 and not _has_mrope(model):
-        raise ConfigError(
-            f"`position_ids` must be (1, T) for {type(model).__name__}, which has no M-RoPE, got "
-            f"{tuple(position_ids.shape)}. Train the model that the processor of the encoder belongs to, or pack with "
-            "the tokenizer of this model."
-        ) from error
+    if position_ids.ndim == 3 and not has_mrope(model):
+        raise ConfigError(f"{not_mrope(model)}, got {tuple(position_ids.shape)}. {MROPE_REMEDY}.") from error
 
 
-def _has_mrope(model: Any) -> bool:
+MROPE_REMEDY = (
+    "Train the model that the processor of the encoder belongs to, or pack text with the tokenizer of this model or "
+    "`vision_family` 'none'"
+)
+
+
+def not_mrope(model: Any) -> str:
+    """Start of the message for a model that gets M-RoPE positions and does not use them."""
+    return f"`position_ids` must be (1, T) for {type(model).__name__}, which has no M-RoPE"
+
+
+def has_mrope(model: Any) -> bool:
+    """Whether a module of the model has sections of M-RoPE."""
     return any(hasattr(module, "mrope_section") for module in model.modules())
 
 

@@ -115,7 +115,10 @@ class LoadedSplit:
         if isinstance(encoder, ChatEncoder):
             template = self.manifest.template_fingerprint
             differences = encoder.differences(
-                packed, template=template, fingerprint=self.manifest.tokenizer_fingerprint
+                packed,
+                template=template,
+                fingerprint=self.manifest.tokenizer_fingerprint,
+                images=self.manifest.image_settings,
             )
         raise ConfigError(
             f"{self.path} was packed with a different encoder: {', '.join(differences)}. Use the settings of "

@@ -229,7 +229,8 @@ def _encoder_differences(options: PackOptions, workspace: Workspace) -> list[str
     if manifest is None or not manifest.tokenizer_fingerprint or not isinstance(encoder, ChatEncoder):
         return []
     template, fingerprint = manifest.template_fingerprint, manifest.tokenizer_fingerprint
-    return encoder.differences(manifest.encoder, template=template, fingerprint=fingerprint)
+    images = manifest.image_settings
+    return encoder.differences(manifest.encoder, template=template, fingerprint=fingerprint, images=images)
 
 
 def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLock) -> PackResult:

@@ -513,6 +513,7 @@ def _manifest(
 ) -> PackingManifest:
     """Build the manifest of a run whose shards are written, from its counts and settings."""
     options, packs, entries_of = state.options, plan.packs, plan.entries
+    encoder = options.encoder_loader.load()
     cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
     fragments, is_weighted = entries_of.fragments, table.counts["notes"][WEIGHTED] > 0
     num_videos = int(entries_of.num_videos[packs.indices].sum(dtype=np.int64))
@@ -558,7 +559,8 @@ def _manifest(
         overlong=options.overlong,
         media=options.media,
         media_check=options.media_check,
-        template_fingerprint=_template_fingerprint(options),
+        template_fingerprint=encoder.renderer.template.fingerprint if isinstance(encoder, ChatEncoder) else "",
+        image_settings=encoder.image_settings() if isinstance(encoder, ChatEncoder) else {},
         tokenizer_fingerprint=keys.encoder,
         input_fingerprint=keys.input,
         fingerprint=keys.tars,
@@ -574,11 +576,6 @@ def _supervised(plan: Plan) -> int | None:
     """Targets in all packs; None if the targets of a sample are unknown."""
     targets = plan.entries.supervised[plan.packs.indices]
     return None if (targets < 0).any() else int(targets.sum(dtype=np.int64))
-
-
-def _template_fingerprint(options: PackOptions) -> str:
-    encoder = options.encoder_loader.load()
-    return encoder.renderer.template.fingerprint if isinstance(encoder, ChatEncoder) else ""
 
 
 def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:

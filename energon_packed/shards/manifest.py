@@ -116,6 +116,7 @@ class PackingManifest:
             are in no file of the input; {} without such images.
         media_check: value of each reference that readers compare: `digest` of the bytes, or `time` of change.
         template_fingerprint: SHA-256 of the chat template's Jinja source; "" without one.
+        image_settings: settings of the images by name, as JSON; the file has no such key without a vision family.
         tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
         input_fingerprint: digest of the input files.
         tokenizer_engine: implementation used in this run, `tokenizers` or `fastokens`; "" without tokenization.
@@ -172,6 +173,7 @@ class PackingManifest:
     media_check: str = "digest"
     media_stored: dict[str, int] = field(default_factory=dict)
     template_fingerprint: str = ""
+    image_settings: dict[str, str] = field(default_factory=dict)
     tokenizer_fingerprint: str
     input_fingerprint: str
     fingerprint: str
@@ -206,6 +208,7 @@ class PackingManifest:
             "frames": self.videos,
             "extract_frames": self.extract_frames,
             "loading_code": self.loading_code,
+            "image_settings": self.image_settings,
         }
         return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
 

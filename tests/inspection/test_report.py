@@ -374,3 +374,22 @@ def test_two_runs_are_compared(pack_demo: Packer, tmp_path: Path) -> None:
     shutil.copytree(shards, copy, ignore=shutil.ignore_patterns("packing.json"))
     refused = run(shards, copy, "-o", tmp_path / "r.html")
     assert "third-party must have a packing.json to be compared" in str(refused.exception)
+
+
+def test_compared_settings_are_content_not_paths(tokenizer_dir: Path, tmp_path: Path) -> None:
+    data = tmp_path / "a.jsonl"
+    data.write_text(json.dumps(RECORD) + "\n")
+    folders = {"first": tokenizer_dir, "copy": tmp_path / "copied", "other": tmp_path / "changed"}
+    for name in ("copied", "changed"):
+        shutil.copytree(tokenizer_dir, tmp_path / name)
+    settings = json.loads((tokenizer_dir / "preprocessor_config.json").read_text())
+    (tmp_path / "changed" / "preprocessor_config.json").write_text(json.dumps(settings | {"image_std": [0.5] * 3}))
+    outputs = {
+        name: pack(data, output_dir=tmp_path / "out" / name, tokenizer=folder, seq_len=64, workers=1).shards
+        for name, folder in folders.items()
+    }
+    lines = run(outputs["first"], outputs["copy"], "-o", tmp_path / "r.html").output.splitlines()
+    assert not [line for line in lines if line.startswith("tokenizer")]
+    lines = run(outputs["first"], outputs["other"], "-o", tmp_path / "r.html").output.splitlines()
+    assert any(re.fullmatch(r"images: image_std: \[0\.268.*\] -> \[0\.5, 0\.5, 0\.5\]", line) for line in lines)
+    assert f"tokenizer: {tokenizer_dir} -> {tmp_path / 'changed'}" in lines

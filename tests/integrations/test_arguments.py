@@ -25,6 +25,7 @@ from energon_packed import (
     check_isolation,
     check_training_arguments,
     get_packed_loader,
+    pack,
     packed_training_arguments,
 )
 from tests.integrations.launched import tiny_qwen2
@@ -231,3 +232,29 @@ def test_mrope_positions_are_refused_for_a_text_model(text_packs: list[Path], tm
     batch = WithMRope().collate([sample for index in range(2) for sample in data[index]])
     with pytest.raises(ConfigError, match=message):
         check_isolation(tiny_qwen2(), batch)
+
+
+def test_text_with_a_vision_folder_is_for_its_model_or_packed_as_text(tokenizer_dir: Path, tmp_path: Path) -> None:
+    """The 4 rows of positions of Qwen2.5-VL: a stock Trainer of a text model fails with them, far from the cause."""
+    records = tmp_path / "a.jsonl"
+    records.write_text('{"text": "A red square."}\n' * 8)
+    arguments = {"use_cpu": True, "report_to": [], "max_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+
+    def trainer(**settings: Any) -> tuple[Any, Any, Trainer]:
+        folder = tmp_path / settings.get("vision_family", "default")
+        shards = pack(records, output_dir=folder, seq_len=64, tokenizer=tokenizer_dir, workers=1, **settings).shards
+        data = PackedDataset(shards, ChatEncoder.from_pretrained(tokenizer_dir, **settings))
+        args = packed_training_arguments(str(tmp_path / "run"), data, **arguments)
+        model = tiny_qwen2(vocab_size=len(data.encoder.tokenizer))
+        return args, data, Trainer(model, args, train_dataset=data, data_collator=PaddingFreeCollator())
+
+    args, data, stock = trainer()
+    message = r"^`position_ids` must be \(1, T\) for Qwen2ForCausalLM, .* got \(4, 1, T\) from Qwen25VLVision\. Train"
+    with pytest.raises(ConfigError, match=message):
+        check_training_arguments(args, data, model=stock.model)
+    with pytest.raises(RuntimeError):
+        stock.train()
+    args, data, stock = trainer(vision_family="none")
+    check_training_arguments(args, data, model=stock.model)
+    stock.train()
+    assert stock.state.global_step == 1

@@ -4,6 +4,7 @@ import collections
 import hashlib
 import io
 import itertools
+import json
 import re
 import shutil
 from pathlib import Path
@@ -179,8 +180,8 @@ def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> N
         ({"template": "{# #}", "loss_on": "last"},
          "`loss_on` was 'assistant', now 'last', the chat template differs (`template_fingerprint` was {before}, now "
          "{after}), `tokenizer` was {packed!r}, now {folder!r}"),
-        ({"token": "<new>"}, "the tokenizer or the image settings of its folder (`tokenizer_fingerprint`) differ, or "
-         "an earlier release packed it, `tokenizer` was {packed!r}, now {folder!r}"),
+        ({"token": "<new>"}, "the tokenizer (`tokenizer_fingerprint`) differs, or an earlier release packed it, "
+         "`tokenizer` was {packed!r}, now {folder!r}"),
         ({"token": "<new>", "min_pixels": 3136},
          "`min_pixels` was not set, now 3136, `tokenizer` was {packed!r}, now {folder!r}"),
     ],
@@ -206,6 +207,35 @@ def test_every_setting_and_digest_that_differs_is_named(
     differences = differences.replace("{packed!r}", repr(str(tokenizer_dir))).replace("{folder!r}", repr(str(folder)))
     with pytest.raises(ConfigError, match=re.escape(f"with a different encoder: {differences}. Use the settings of")):
         PackedDataset(result.shards, encoder)
+
+
+def copied_folder(source: Path, folder: Path, **images: Any) -> Path:
+    """A copy of a tokenizer folder with other settings of images."""
+    shutil.copytree(source, folder)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | images))
+    return folder
+
+
+def test_other_settings_of_images_are_named(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
+    folder = copied_folder(tokenizer_dir, tmp_path / "tokenizer", image_mean=[0.5, 0.5, 0.5])
+    message = r"encoder: `image_mean` of the images was \[0\.48\d+, .*\], now \[0\.5, 0\.5, 0\.5\], `tokenizer` was"
+    with pytest.raises(ConfigError, match=message):
+        PackedDataset(pack_demo().shards, ChatEncoder.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("kind", ["link", "copy"])
+def test_another_path_of_the_same_folder_is_no_difference(
+    pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    folder = tmp_path / "tokenizer"
+    if kind == "link":
+        folder.symlink_to(tokenizer_dir)
+    else:
+        shutil.copytree(tokenizer_dir, folder)
+    message = r"encoder: `max_pixels` was not set, now 12544\. Use the settings of"
+    with pytest.raises(ConfigError, match=message):
+        PackedDataset(pack_demo().shards, ChatEncoder.from_pretrained(folder, max_pixels=12544))
 
 
 def test_an_encoder_made_in_python_is_compared_by_what_is_known(

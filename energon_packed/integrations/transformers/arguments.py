@@ -6,7 +6,9 @@ from typing import Any
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 
+from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
+from energon_packed.integrations.isolation import MROPE_REMEDY, has_mrope, not_mrope
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.ranks import all_gather_object
@@ -64,7 +66,8 @@ def check_training_arguments(
         args: arguments of the Trainer.
         data: its `train_dataset`: PackedDataset, PlannedDataset, their `to_hf()`, or TrainerStream.
         lengths_known: the Trainer uses `data.lengths` for `group_by_length`, as PackedTrainer does.
-        model: the model of a stock Trainer, whose checkpoints must restore all weights; PackedTrainer needs no check.
+        model: the model of a stock Trainer, which must accept the positions, and whose checkpoints must restore all
+            weights; PackedTrainer checks both itself.
 
     Raises:
         ConfigError: one line for each wrong argument, with the value to set.
@@ -80,6 +83,9 @@ def check_training_arguments(
     ] = strategy in _BY_LENGTH and not (lengths_known and strategy == "group_by_length")
     if isinstance(data, TrainerStream):
         problems |= _of_streams(args, data)
+    encoder = data.encoder if isinstance(data, PackedDataset) else None
+    if model is not None and isinstance(encoder, ChatEncoder) and encoder.has_mrope and not has_mrope(model):
+        problems[f"{not_mrope(model)}, got (4, 1, T) from {type(encoder.vision).__name__}. {MROPE_REMEDY}"] = True
     if lost := _not_restored(model) if args.save_strategy != "no" else []:
         problems[
             f"checkpoints must restore all weights of {type(model).__name__}, but a Trainer saves {len(lost)} of them "
