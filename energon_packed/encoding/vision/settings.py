@@ -74,11 +74,11 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
         except ConfigError as error:
             # No family has the folder's name, and its processor cannot be used either: list the known names, unless
             # the user can help with other options, or by installing a package for a processor of no known family.
-            names = [name for _, name in _names(of_folder)]
-            shared = [name for name in names if _registered(name) is not None]  # does not decide the family
+            own_names = [name for _, name in _names(of_folder)]
+            shared = [name for name in own_names if _registered(name) is not None]  # does not decide the family
             if family is ProcessorVision and (shared or not (numbers or isinstance(error.__cause__, ImportError))):
                 reason = f"other models have {shared[0]}, too" if shared else str(error)
-                raise _unknown(names[0], f" of {folder} ({reason})") from error
+                raise _unknown(own_names[0], f" of {folder} ({reason})") from error
             raise
         if notices:
             notices = [f"image options win over {folder}: {', '.join(notices)}"]
