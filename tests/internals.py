@@ -192,7 +192,7 @@ PLACES = {
     "run_status": "pipeline.run:run_status",
     "loading_code": "shards.loading_code:loading_code",
     "keys": "pipeline.run_state",
-    "split_ranges": "pipeline.plan:split_ranges",
+    "split_ranges": "shards.nv_meta:split_ranges",
     "LengthsOptions": "pipeline.survey:LengthsOptions",
     "survey_lengths": "pipeline.survey:survey_lengths",
     "read_config": "pipeline.config_file:read_config",

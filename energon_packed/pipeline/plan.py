@@ -5,7 +5,7 @@ and the reports lengths.parquet and rejects.jsonl.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -35,6 +35,7 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import SamplePlaces, TableRejects, write_reports
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable
+from energon_packed.shards.nv_meta import split_ranges
 
 Status = npt.NDArray[np.int8]
 _OVERLONG_BATCH = 64  # records per task
@@ -144,14 +145,6 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
                 )
             )
     return shards
-
-
-def split_ranges(packs: int, split: Mapping[str, float]) -> dict[str, tuple[int, int]]:
-    """Compute the range of packs of each split, by rounding the running total of the shares."""
-    # The running total, not each share: rounded shares need not add up to all packs.
-    ends = np.rint(np.cumsum(list(split.values())) * packs).astype(int).tolist()
-    ends[-1] = packs  # the total of the shares may be 0.9999999
-    return {name: (start, end) for name, start, end in zip(split, [0, *ends], ends, strict=False)}
 
 
 def cut_evenly(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:

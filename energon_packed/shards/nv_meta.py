@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
@@ -105,6 +106,14 @@ def write_nv_meta(
         atomic_write(meta / OLD_INFO, yaml.safe_dump(json.loads(info), sort_keys=False).encode())
     atomic_write(meta / "index.uuid", index_uuid(shards))
     write_sqlite_index(meta / "index.sqlite", rows, staging)
+
+
+def split_ranges(count: int, split: Mapping[str, float]) -> dict[str, tuple[int, int]]:
+    """Compute the range of `count` packs or shards in each split, by rounding the running total of the shares."""
+    # The running total, not each share: rounded shares need not add up to the total.
+    ends = np.rint(np.cumsum(list(split.values())) * count).astype(int).tolist()
+    ends[-1] = count  # the total of the shares may be 0.9999999
+    return {name: (start, end) for name, start, end in zip(split, [0, *ends], ends, strict=False)}
 
 
 def index_uuid(shards: Sequence[ShardSummary]) -> bytes:

@@ -1,21 +1,26 @@
 """`make_nv_meta`. Input: a folder of existing tars. Output: indexes and `.nv-meta`; the tars stay as they are."""
 
 import hashlib
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from energon_packed.errors import FormatError
+import numpy as np
+
+from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts
-from energon_packed.metadatasets import NV_META, SPLIT_FILE, read_split
+from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
 from energon_packed.shards.media_yaml import write_media_yaml
-from energon_packed.shards.nv_meta import SPLITS, write_nv_meta
+from energon_packed.shards.nv_meta import SPLITS, split_ranges, write_nv_meta
 from energon_packed.shards.scan import scan_tar
 from energon_packed.shards.tar import ShardRows, ShardSummary
+
+_SHARD = re.compile(r"(.+)-\d{6}\.tar")  # name of a shard of `pack`, whose keys start with the same prefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +44,9 @@ class RepairedFolder:
     dropped_manifest: bool
 
 
-def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolder:
+def make_nv_meta(
+    folder: Path, sample_class: str | None = None, *, split: Mapping[str, float] | None = None, seed: int = 0
+) -> RepairedFolder:
     """Write or replace `.tar.idx` files and `.nv-meta` of a folder of tars.
 
     The tars were written by energon-packed, LLaVA-OneVision-1.5, LLaVA-OneVision-2 or LoongForge (`formats`). A
@@ -50,12 +57,15 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
             kept; tars that it does not list are added to `train`. If packs have references to media, media.yaml is
             written beside a folder `webdataset`.
         sample_class: flavor; by default it is recognized by the parts of the first pack.
+        split: share of the shards in each split, which replaces an existing split.yaml; adds up to 1.
+        seed: random seed for the shards of each split.
 
     Raises:
         FormatError: there is no tar, a tar has faulty members, a key is in two tars, or a pack is not of the flavor.
             Also if split.yaml is invalid or has splits of other names, or packing.json is of a newer release. Nothing
             is written in these cases.
-        ConfigError: the flavor is unknown.
+        ConfigError: the flavor is unknown; a share is less than a shard; or `split` is None, and shards of several
+            outputs of `pack` are listed nowhere.
     """
     if not any(folder.glob("*.tar")) and any((folder / "webdataset").glob("*.tar")):
         folder = folder / "webdataset"
@@ -71,7 +81,11 @@ def make_nv_meta(folder: Path, sample_class: str | None = None) -> RepairedFolde
         except FormatError as error:
             raise FormatError(f"{tar}: {pack['__key__']} is not a {codec.sample_class}: {error}") from error
     existing = read_split(folder) if (folder / NV_META / SPLIT_FILE).is_file() else None
-    splits, kept = _splits(folder, [tar.name for tar in tars], existing.parts if existing else {})
+    if split is not None:
+        splits, kept = _drawn_splits([tar.name for tar in tars], split, seed), False
+    else:
+        splits, kept = _splits(folder, [tar.name for tar in tars], existing.parts if existing else {})
+        _check_outputs({tar.name: str(pack["__key__"]) for tar, pack in zip(tars, first_packs, strict=True)}, existing)
     manifest = _manifest_of(folder, summaries, splits)
     stale = manifest is None and (folder / NV_META / FILE_NAME).is_file()
     # All checks are done; files are changed only after this line. Headers are read again rather than kept in memory:
@@ -150,6 +164,36 @@ def _splits(folder: Path, names: list[str], existing: Mapping[str, list[str]]) -
     new = [name for name in names if name not in known]
     splits["train"] = [*splits.get("train", []), *new]
     return splits, not new
+
+
+def _drawn_splits(names: Sequence[str], split: Mapping[str, float], seed: int) -> dict[str, list[str]]:
+    order = np.random.default_rng(seed).permutation(len(names)).tolist()
+    splits = {name: order[start:stop] for name, (start, stop) in split_ranges(len(names), split).items()}
+    if empty := [name for name, share in split.items() if share and not splits[name]]:
+        raise ConfigError(
+            f"`split` must give each split at least one of {len(names)} shards, got {empty[0]}={split[empty[0]]:g}. "
+            "Use a larger share, or pack again with `split`, which divides packs."
+        )
+    return {name: [names[index] for index in sorted(chosen)] for name, chosen in splits.items()}
+
+
+def _check_outputs(keys: Mapping[str, str], existing: SplitFile | None) -> None:
+    """Refuse shards of several outputs of `pack` without a split: their validation shards would be trained on.
+
+    Args:
+        keys: the first key of each shard.
+        existing: split.yaml, which lists shards of known splits.
+    """
+    known = {name for shards in (existing.parts if existing else {}).values() for name in shards}
+    output_of = {name: match[1] for name, key in keys.items() if (match := _SHARD.fullmatch(name))
+                 and key.startswith(f"{match[1]}_")}  # fmt: skip
+    outputs = sorted({*output_of.values()})
+    if len(outputs) > 1 and {output_of[n] for n in output_of.keys() - known} - {output_of.get(n) for n in known}:
+        raise ConfigError(
+            f"`split` must be set for shards of several outputs of pack ({', '.join(outputs[:3])}): no split.yaml "
+            "lists their validation shards, which would become training data. Blend the outputs with metadataset, "
+            "which reads their splits, or set `split`, to train=1 if all shards are training data."
+        )
 
 
 def _manifest_of(folder: Path, summaries: list[ShardSummary], splits: dict[str, list[str]]) -> PackingManifest | None:

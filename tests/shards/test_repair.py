@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 import sqlite3
 import tarfile
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
+from click.testing import CliRunner
 from PIL import Image
 
 from energon_packed import ChatEncoder, ConfigError, FormatError, PackedDataset, get_packed_loader
 from tests.conftest import FLAVORS, Packer
-from tests.internals import ShardReader, StoredTokens, make_nv_meta, scan_tar
+from tests.internals import ShardReader, StoredTokens, cli, make_nv_meta, scan_tar
 from tests.processes import energon
 
 Members = list[tuple[str, bytes]]
@@ -176,6 +178,60 @@ def test_splits_and_exclusions_are_kept_and_a_stale_manifest_is_renamed(pack_dem
     assert not (tmp_path / "copy" / gone).with_suffix(".tar.idx").exists()
     with pytest.raises(ConfigError, match="excludes single packs, such as"):
         PackedDataset(tmp_path / "copy", StoredTokens())
+
+
+def gathered(pack_demo: Packer, folder: Path) -> Path:
+    """The tars of two outputs with train and val, without their .nv-meta."""
+    folder.mkdir()
+    for prefix in ("a", "b"):
+        ours = pack_demo(max_packs_per_shard=3, shard_prefix=prefix, split={"train": 0.7, "val": 0.3}).shards
+        for tar in ours.glob("*.tar"):
+            shutil.copy(tar, folder)
+    return folder
+
+
+def test_shards_of_two_outputs_do_not_become_train(pack_demo: Packer, tmp_path: Path) -> None:
+    folder = gathered(pack_demo, tmp_path / "both")
+    before = sorted(path.name for path in folder.iterdir())
+    message = r"`split` must be set for shards of several outputs of pack \(a, b\): no split.yaml lists"
+    with pytest.raises(ConfigError, match=message):
+        make_nv_meta(folder)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    everything = make_nv_meta(folder, split={"train": 1.0}).splits
+    assert everything == {"train": [name for name in before]}
+    assert make_nv_meta(folder).kept_split  # split.yaml lists all of them
+    split = yaml.safe_load((folder / ".nv-meta" / "split.yaml").read_text())
+    split["split_parts"] = {"train": [n for n in before if n[0] == "a"][1:], "val": [before[0]], "test": []}
+    (folder / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump(split))
+    with pytest.raises(ConfigError, match=message):  # the other output was copied into the folder of the first
+        make_nv_meta(folder)
+
+
+def test_nv_meta_has_the_split_options_of_pack(pack_demo: Packer, tmp_path: Path) -> None:
+    folder = gathered(pack_demo, tmp_path / "both")
+    tars = sorted(path.name for path in folder.glob("*.tar"))
+    drawn = []
+    for seed in ("0", "0", "1"):
+        done = CliRunner().invoke(
+            cli, ["nv-meta", str(folder), "--split", "val=25,train=75", "--seed", seed, "--json"]
+        )
+        drawn.append(json.loads(done.stdout)["splits"])
+        assert yaml.safe_load((folder / ".nv-meta" / "split.yaml").read_text())["split_parts"] == {
+            **drawn[-1],
+            "test": [],
+        }
+        assert sorted(drawn[-1]["train"] + drawn[-1]["val"]) == tars
+        assert len(drawn[-1]["val"]) == round(len(tars) / 4)
+    assert drawn[0] == drawn[1] != drawn[2]
+    for value, message in (
+        ("train=0.999,val=0.001", r"`split` must give each split at least one of \d+ shards, got val=0.001"),
+        ("train=0.9", "the shares of `split` add up to 0.9"),
+        ("train", "`split` must have the form"),
+        ("dev=1", "unknown split dev"),
+    ):
+        done = CliRunner().invoke(cli, ["nv-meta", str(folder), "--split", value])
+        assert isinstance(done.exception, ConfigError)
+        assert re.match(message, str(done.exception))
 
 
 def test_names_in_the_prefix_field_are_read_in_full(tmp_path: Path) -> None:
