@@ -170,7 +170,7 @@ def test_replay_of_a_config_tells_what_a_step_holds(
     """Text and images, rejected and overlong records: the ids of every step of every rank, in either form."""
     file = tmp_path / "train.yaml"
     options = {"dataset_path": str(demo.jsonl), "packing_length": 600, "packing_strategy": "pool_20", "seed": 4}
-    options |= {"processor_config": str(tokenizer_dir), "streaming": streaming, "workers": 1}
+    options |= {"processor_config": str(tokenizer_dir), "streaming": streaming, "workers": 1, "max_reject_rate": 1}
     file.write_text(yaml.safe_dump(options | {"work_dir": str(tmp_path / "work"), "max_images": 2}))
     config = DataflowConfig.from_yaml(file)
     ids = [
