@@ -290,21 +290,23 @@ def test_a_stream_with_a_wrong_image_root_stops(
 
 
 def test_the_rate_of_a_stream_is_of_1000_records_in_a_row(options: Options) -> None:
-    def read(records: list[Any], **limits: Any) -> int:
+    short = {"text": "Hi there."}
+
+    def read(bad: Callable[[int], bool], reject: Any = "{broken", **limits: Any) -> int:
+        records = [reject if bad(n) else short for n in range(1500)]
         config = DataflowConfig(**default(options(records)) | limits, shuffle=False)
         return sum(batch.num_samples for batch in PackedIterableDataset(config))
 
-    assert read([BAD["missing_image"] if n % 25 == 0 else GOOD for n in range(2500)]) == 2400
-    assert read([BAD["missing_image"] if 1000 <= n < 1050 else GOOD for n in range(2500)]) == 2450
-    late = [BAD["missing_image"] if 1100 <= n < 1160 else GOOD for n in range(2500)]  # 2.4% of all
+    assert read(lambda n: n % 25 == 0) == 1440
+    assert read(lambda n: 975 <= n < 1050) == 1425  # 25 of the first 1,000, and 50 of the others
     with pytest.raises(
         RejectLimitError, match=r"^51 of the last 151 records were .* `max_reject_rate` 0.05 of 1000\): 51"
     ):
-        read(late)
-    assert read(late, max_reject_rate=0.1) == read(late, max_reject_rate=None) == 2440
-    dropped = [LONG if n % 10 == 0 else GOOD for n in range(600)]  # counts, as in `pack`
+        read(lambda n: 1100 <= n < 1155)  # 3.7% of all
+    assert read(lambda n: 1100 <= n < 1155, max_reject_rate=0.1) == 1445
+    assert read(lambda n: n >= 100, max_reject_rate=None, max_failures=None) == 100
     with pytest.raises(RejectLimitError, match="51 of the last 501 .* 51 x overlong"):
-        read(dropped)
+        read(lambda n: n % 10 == 0, LONG)  # counts, as in `pack`
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
