@@ -180,6 +180,7 @@ PLACES = {
     "declared": "options:declared",
     "make": "options:make",
     # packing: kernels and their limits; plans are checked through `pack_lengths`
+    "StepImbalance": "packing.balance:StepImbalance",
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",
     "step_imbalances": "packing.balance:step_imbalances",

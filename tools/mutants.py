@@ -6,7 +6,8 @@
 functions (kernels, properties), and starts too many processes. pytest collects the test files of `[tool.mutants]` in
 `pyproject.toml` once. One run of the tests records which tests run which lines; each mutant is then a forked process
 that replaces the code of one function and runs the tests of the changed lines, the fastest first, until one fails. No
-file changes. Kernels run as Python. Strings, messages of `raise`, and code outside of functions are not mutated.
+file changes. Kernels run as Python. Strings, `dtype=`, messages of `raise`, and code outside of functions are not
+mutated.
 
 A surviving mutant that changes nothing that a user can notice is listed with the reason in `tests/mutants.toml`, and
 does not count.
@@ -17,6 +18,7 @@ import importlib
 import inspect
 import os
 import pickle
+import re
 import resource
 import shutil
 import signal
@@ -96,6 +98,8 @@ def mutants_of(file: Path, functions: dict[tuple[str, int], FunctionType]) -> It
         if not isinstance(mutation.contained_by_top_level_function, cst.FunctionDef):
             continue
         changed = module.deep_replace(mutation.original_node, mutation.mutated_node).code
+        if _dtypes(changed) != _dtypes(source):
+            continue
         try:
             codes = _codes(compile(changed, str(file), "exec", dont_inherit=True))
         except SyntaxError:
@@ -109,6 +113,10 @@ def mutants_of(file: Path, functions: dict[tuple[str, int], FunctionType]) -> It
             new = " ".join(line[2:].strip() for line in changes if line.startswith("+ "))
             line = next(number for number, each in enumerate(changes) if each[0] in "+-") + 1
             yield Mutant(f"{old} => {new}", line, span, function, code)
+
+
+def _dtypes(source: str) -> list[str]:
+    return re.findall(r"dtype=[\w.]+|astype\([\w.]+", source)
 
 
 def _codes(code: CodeType) -> dict[tuple[str, int], CodeType]:

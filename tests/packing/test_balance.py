@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.internals import balanced_steps, imbalance, step_imbalances
+from tests.internals import StepImbalance, balanced_steps, imbalance, step_imbalances
 
 
 def steps_of(costs: np.ndarray, ranks: int, rows: int, seed: int = 0, window: int = 32) -> tuple[np.ndarray, ...]:
@@ -78,3 +78,54 @@ def test_a_step_of_many_rounds_is_balanced_in_each_round() -> None:
     sums = costs[steps].sum(axis=(1, 2))
     assert sums.max() < 1.3 * sums.mean()  # a step has packs of all costs, not only the longest
     assert step_imbalances(costs * 0, steps).tolist() == [1.0] * 64
+
+
+def reference_steps(
+    costs: list[int], order: list[int], ranks: int, rows: int, window: int, rng: np.random.Generator
+) -> list[list[list[int]]]:
+    """The three steps of the module as loops; equal costs keep the order that they have."""
+    width, steps = ranks * rows, list[list[list[int]]]()
+    for start in range(0, len(order) // width, window):
+        count = min(window, len(order) // width - start)
+        by_cost = sorted(order[start * width : (start + count) * width], key=lambda row: -costs[row])
+        rounds = [by_cost[at : at + ranks] for at in range(0, len(by_cost), ranks)]
+        rounds = [rounds[at] for at in rng.permutation(len(rounds)).tolist()]
+        places = rng.permuted(np.tile(np.arange(ranks), (count, 1)), axis=1).tolist()
+        for step, place in enumerate(places):
+            of_step = rounds[step * rows : (step + 1) * rows]
+            dealt = [[-1] * rows for _ in range(ranks)]
+            sums = [0] * ranks
+            spread = [costs[one[-1]] - costs[one[0]] for one in of_step]
+            for index in sorted(range(rows), key=spread.__getitem__) if rows > 1 else [0]:
+                for row, rank in zip(of_step[index], sorted(range(ranks), key=sums.__getitem__), strict=True):
+                    dealt[rank][index] = row
+                    sums[rank] += costs[row]
+            steps.append([dealt[rank] for rank in place])
+    return steps
+
+
+@given(
+    costs=st.lists(st.integers(0, 6), max_size=90),
+    ranks=st.integers(1, 4),
+    rows=st.integers(1, 3),
+    window=st.integers(1, 4),
+    seed=st.integers(0, 9),
+)
+def test_steps_equal_the_loops(costs: list[int], ranks: int, rows: int, window: int, seed: int) -> None:
+    order = np.random.default_rng(seed).permutation(len(costs))
+    found, rest = balanced_steps(
+        costs, order, ranks=ranks, rows=rows, window=window, rng=np.random.default_rng([seed, 1])
+    )
+    expected = reference_steps(costs, order.tolist(), ranks, rows, window, np.random.default_rng([seed, 1]))
+    assert found.tolist() == expected
+    assert rest.tolist() == order[len(expected) * ranks * rows :].tolist()
+    slowest = [max(sum(costs[row] for row in rank) for rank in step) for step in expected]
+    means = [sum(costs[row] for rank in step for row in rank) / ranks for step in expected]
+    single = [a / b if b else 1.0 for a, b in zip(slowest, means, strict=True)]
+    assert step_imbalances(costs, found).tolist() == pytest.approx(single)
+    whole = sum(slowest) / sum(means) if sum(means) else 1.0
+    assert imbalance(costs, found) == pytest.approx(whole)
+    summary = StepImbalance.of(costs, found)
+    p50, p99 = np.percentile(single or [1.0], (50, 99)).tolist()
+    assert (summary.mean, summary.p50, summary.p99) == pytest.approx((whole, p50, p99))
+    assert summary.max == pytest.approx(max(single, default=1.0))

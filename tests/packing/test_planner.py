@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -171,7 +172,18 @@ def test_a_row_of_any_size_takes_the_memory_of_what_it_holds(
 
 
 def test_a_window_may_be_larger_than_any_number_of_samples() -> None:
-    assert pack_lengths([5, 3, 3, 2], 8, algorithm=f"window_{10**30}").num_packs == 2
+    for window in ("1" + 30 * "0", 5000 * "9"):  # Python converts at most 4,300 digits
+        assert pack_lengths([5, 3, 3, 2], 8, algorithm=f"window_{window}").num_packs == 2
+
+
+def test_a_sample_may_fill_a_large_row() -> None:
+    """Above 2**20 tokens, the memory follows the samples and not the row; 2**31 - 1 is the largest row."""
+    large = 2**20 + 1
+    plan = pack_lengths([large, 5, large, large + 1], large, seed=1)
+    assert sorted(pack.tolist() for pack in plan) == [[0], [1], [2]]
+    assert (plan.capacity, plan.overlong.tolist(), plan.tokens) == (large, [3], 2 * large + 5)
+    assert plan.utilization == plan.tokens / (3 * large)
+    assert pack_lengths([5, 3], 2**31 - 1).num_packs == 1
 
 
 def test_lengths_are_rounded_up_to_a_multiple() -> None:
@@ -200,9 +212,14 @@ def test_packs_by_number() -> None:
         plan[2]
 
 
-@given(members=st.sets(st.integers(0, 5000), max_size=40), key=st.integers(0, 5000))
-def test_the_bitset_finds_its_neighbours(members: set[int], key: int) -> None:
-    levels = bitset.bitset_levels(5001)
+@given(data=st.data(), size=st.sampled_from([1, 64, 65, 4096, 5001]))
+@example(data=None, size=64)
+@example(data=None, size=4096)
+def test_the_bitset_finds_its_neighbours(data: Any, size: int) -> None:
+    """In full levels of 64 and 4,096 keys, a search from the last key leaves the set."""
+    keys = st.integers(0, size - 1)
+    members, key = (set(), size - 1) if data is None else data.draw(st.tuples(st.sets(keys, max_size=40), keys))
+    levels = bitset.bitset_levels(size)
     words = np.zeros(levels[-1], dtype=np.uint64)
     for member in members | {key}:
         bitset.bitset_add(words, levels, member)
