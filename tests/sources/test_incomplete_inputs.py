@@ -345,7 +345,7 @@ def test_a_header_of_the_whole_tar_may_stand_between_members(tmp_path: Path) -> 
     [
         ("state.json", {"_data_files": [{"filename": "\ud800.arrow"}]}, "is not a file of a Hugging Face dataset"),
         ("state.json", {"_data_files": []}, r"state\.json lists no data files"),
-        ("dataset_dict.json", {"splits": "train"}, "is not a file of a Hugging Face dataset: .* not a list"),
+        ("dataset_dict.json", {"splits": "train"}, "is not a file of a Hugging Face dataset: .* not list"),
     ],
 )
 def test_folders_of_hugging_face_that_name_nothing(tmp_path: Path, name: str, value: object, message: str) -> None:
