@@ -100,6 +100,63 @@ def test_images_stay_in_one_fragment_with_the_tokens_around_them() -> None:
     assert impossible > 10
 
 
+def expected_fragments(
+    total: int, images: list[tuple[int, int]], row: int, overlap: int
+) -> list[tuple[int, int, int, int, int]] | None:
+    """(start, stop, context, first image, last image) by the rules of the module; None if a row has no place to end.
+
+    A row ends at the last place at which two tokens are left before an image, and three after one.
+    """
+    found, start, context = [], 0, 0
+    while True:
+        stops = [
+            stop
+            for stop in range(start + context + 1, min(start + row, total) + 1)
+            if stop == total or all(stop <= first - 2 or stop >= last + 3 for first, last in images)
+        ]
+        if not stops:
+            return None
+        stop = stops[-1]
+        inside = [index for index, (first, _) in enumerate(images) if start <= first < stop]
+        before = [index for index, (first, _) in enumerate(images) if first < start]
+        found.append((start, stop, context, len(before), len(before) + len(inside)))
+        if stop == total:
+            return found
+        start = max(stop - overlap, *(last + 2 for first, last in images if first < stop), 0)
+        context = stop - start
+
+
+def test_rows_end_where_the_margins_of_images_allow() -> None:
+    rng = random.Random(1)
+    outcomes = {True: 0, False: 0}
+    for _ in range(1500):
+        ids: list[int] = []
+        images = []
+        for _ in range(rng.randint(0, 4)):
+            ids += [8] * rng.choice([0, 1, 2, 3, 8]) if not ids else [8] * rng.choice([1, 2, 3, 4, 5, 9])
+            images.append((len(ids), len(ids) + rng.randint(1, 5)))
+            ids += [IMAGE] * (images[-1][1] - images[-1][0])
+        ids += [9] * rng.randint(0 if images else 1, 14)
+        overlap = rng.choice([1, 1, 2, 4])
+        row = rng.randint(overlap + 1, 18)
+        expected = expected_fragments(len(ids), images, row, overlap)
+        outcomes[expected is None] += 1
+        whole = sample(ids, images=len(images))
+        if expected is None:
+            with pytest.raises(RecordError, match=f"a row of {row} has no place to split it beside its images"):
+                split_sample(whole, row, overlap)
+            continue
+        trained = [each for each in expected if each[1] - each[0] > max(each[2], 1)]
+        if not trained:
+            continue
+        fragments = split_sample(whole, row, overlap)
+        names = ["start", "stop", "context", "first_image", "last_image"]
+        assert [tuple(map(int, each)) for each in fragments[names].tolist()] == trained
+        assert fragments["number"].tolist() == list(range(len(trained)))
+        assert set(fragments["total"].tolist()) == {len(ids)}
+    assert min(outcomes.values()) > 200
+
+
 def test_images_with_one_grid_are_divided_by_its_steps() -> None:
     ids = [token for image in range(4) for token in (8, *[IMAGE] * 2, 9, *range(20 + image, 30 + image))]
     pixels = torch.arange(4 * 6)[:, None].float()

@@ -106,6 +106,40 @@ def test_fragments_of_packed_documents_join_to_the_documents(
     assert [check.name for check in report if not check.passed] == []
 
 
+def test_places_of_fragments_are_those_of_the_packs_in_every_chunk(
+    build: Any, encoder: ChatEncoder, tmp_path: Path
+) -> None:
+    """Fragments of token records, whose targets are read, end after the fragments of text, which need no reading."""
+    inputs = [tmp_path / f"{name}.jsonl" for name in "abc"]
+    for path in inputs:
+        ids = [65 + n % 20 for n in range(150)]
+        mixed: list[dict[str, Any]] = []
+        for number in range(3):
+            name = f"{path.stem}{number}"
+            mixed.append({"id": f"t{name}", "input_ids": ids, "labels": [*ids[:60], *[-100] * 5, *ids[65:]]})
+            mixed.append({"id": f"s{name}", "text": "word"})
+            mixed.append({"id": f"d{name}", "text": " ".join(WORDS * (9 + number))})
+        path.write_text("".join(json.dumps(record) + "\n" for record in mixed))
+    result = build(inputs=inputs, seq_len=64, overlong="split")
+    dataset = PackedDataset(result.shards, encoder)
+    rows = [dataset[pack] for pack in range(len(dataset))]
+    lengths = pq.read_table(result.lengths).to_pylist()
+    places = {(row["pack"], row["sample"]): (row["id"], row["length"]) for row in lengths if row["pack"] is not None}
+    assert places == {
+        (f"out_{pack:08d}", index): (sample.id, len(sample))
+        for pack, row in enumerate(rows)
+        for index, sample in enumerate(row)
+    }
+    assert {row["source"] for row in lengths if row["status"] == "fragment"} == set(map(str, inputs))
+    for row in lengths:  # a fragment has the source, row and line of its record
+        name = row["id"].partition("#")[0]
+        assert (row["source"], row["row"]) == (str(tmp_path / f"{name[1]}.jsonl"), row["line"] - 1)
+        assert row["row"] == 3 * int(name[2]) + "tsd".index(name[0])
+    whole = joined([sample for row in rows for sample in row])
+    assert len(whole) == 27
+    assert all(whole[name][0] == ids for name in whole if name.startswith("t"))
+
+
 def test_documents_are_split_between_their_images(build: Any, tokenizer_dir: Path, demo: Any, tmp_path: Path) -> None:
     paths = sorted(str(path) for path in (demo.jsonl.parent / "images").iterdir())
     images = [path for path in paths if Path(path).stat().st_size > 1000][:3]

@@ -38,6 +38,21 @@ def test_rows_have_the_offsets_of_all_parts(tmp_path: Path) -> None:
     assert ShardRows.from_dict(rows.as_dict()) == rows
 
 
+@pytest.mark.parametrize("letter", ["x", "é", "日"])
+def test_a_member_name_may_have_100_bytes(tmp_path: Path, letter: str) -> None:
+    size = len(letter.encode())
+    key = letter * (95 // size)
+    key += "x" * (95 - len(key.encode()))
+    with TarShardWriter(tmp_path / "a.tar") as shard:
+        shard.add(key, [("json", b"{}")])
+    with tarfile.open(tmp_path / "a.tar", encoding="utf-8") as tar:
+        assert tar.getnames() == [f"{key}.json"]
+    with pytest.raises(FormatError, match="exceeds 100 bytes"), TarShardWriter(tmp_path / "b.tar") as shard:
+        shard.add(f"{key}x", [("json", b"{}")])
+    with pytest.raises(FormatError, match="exceeds 100 bytes"), TarShardWriter(tmp_path / "c.tar") as shard:
+        shard.add(letter * 60, [("json", b"{}")]) if size > 1 else shard.add("x" * 96, [("json", b"{}")])
+
+
 def test_a_failed_shard_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="stop"), TarShardWriter(tmp_path / "a.tar") as shard:
         shard.add("a_0", [("json", b"{}")])
