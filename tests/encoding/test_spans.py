@@ -103,6 +103,41 @@ def test_a_template_whose_answers_never_begin_with_its_prompt_stops_the_run(toke
         encoder_with(tokenizer_dir, template).length(normalize(CONVERSATION))
 
 
+@pytest.mark.parametrize("end", ["<|im_end|>\n", "\n", " \n\n"])
+def test_a_turn_of_a_long_conversation_is_supervised_as_in_a_short_conversation(tokenizer_dir: Path, end: str) -> None:
+    """Margins around answers are remembered in long conversations, and some answers need margins of their own."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}END{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    ).replace("END", end)
+    loaded = ChatEncoder.from_pretrained(tokenizer_dir)
+    loaded.tokenizer.add_tokens(["</call>", "<note>"])
+    loaded.tokenizer.chat_template = template
+    encoder = ChatEncoder(loaded.tokenizer)
+    answers = [
+        "Yes.",
+        "</call>",
+        "No </call>",
+        "<note>No",
+        "x <note>",
+        "Yes. ",
+        "assistant\nYes.",
+        "Yes.\n",
+        "start\nYes",
+    ]
+    answers += ["It is <|im_end|>", "<|im_start|>assistant\nYes.", "Yes. </call> ", "Maybe."]
+    turns = []
+    for number, answer in enumerate(answers * 3):
+        question = "Is it so?" if number % 3 else f"And {number}? <|im_start|>"
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    turns.append({"role": "user", "content": "Thanks."})
+    found = supervised(encoder, {"messages": turns})
+    # Two answers that are next to each other would be one run.
+    expected = [supervised(encoder, {"messages": turns[at : at + 3]}) for at in range(0, len(turns) - 1, 2)]
+    assert found == [text for runs in expected for text in runs]
+    assert all(len(runs) == 1 for runs in expected)
+
+
 def test_documents_end_once(tokenizer_dir: Path) -> None:
     encoder = ChatEncoder.from_pretrained(tokenizer_dir)
     end = encoder.tokenizer.eos_token_id

@@ -1,16 +1,20 @@
 """Packs with references to media: read as copied packs; a changed file is an error."""
 
 import copy
+import io
+import itertools
 import json
 import os
 import random
 import shutil
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
+from PIL import Image
 
-from energon_packed import DataChangedError, FormatError
+from energon_packed import DataChangedError, FormatError, pack
 from tests.conftest import Packer
 from tests.internals import DemoDataset, ShardReader, complete_parts
 
@@ -50,6 +54,69 @@ def test_a_changed_file_is_an_error_that_names_pack_sample_and_file(
     reader = ShardReader(sorted(result.shards.glob("*.tar")))
     with pytest.raises(DataChangedError, match=r"img\d+_0\.\w+, an image of sample \d+ \(demo-\d+\), .*has other"):
         complete_parts(reader[0])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory, text_tokenizer_dir: Path) -> Path:
+    """A pack with references to images in `img`, `img/deep` and `img2`."""
+    root = tmp_path_factory.mktemp("folders")
+    images = [root / name for name in ("img/a.png", "img/deep/b.png", "img2/c.png", "img/d.png")]
+    for number, path in enumerate(images):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (28, 28), (number, 0, 0)).save(path)
+    turns = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "A color."}]
+    records = [{"images": [str(path)], "messages": turns} for path in images]
+    (root / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "image_processor": "Qwen2_5_VLProcessor", "workers": 1}
+    pack(root / "d.jsonl", output_dir=root / "out", seq_len=512, media="reference", **options)
+    return root
+
+
+def _reader(folder: Path, media_root: dict[str, str] | None = None) -> ShardReader:
+    return ShardReader(sorted((folder / "out" / "webdataset").glob("*.tar")), media_root=media_root)
+
+
+def _colors(folder: Path, media_root: dict[str, str]) -> set[int]:
+    """Red of each image of the pack in `folder`, read with moved folders."""
+    parts = complete_parts(_reader(folder, media_root)[0])
+    images = [content for name, content in parts.items() if name.startswith("img")]
+    return {Image.open(io.BytesIO(content)).getpixel((0, 0))[0] for content in images}  # type: ignore[index]
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_each_file_moves_with_the_innermost_folder_that_contains_it(folders: Path, tmp_path: Path, slash: str) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(folders / "out", root / "out")
+    moved = {"img": "moved", "img/deep": "x/other"}
+    for number, target in enumerate(("moved/a.png", "x/other/b.png", "", "x/single.png")):
+        if target:
+            (root / target).parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (28, 28), (number, 0, 0)).save(root / target)
+    pairs = [(f"{folders / old}{slash}", f"{root / new}{slash}") for old, new in moved.items()]
+    pairs.append((str(folders / "img/d.png"), str(root / "x/single.png")))
+    for order in itertools.permutations(pairs):
+        assert _colors(root, dict(order)) == {0, 1, 2, 3}
+    # `img2` is another folder than `img`: its image stays where it is. Nothing else is read from the old folders.
+    with pytest.raises(DataChangedError, match=rf"{root / 'moved/deep/b.png'} does not exist"):
+        _colors(root, dict([pairs[0], pairs[2]]))
+
+
+def test_the_size_of_a_locator_has_a_limit(folders: Path) -> None:
+    raw = dict(_reader(folders)[0])
+    located = json.loads(raw["media.json"])
+    name = next(name for name, locator in located.items() if locator)
+    limit = 1 << 30
+    for size, offset, error, message in (
+        (limit, 0, DataChangedError, "ends before byte 1073741824"),
+        (limit + 1, 0, FormatError, "a file has 1073741825 bytes from byte 0"),
+        (0, (1 << 63) - 1, DataChangedError, "is not the packed image"),
+        (1, (1 << 63) - 1, FormatError, "a file has 1 bytes from byte"),
+        (-1, 0, FormatError, "a file has -1 bytes"),
+        (1, -1, FormatError, "a file has 1 bytes from byte -1"),
+    ):
+        changed = located | {name: located[name] | {"size": size, "offset": offset}}
+        with pytest.raises(error, match=message):
+            complete_parts(raw | {"media.json": json.dumps(changed).encode()})
 
 
 _FUZZ = int(os.environ.get("ENERGON_PACKED_FUZZ", "400"))

@@ -18,6 +18,7 @@ from energon_packed import (
     PackingManifest,
     PackResult,
     Processor,
+    RejectLimitError,
     pack,
 )
 from tests.internals import chunks, cli, count_strings, index_stage, measure_stage, most_common, result_table, table
@@ -150,6 +151,23 @@ def test_supervised_tokens_of_a_processor_of_ones_own(
 
     monkeypatch.setattr(Own, "measure", silent)
     assert pack(data, encoder=Own(), overwrite=True, **options).manifest.supervised_tokens is None
+
+
+def test_records_that_are_not_sampled_do_not_count_in_the_reject_rate(build: Any, tmp_path: Path) -> None:
+    good = "".join(json.dumps({"text": f"Text {number}."}) + "\n" for number in range(60))
+    (tmp_path / "some.jsonl").write_text(good)
+    (tmp_path / "all.jsonl").write_text("{broken\n" + good[: good.index("\n") + 1])
+    sources = [{"path": str(tmp_path / "some.jsonl"), "weight": 0.25}, str(tmp_path / "all.jsonl")]
+    manifest = build(inputs=[], sources=sources).manifest
+    counts = dict(manifest.rejects)
+    assert counts.pop("bad_json") == 1
+    assert counts == {"not_sampled": 60 - (manifest.packed - 1)}
+    considered = manifest.packed + 1
+    assert considered < 50
+    build(inputs=[], sources=sources, max_reject_rate=1 / considered, overwrite=True)
+    message = rf"^1 of {considered} records \({1 / considered:.1%}\) were rejected .*: 1 x bad_json, e.g. line 1 of"
+    with pytest.raises(RejectLimitError, match=message):
+        build(inputs=[], sources=sources, max_reject_rate=1 / considered - 1e-6, overwrite=True)
 
 
 def test_folder_entries_that_are_not_read_are_printed_and_stored(
