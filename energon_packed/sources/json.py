@@ -148,11 +148,12 @@ class JsonlSource(Source):
             else:
                 stream.seek(0)
             while offset < stop and (line := stream.readline(_LONGEST_LINE)):
-                if len(line) == _LONGEST_LINE or not line.isspace():
+                is_long = len(line) == _LONGEST_LINE
+                if is_long or not line.isspace():
                     yield offset, line
                 offset += len(line)
-                while len(line) == _LONGEST_LINE and offset < stop and not line.endswith(b"\n"):
-                    line = stream.readline(_LONGEST_LINE)
+                while is_long and line and offset < stop and not line.endswith(b"\n"):
+                    line = stream.readline(_BLOCK)  # the rest of a line that is too long
                     offset += len(line)
 
     def row_numbers(self, addresses: Sequence[int]) -> list[int]:
