@@ -27,6 +27,7 @@ from energon_packed import (
     PackResult,
     Progress,
     RecordError,
+    RejectLimitError,
     SourceError,
     StoredImage,
     StoredVideo,
@@ -44,14 +45,17 @@ from tests.internals import (
     dry_run,
     measure_stage,
     result_table,
+    video_file,
 )
 from tests.pipeline.undisturbed import contents
+from tests.printed import invoke
 from tests.processes import energon, energon_packed, run_python
 from tests.shards.test_media_yaml import cookers as cookers
 from tests.shards.test_media_yaml import read
 from tests.storage import Store
+from tests.video_corpus import pictures
 from tests.video_demo import VideoDemo
-from tests.videos import make_video, wrong_bytes
+from tests.videos import make_video, write_video, wrong_bytes
 
 FIXED = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
@@ -455,6 +459,23 @@ def test_a_damaged_frame_costs_one_sample_and_no_pack(data: VideoDemo, tmp_path:
         result = pack(file, **data.options(tmp_path / next(iter(options)), **options))
         assert [sample.conversation.id for sample in stored(result)] == ["good"], options
         assert [json.loads(line)["id"] for line in result.rejects.read_text().splitlines()] == ["bad"]
+
+
+def test_full_and_verify_compare_with_sequential_decoding(
+    data: VideoDemo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decoder that starts at every keyframe returns other frames of H.264 with intra refresh."""
+    options = {"preset": "medium", "x264-params": "intra-refresh=1:keyint=30"}
+    write_video(tmp_path / "a.mp4", pictures(90, 64, 48, 1), options=options)
+    file = write_jsonl(tmp_path, [record("a", "a.mp4")])
+    settings = {"num_frames": 4, "workers": 1}
+    good = pack(file, **data.options(tmp_path / "good", check_images="full", **settings))
+    assert good.manifest.packed == 1
+    assert invoke("verify", good.shards).exit_code == 0
+    monkeypatch.setattr(video_file.Starts, "is_start", lambda self, packet: packet.is_keyframe)
+    assert "differs if decoding starts at a keyframe" in invoke("verify", good.shards).output.replace("\n", " ")
+    with pytest.raises(RejectLimitError, match="a frame 45 that differs if decoding starts at a keyframe; convert it"):
+        pack(file, **data.options(tmp_path / "bad", check_images="full", **settings))
 
 
 @pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])

@@ -8,6 +8,7 @@ uses the wrong ones. A decoder returns the same frames as if it had decoded all 
     HEVC          an IDR, BLA or CRA picture, for the frames that are not shown before it (ISO/IEC 23008-2, 3.69)
     AV1           a sequence header and a key frame that is shown (AV1 specification, 7.6.3)
     VP8, VP9      a key frame (RFC 6386, 9.1; VP9 specification, 6.2)
+    GIF           the first frame
     MPEG-1, -2, -4    an intra picture, for the frames that are not shown before it
     FFV1          a keyframe (RFC 9043, 4.4)
     Motion JPEG, ProRes, DNxHD, lossless codecs     every frame, with its tables
@@ -172,6 +173,7 @@ _FIND: dict[str, Callable[[bytes, bytes], _Found]] = {
     "mpeg4": _mpeg4,
     "mjpeg": lambda data, _: (b"\xff\xdb" in data[:_MOST_HEADER], [], True),  # has its own tables
     "ffv1": lambda data, _: (int.from_bytes(data[:2], "big") >= 0x7F80, [], True),
+    "gif": lambda data, _: (data[:3] == b"GIF", [], True),  # the others draw over the last frame
     "png": lambda data, _: (data[:4] == b"\x89PNG", [], True),
 }
 
