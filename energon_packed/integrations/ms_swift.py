@@ -6,6 +6,8 @@ from unittest.mock import patch
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.optional import base_class
+from energon_packed.integrations.transformers.arguments import STREAM_ARGUMENTS, set_steps
+from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.integrations.transformers.trainer import PackedTrainerMixin
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 
@@ -21,7 +23,8 @@ class PackedSft(_SwiftSft):
 
     Args:
         args: options of `swift sft`. `--dataset` and `--val_dataset` are set.
-        train_dataset: PackedDataset, PlannedDataset or TrainerStream.
+        train_dataset: PackedDataset, PlannedDataset, or TrainerStream, for which the options that it needs are set:
+            no loader workers, one row per batch, and `--max_steps` from its batches if they are known.
         eval_dataset: PackedDataset of another split, or None for no evaluation.
         data_collator: None is a PaddingFreeCollator.
 
@@ -39,7 +42,11 @@ class PackedSft(_SwiftSft):
         self._datasets = [train_dataset, eval_dataset]
         self._collator = data_collator or PaddingFreeCollator()
         evaluated = ["--val_dataset", "packed"] if eval_dataset is not None else []
-        super().__init__([*args, "--dataset", "packed", *evaluated, "--average_tokens_across_devices", "true"])
+        fixed = ["--dataset", "packed", *evaluated, "--average_tokens_across_devices", "true"]
+        if isinstance(train_dataset, TrainerStream):  # first, so that options of the user win, and are checked
+            args = [part for name, value in STREAM_ARGUMENTS.items() for part in (f"--{name}", str(value))] + [*args]
+        super().__init__([*args, *fixed])
+        set_steps(self.args.training_args, train_dataset)
         for name, required in (("packing", False), ("padding_free", False), ("sequence_parallel_size", 1)):
             if (value := getattr(self.args, name)) != required:
                 raise ConfigError(f"`{name}` must be {required} with packed data, got {value}. Remove the option.")

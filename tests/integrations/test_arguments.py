@@ -258,3 +258,34 @@ def test_text_with_a_vision_folder_is_for_its_model_or_packed_as_text(tokenizer_
     check_training_arguments(args, data, model=stock.model)
     stock.train()
     assert stock.state.global_step == 1
+
+
+def test_packed_trainer_joins_rows_without_a_collator(text_packs: list[Path], tmp_path: Path) -> None:
+    data = PackedDataset(text_packs[0])
+    args = packed_training_arguments(str(tmp_path), data, use_cpu=True, report_to=[], max_steps=1)
+    trainer = PackedTrainer(tiny_qwen2(), args, train_dataset=data)
+    row = next(iter(trainer.get_train_dataloader()))
+    assert {"input_ids", "labels", "position_ids"} <= set(row)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accelerator_config": {"dispatch_batches": False}},
+        {"accelerator_config": {"dispatch_batches": False}, "dataloader_num_workers": 1},
+    ],
+)
+def test_each_refusal_of_a_stream_names_the_function_that_sets_all(
+    text_packs: list[Path], tmp_path: Path, arguments: dict[str, Any]
+) -> None:
+    stream = TrainerStream(
+        DataflowLoader(MapDistributor(PackedDataset(text_packs[0])), collator=PaddingFreeCollator())
+    )
+    args = made(tmp_path, max_steps=2, **arguments)
+    trainer = Trainer(tiny_qwen2(), args, train_dataset=stream, data_collator=PaddingFreeCollator())
+    with pytest.raises(ValueError, match="packed_training_arguments"):
+        trainer.train()
+    with pytest.raises(ConfigError) as caught:
+        check_training_arguments(args, stream)
+    assert "packed_training_arguments" in str(caught.value).splitlines()[0]

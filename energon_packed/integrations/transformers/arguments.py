@@ -14,6 +14,13 @@ from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.ranks import all_gather_object
 from energon_packed.loading.state import refuse_as_dataset
 
+STREAM_ARGUMENTS: dict[str, Any] = {
+    "ignore_data_skip": True,
+    "dataloader_num_workers": 0,
+    "per_device_train_batch_size": 1,
+}
+"""Arguments of a Trainer that a TrainerStream needs, beside those of all packed data and `max_steps`."""
+_WRONG = "these training arguments do not fit packed data; packed_training_arguments(output_dir, data) makes others:"
 _BY_LENGTH = ("group_by_length", "batch_rebalance")
 
 
@@ -47,14 +54,19 @@ def packed_training_arguments(output_dir: str, data: Any, **arguments: object) -
             if arguments.get(name):
                 defaults[f"{name}_kwargs"] = {"use_reentrant": False}
     if streams:
-        defaults |= {"ignore_data_skip": True, "dataloader_num_workers": 0, "per_device_train_batch_size": 1}
+        defaults |= STREAM_ARGUMENTS
     args = TrainingArguments(output_dir, **(defaults | arguments))  # initializes the process group for the loader
-    if streams and args.max_steps <= 0:
+    set_steps(args, data)
+    check_training_arguments(args, data)
+    return args
+
+
+def set_steps(args: Any, data: Any) -> None:
+    """Set `max_steps` of arguments that have none from the batches of a TrainerStream; every rank must call it."""
+    if isinstance(data, TrainerStream) and args.max_steps <= 0:
         steps = all_gather_object(data.steps)
         if None not in steps:  # a rank with fewer steps continues with its next epoch, so that no batch is left out
             args.max_steps = ceil(args.num_train_epochs * max(steps) / args.gradient_accumulation_steps)
-    check_training_arguments(args, data)
-    return args
 
 
 def check_training_arguments(
@@ -95,7 +107,7 @@ def check_training_arguments(
     wrong = [problem for problem, is_there in problems.items() if is_there]
     if wrong:
         lines = "".join(f"\n- {problem}" for problem in wrong)
-        raise ConfigError(f"these training arguments do not fit packed data:{lines}" if len(wrong) > 1 else wrong[0])
+        raise ConfigError(f"{_WRONG}{lines}" if len(wrong) > 1 else wrong[0])
 
 
 def _of_any_data(args: Any, data: Any) -> dict[str, bool]:

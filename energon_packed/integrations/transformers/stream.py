@@ -25,6 +25,11 @@ from energon_packed.integrations.trainer_state import ConsumedBatches, exact_ste
 from energon_packed.loading.ranks import check_not_resharded, group_place, refuse_dispatch
 from energon_packed.loading.state import gathered
 
+_ALL_ARGUMENTS = (
+    "packed_training_arguments(output_dir, stream) sets every argument that a stream needs, and "
+    "callbacks=[TrainerStreamCallback(stream)] checks all of them at the start."
+)
+
 
 class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[Any]):
     """Iterable dataset that feeds a loader to transformers.Trainer, with a separate stream for each process.
@@ -97,13 +102,17 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
         Raises:
             ConfigError: accelerate splits or dispatches the batches, or a worker process reads them.
         """
-        refuse_dispatch()
-        check_not_resharded(max(2, group_place()[1]))
-        if torch.utils.data.get_worker_info() is not None:
-            raise ConfigError(
-                "a worker process of the Trainer reads a TrainerStream, whose loader has worker processes already. "
-                "Set dataloader_num_workers=0, and `num_workers` of the loader."
-            )
+        try:
+            refuse_dispatch()
+            check_not_resharded(max(2, group_place()[1]))
+            if torch.utils.data.get_worker_info() is not None:
+                raise ConfigError(
+                    "a worker process of the Trainer reads a TrainerStream, whose loader has worker processes "
+                    "already. Set dataloader_num_workers=0, and `num_workers` of the loader."
+                )
+        except ConfigError as error:
+            # The arguments of a stock Trainer are not known here; the callback knows them.
+            raise ConfigError(f"{error} {_ALL_ARGUMENTS}") from error
         check_loader_rank(self.loader, *group_place())
         return self._endless()
 

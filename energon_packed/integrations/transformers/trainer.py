@@ -22,7 +22,7 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
 from energon_packed.libraries import private
 from energon_packed.loading.batch import target_losses, target_weights
-from energon_packed.loading.collator import Collator, with_weights
+from energon_packed.loading.collator import Collator, PaddingFreeCollator, with_weights
 from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
@@ -93,6 +93,8 @@ class PackedTrainerMixin(Trainer):
     def get_train_dataloader(self) -> Any:
         """Return the rows of this process in each step, in the global order of the data."""
         data, args = self.train_dataset, self.args
+        if isinstance(data, TrainerStream):  # other base classes read iterable data on one process for all
+            return Trainer.get_train_dataloader(self)
         if not self._has_order(data):
             return super().get_train_dataloader()
         rank, world_size = self._place()
@@ -322,8 +324,9 @@ class PackedTrainer(PackedTrainerMixin):
     `eval_loss` is the same mean over all rows of all processes, and every pack counts once. `compute_metrics` gets a
     row of -100 labels if a process has fewer rows.
 
-    Args: as in Trainer, `balance` as for MapDistributor, and `order_log`: a folder in which the rows of each step are
-        recorded, for data that is read in its global order. A TrainerStream has its own argument.
+    Args: as in Trainer, `data_collator` by default a PaddingFreeCollator, `balance` as for MapDistributor, and
+        `order_log`: a folder in which the rows of each step are recorded, for data that is read in its global order. A
+        TrainerStream has its own argument.
 
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
@@ -363,7 +366,7 @@ class PackedTrainer(PackedTrainerMixin):
         super().__init__(
             model=model,
             args=args,
-            data_collator=data_collator,
+            data_collator=PaddingFreeCollator() if data_collator is None else data_collator,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=processing_class,

@@ -1,4 +1,4 @@
-"""The block `ms_swift` of docs/trainers.md, with the settings of the run."""
+"""The block `ms_swift` or `ms_swift_stream` of docs/trainers.md, with the settings of the run."""
 
 import sys
 from typing import Any
@@ -25,7 +25,7 @@ def main(spec: Spec) -> None:
 
     SwiftSft.__init__ = with_settings
     with recorded(spec):
-        exec(block("ms_swift"), {"__name__": "__main__"})
+        exec(block("ms_swift_stream" if spec.kind else "ms_swift"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":
