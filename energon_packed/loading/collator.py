@@ -84,8 +84,8 @@ class Collator(ABC):
             if len(features) > 1:
                 raise BatchError(
                     f"A batch of finished rows must have 1 row, got {len(features)}. Set the trainer's batch size "
-                    "(`per_device_train_batch_size`; packed_training_arguments sets it) to 1, and `micro_batch_size` of "
-                    "the loader to the packs per step."
+                    "(`per_device_train_batch_size`; packed_training_arguments sets it) to 1, and `micro_batch_size` "
+                    "of the loader to the packs per step."
                 )
             return self._inputs(features[0])
         if features and isinstance(features[0], dict) and PACK in features[0]:
