@@ -22,7 +22,7 @@ _FIRST_UNKNOWN = 8  # renames Metadataset to Recipe, and `subflavors` to `tags`
 
 def has_energon() -> bool:
     """Return whether Energon is installed, and with it torch: the packages of the extra `train`."""
-    return _version(ENERGON) is not None
+    return installed(ENERGON) is not None
 
 
 def check_energon() -> None:
@@ -31,12 +31,12 @@ def check_energon() -> None:
     Raises:
         ConfigError: Energon is not installed, or its release is 8 or later.
     """
-    installed = _version(ENERGON)
-    if installed is None:
+    release = installed(ENERGON)
+    if release is None:
         raise ConfigError(f"{NO_ENERGON}. Run pip install 'energon-packed[train]'.")
-    if int(installed.split(".")[0]) >= _FIRST_UNKNOWN:
+    if int(release.split(".")[0]) >= _FIRST_UNKNOWN:
         raise ConfigError(
-            f"`megatron-energon` must be a version before {_FIRST_UNKNOWN}, got {installed}. Run pip install "
+            f"`megatron-energon` must be a version before {_FIRST_UNKNOWN}, got {release}. Run pip install "
             f"'megatron-energon<{_FIRST_UNKNOWN}'."
         )
 
@@ -53,7 +53,7 @@ def changed(package: str, found: str) -> ConfigError:
     # The minimum version is tested, and its bug fixes are not expected to change names.
     tested = f"Run pip install '{package}=={oldest}.*'" if oldest else f"Install an earlier version of {package}"
     return ConfigError(
-        f"`{package}` must be a version that energon-packed knows, got {_version(package) or 'an unknown version'}, "
+        f"`{package}` must be a version that energon-packed knows, got {installed(package) or 'an unknown version'}, "
         f"{found}. {tested}, or install a newer energon-packed."
     )
 
@@ -103,7 +103,8 @@ def _is_raised_here(error: BaseException) -> bool:
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).startswith(__name__.partition(".")[0])
 
 
-def _version(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """Return the version of an installed package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

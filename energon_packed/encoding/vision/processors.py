@@ -20,6 +20,7 @@ import numpy as np
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels, VisionInputs, expanded
 from energon_packed.errors import ConfigError, Reason, RecordError
+from energon_packed.libraries import installed
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -107,18 +108,18 @@ class ProcessorVision(VisionFamily):
             raise ConfigError(f"the processor of {folder} cannot be loaded here: {reason}; install it") from error
         except Exception as error:  # whatever a processor class raises
             detail = " ".join(str(error).split())[:200]
-            raise ConfigError(f"Transformers cannot load the processor of {folder} here: {detail}") from error
+            raise ConfigError(f"{_release()} cannot load the processor of {folder} here: {detail}") from error
         if not hasattr(processor, "_get_num_multimodal_tokens") or not hasattr(processor, "tokenizer"):
             raise ConfigError(
                 f"{type(processor).__name__} of {folder} cannot compute the number of image tokens "
-                "(no `_get_num_multimodal_tokens`)"
+                f"(no `_get_num_multimodal_tokens` in {_release()})"
             )
         try:
             return cls(processor)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
             if isinstance(error, ConfigError):
                 raise
-            detail = f"it does not accept text with images, {' '.join(str(error).split())[:200]}"
+            detail = f"{_release()} does not call it with text and images, {' '.join(str(error).split())[:200]}"
             raise ConfigError(f"{type(processor).__name__} needs a custom VisionFamily: {detail}") from error
 
     def image_token_run(self, height: int, width: int) -> ImageRun:
@@ -295,6 +296,10 @@ def _noise(size: tuple[int, int]) -> "Image.Image":
     from PIL import Image
 
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
+
+
+def _release() -> str:
+    return f"Transformers {installed('transformers')}"
 
 
 def _tensor(value: Any, torch: Any) -> Any:

@@ -15,6 +15,7 @@ from energon_packed.encoding.settings import IMAGES, VIDEOS, EncoderSettings
 from energon_packed.encoding.vision.families import Qwen25VLVision, VisionFamily, ambiguous, vision_families
 from energon_packed.encoding.vision.processors import ProcessorVision
 from energon_packed.errors import ConfigError
+from energon_packed.libraries import installed
 from energon_packed.options import declared
 from energon_packed.system import announced, no_collecting
 
@@ -230,7 +231,8 @@ def _installed(folder: Path, values: dict[str, int], named: str | None) -> Any:
             return _qwen_image_processor().from_pretrained(str(folder), **values)
         detail = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"Transformers cannot load the image processor of {folder} ({detail}). Set `vision_family`."
+            f"Transformers {installed('transformers')} cannot load the image processor of {folder} ({detail}). Set "
+            "`vision_family`."
         ) from error
 
 
