@@ -69,8 +69,8 @@ FPS_OF_FILE = "fps beside a video file, not used to sample frames"
 NO_PLACEHOLDER = "no placeholder: media are placed before the first user turn"
 """Note of a conversation without placeholders: its images or videos were put before the first user turn."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
-# Start of `<image>`, `<img>`, `<|image_1|>`, `<video>`, `<audio>`, `<bbox>` and `<ref-object>`.
-_TAG = re.compile(r"<\|?(?:im|vid|aud|bbox|ref-)", re.IGNORECASE)
+# Start of `<image>`, `<img>`, `<ImageHere>`, `<|image_1|>`, `<video>`, `<audio>`, `<bbox>` and `<ref-object>`.
+_TAG = re.compile(r"<\|?(?:[iI]m|vid|aud|bbox|ref-)")
 _TOOL_FIELDS = frozenset(("tools", "functions"))
 _POSITION_FIELDS = ("patch_positions",)
 _SYSTEM_NAMES = frozenset((*SYSTEM_FIELDS, "instruction"))
