@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from energon_packed import EncodedSample, RecordError
-from tests.internals import fragment_of, split_sample, text_fragments
+from tests.internals import VisionInputs, fragment_of, split_sample, text_fragments
 
 IGNORE_INDEX = -100
 IMAGE = 7
@@ -155,6 +155,37 @@ def test_rows_end_where_the_margins_of_images_allow() -> None:
         assert fragments["number"].tolist() == list(range(len(trained)))
         assert set(fragments["total"].tolist()) == {len(ids)}
     assert min(outcomes.values()) > 200
+
+
+def test_inputs_of_other_vision_towers_are_divided_by_image() -> None:
+    ids = [token for image in range(4) for token in (8, *[IMAGE] * 2, 9, *range(20 + image, 30 + image))]
+    values = {"pixel_values": torch.arange(4 * 6).reshape(4, 6), "sizes": torch.arange(8).reshape(2, 4)}
+    whole = replace(sample(ids), vision_inputs=VisionInputs(values, {"pixel_values": 0, "sizes": 1}, 4))
+    parts = [fragment_of(whole, fragment) for fragment in split_sample(whole, 32, 1)]
+    inputs = [part.vision_inputs for part in parts if part.vision_inputs is not None]
+    assert len(inputs) > 1
+    assert [each.images for each in inputs] == [part.num_images for part in parts if part.num_images]
+    assert [each.images for each in inputs] == [each.values["sizes"].shape[1] for each in inputs]
+    assert torch.equal(torch.cat([each.values["pixel_values"] for each in inputs]), values["pixel_values"])
+    assert torch.equal(torch.cat([each.values["sizes"] for each in inputs], dim=1), values["sizes"])
+    text_alone = [part for part in parts if IMAGE not in part.input_ids]
+    assert all(part.vision_inputs is None for part in text_alone)
+    tiles = VisionInputs({"pixel_values": torch.zeros(7, 6)}, {"pixel_values": 0}, 4)
+    with pytest.raises(RecordError, match="the tiles of its images cannot be divided between fragments"):
+        _ = [fragment_of(replace(whole, vision_inputs=tiles), fragment) for fragment in split_sample(whole, 32, 1)]
+
+
+def test_patch_positions_are_divided_by_image() -> None:
+    ids = [token for image in range(4) for token in (8, *[IMAGE] * 2, 9, *range(20 + image, 30 + image))]
+    whole = sample(ids, images=4)
+    positions = torch.arange(3 * 20).reshape(20, 3)
+    parts = [
+        fragment_of(replace(whole, patch_positions=positions), fragment) for fragment in split_sample(whole, 32, 1)
+    ]
+    assert torch.equal(torch.cat([p.patch_positions for p in parts if p.patch_positions is not None]), positions)
+    assert [len(p.patch_positions) for p in parts if p.patch_positions is not None] == [
+        len(p.pixel_values) for p in parts if p.pixel_values is not None
+    ]
 
 
 def test_images_with_one_grid_are_divided_by_its_steps() -> None:
