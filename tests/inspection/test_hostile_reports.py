@@ -162,7 +162,8 @@ def test_runs_replace_hostile_reports(out: Path, made: Path, text_tokenizer_dir:
     (out / "lengths.parquet").write_bytes(b"PAR1")
     options = ["--tokenizer", text_tokenizer_dir, "--seq-len", 64, "--max-reject-rate", 1, "--workers", 1]
     data = made.parent / "a.jsonl"
-    assert run("lengths", data, "--tokenizer", text_tokenizer_dir, "-o", out, "--workers", 1).exit_code == 0
+    found = line_of(run("lengths", data, "--tokenizer", text_tokenizer_dir, "-o", out, "--workers", 1))
+    assert "1 of 2 records" in found  # the reject rate of the data
     assert run("metadataset", out.parent / "mix.yaml", out).exit_code == 0
     assert run("pack", data, "-o", out, "--overwrite", *options).exit_code == 0
     assert run("verify", out).exit_code == 0
