@@ -1,0 +1,404 @@
+"""Places of the global order against sets and sorted lists: who reads an item, and which items are aligned."""
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from energon_packed import ConfigError, CostModel, DataflowLoader, MapDistributor, RowSizes
+from tests.loading.flows import FEATURES
+
+ITEMS = 41
+COSTS = np.random.default_rng(5).permutation(1000)[:ITEMS] + 1  # all different, so that a sorted list is one list
+TOKENS = CostModel(token=1.0, square=0.0, patch=0.0)
+
+
+def sizes(tokens: np.ndarray) -> RowSizes:
+    return RowSizes(tokens=tokens, squares=tokens * 0, patches=tokens * 0, patch_squares=tokens * 0)
+
+
+class Rows(list[Any]):
+    """Items of known costs."""
+
+    def __init__(self, items: int = ITEMS) -> None:
+        super().__init__({"id": str(n), "input_ids": [n, n]} for n in range(items))
+
+    def row_sizes(self) -> RowSizes:
+        return sizes(COSTS[: len(self)])
+
+
+def order_of(data: Any = None, **options: Any) -> Any:
+    return MapDistributor(Rows() if data is None else data, **options).order
+
+
+def shuffled(epoch: int, seed: int, items: int = ITEMS, *salt: int) -> list[int]:
+    return np.random.default_rng([seed, epoch, *salt]).permutation(items).tolist()
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(1, 1), (3, 1), (2, 3), (4, 2)])
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("epoch_end", ["repeat", "drop"])
+def test_a_step_is_the_next_items_and_a_rank_reads_every_so_many(
+    ranks: int, rows: int, shuffle: bool, epoch_end: Any
+) -> None:
+    width = ranks * rows
+    for rank in range(ranks):
+        options: dict[str, Any] = {"rank": rank, "world_size": ranks, "seed": 2, "epoch_end": epoch_end}
+        loader = DataflowLoader(MapDistributor(Rows(), shuffle=shuffle), batch_size=rows, **options)
+        for epoch in range(3):
+            order = shuffled(epoch, 2) if shuffle else list(range(ITEMS))
+            steps = [order[first : first + width] for first in range(0, ITEMS, width)]
+            if epoch_end == "drop":
+                steps = [step for step in steps if len(step) == width]
+            batches = [[name and int(name) for name in batch.ids] for batch in loader]
+            assert [found for found in batches if found != [None]] == [
+                step[rank::ranks] for step in steps if step[rank:]
+            ]
+            assert len(batches) == len(steps) == len(loader)
+
+
+def rounds(order: Sequence[int], ranks: int) -> set[frozenset[int]]:
+    assert len(order) % ranks == 0
+    return {frozenset(order[first : first + ranks]) for first in range(0, len(order), ranks)}
+
+
+def check_aligned(before: list[int], after: list[int], starts: list[int], ranks: int) -> None:
+    """In each part, the items are those of `before`, and the items of all ranks at a time are neighbours in cost."""
+    bounds = [0, *starts, len(before)]
+    assert after[: bounds[1]] == before[: bounds[1]]
+    assert after[bounds[-2] :] == before[bounds[-2] :]
+    for start, stop in pairwise(bounds[1:-1]):
+        by_cost = sorted(before[start:stop], key=lambda item: -COSTS[item])
+        assert rounds(after[start:stop], ranks) == rounds(by_cost, ranks)
+
+
+def parts(first: int, begin: int, end: int, layout: tuple[int, int, int], *, head: bool) -> list[int]:
+    """Bounds of whole single steps, of whole groups of accumulated steps, and of whole single steps.
+
+    Args:
+        first: place at which the layout starts.
+        begin, end: places of the epoch.
+        layout: ranks, rows, accumulated steps.
+        head: the layout starts before the epoch.
+    """
+    ranks, rows, accumulation = layout
+    width = ranks * rows
+    steps = [place for place in range(first, end + 1, width) if place >= begin]
+    groups = [place for place in range(first, end + 1, width * accumulation) if place >= begin]
+    bounds = ([steps[0]] if head else []) + [groups[0], groups[-1], steps[-1]]
+    return [place - begin for place in bounds]
+
+
+LAYOUTS = [(1, 2, 1), (2, 1, 1), (3, 2, 1), (4, 1, 1), (2, 2, 2), (2, 1, 3), (3, 1, 4)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_the_items_of_a_time_are_neighbours_in_cost(layout: tuple[int, int, int], epoch: int) -> None:
+    ranks, rows, accumulation = layout
+    order = order_of(balance=TOKENS, accumulation=accumulation)
+    after = order.numbers(range(ITEMS), epoch, 7, [order.segment(ranks, rows)])
+    starts = parts(0, 0, ITEMS, layout, head=False)
+    check_aligned(shuffled(epoch, 7, ITEMS, 3), after, starts, ranks)
+    # The rank with the least so far gets the most: the sums of a group differ by one item at most.
+    if ranks > 1 and rows * accumulation > 1:
+        for first in range(0, starts[1], ranks * rows * accumulation):
+            group = np.array(after[first : first + ranks * rows * accumulation]).reshape(-1, ranks)
+            spread = COSTS[group].max(axis=1) - COSTS[group].min(axis=1)
+            assert np.ptp(COSTS[group].sum(axis=0)) <= spread.max()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_repeated_epochs_align_whole_steps_of_one_epoch(layout: tuple[int, int, int]) -> None:
+    ranks, rows, accumulation = layout
+    order = order_of(balance=TOKENS, accumulation=accumulation, repeat=True)
+    segments = [order.segment(ranks, rows)]
+    for epoch in range(4):
+        begin = epoch * ITEMS
+        after = order.numbers(range(begin, begin + ITEMS), 0, 7, segments)
+        starts = parts(0, begin, begin + ITEMS, layout, head=True)
+        check_aligned(shuffled(epoch, 7, ITEMS, 3), after, starts, ranks)
+
+
+@settings(max_examples=40)
+@given(
+    layouts=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 12)), min_size=2, max_size=4),
+    repeat=st.booleans(),
+    seed=st.integers(0, 3),
+)
+def test_a_changed_layout_aligns_only_what_is_left(
+    layouts: list[tuple[tuple[int, int, int], int]], repeat: bool, seed: int
+) -> None:
+    segments: list[Any] = []
+    step = place = 0
+    for (ranks, rows, accumulation), steps in layouts:
+        if place >= ITEMS and not repeat:
+            break
+        order = order_of(balance=TOKENS, accumulation=accumulation, repeat=repeat)
+        layout = order.segment(ranks, rows)
+        segments.append(segments[-1].continued(step, layout) if segments else layout)
+        assert (segments[-1].step, segments[-1].item) == (step, place)
+        step, place = step + steps, place + steps * ranks * rows
+    for epoch in range(3 if repeat else 1):
+        begin, end = epoch * ITEMS, (epoch + 1) * ITEMS
+        before = shuffled(epoch, seed, ITEMS, 3)
+        first = max(n for n, segment in enumerate(segments) if segment.item <= begin)
+        for n in range(first, len(segments)):
+            segment = segments[n]
+            start = max(begin, segment.item)
+            if start >= end:
+                break
+            layout = (segment.ranks, segment.rows, segment.accumulation)
+            after = order.numbers(range(begin, end), 0, seed, segments[: n + 1])
+            bounds = parts(segment.item, start, end, layout, head=repeat and n == first)
+            check_aligned(before, after, [start - begin + bound for bound in bounds], segment.ranks)
+            before = after
+
+
+def test_places_without_alignment_do_not_depend_on_the_layout() -> None:
+    for repeat in (False, True):
+        order = order_of(repeat=repeat, accumulation=3)  # without costs, no steps are aligned
+        assert order.segment(2, 3).accumulation == 1
+        layouts = [
+            [order.segment(2, 1)],
+            [order.segment(3, 2)],
+            [order.segment(2, 1), order.segment(2, 1).continued(3, order.segment(5, 1))],
+        ]
+        assert len({id(order.epoch_order(1 - repeat, 4, segments)) for segments in layouts}) == 1  # computed once
+        expected = [shuffled(epoch, 4)[place] for epoch, place in [(0, 7), (1, 0), (1, 40)]]
+        if repeat:
+            assert order.numbers([7, 41, 81], 0, 4, layouts[2]) == expected
+        else:
+            assert [
+                order.numbers([place], epoch, 4, layouts[2])[0] for epoch, place in [(0, 7), (1, 0), (1, 40)]
+            ] == expected
+        assert {type(number) for number in order.numbers([1, 2], 0, 4, layouts[0])} == {int}
+
+
+@pytest.mark.parametrize("balance", [None, TOKENS])
+@pytest.mark.parametrize("repeat", [False, True])
+def test_an_order_asked_in_any_sequence_is_the_order_of_a_new_loader(balance: Any, repeat: bool) -> None:
+    """What is kept of the last epoch is not taken for another epoch, seed or layout."""
+    layouts = [(2, 1), (3, 2), (2, 2)]
+    cases = [(epoch, seed, layout) for epoch in range(3) for seed in (1, 2) for layout in layouts]
+    one = order_of(balance=balance, repeat=repeat)
+    for n in np.random.default_rng(0).integers(0, len(cases), 60):
+        epoch, seed, layout = cases[n]
+        new = order_of(balance=balance, repeat=repeat)
+        segments = [one.segment(*layout)]
+        found = one.epoch_order(epoch, seed, segments)
+        assert found.tolist() == new.epoch_order(epoch, seed, segments).tolist()
+        assert one.epoch_order(epoch, seed, segments) is found
+        assert found.dtype == np.int64
+
+
+@pytest.mark.parametrize("items", [40, 41])
+def test_steps_are_counted_from_the_layout_on(items: int) -> None:
+    for ranks, rows, start in [
+        (2, 2, 0),
+        (2, 2, 3),
+        (3, 1, 5),
+        (1, 1, 7),
+        (4, 2, 2),
+        (41, 1, 0),
+        (3, 2, 5),
+        (4, 3, 2),
+    ]:
+        order = order_of(Rows(items))
+        segment = order.segment(1, 3).continued(start, order.segment(ranks, rows))
+        left = items - 3 * start
+        assert order.steps(segment) == start + -(-left // (ranks * rows))
+        assert order.steps(segment, drop=True) == start + left // (ranks * rows)
+        places = [
+            place
+            for rank in range(ranks)
+            for step in range(start, order.steps(segment))
+            for place in order.places(segment, step, rank)
+        ]
+        assert sorted(places) == list(range(3 * start, items))
+
+
+@pytest.mark.parametrize("balance", [None, TOKENS])
+def test_a_layout_that_does_not_change_leaves_the_state_as_it_was(balance: Any) -> None:
+    """Also an aligned order: a new layout would align the rest again."""
+
+    def new(rank: int, **options: Any) -> DataflowLoader:
+        order = MapDistributor(Rows(), balance=balance, accumulation=2)
+        return DataflowLoader(order, rank=rank, world_size=2, batch_size=2, seed=1, **options)
+
+    for rank in range(2):
+        loader = new(rank)
+        states, expected = [loader.state_dict()], []
+        for batch in loader:
+            expected.append(batch.ids)
+            states.append(loader.state_dict())
+        for step, state in enumerate(states[:-1]):
+            resumed = new(rank)
+            resumed.load_state_dict(json.loads(json.dumps(state)))
+            assert resumed.state_dict() == state
+            assert [batch.ids for batch in resumed] == expected[step:]
+    accumulation = [2] if balance else []
+    assert states[3] | {"identity": None} == {
+        "version": 4, "loader": "DataflowLoader", "identity": None, "epoch": 0, "step": 3,
+        "segments": [[0, 0, 2, 2, None, *accumulation]],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("epoch", "seed", "layout"), [(0, 1, (2, 1, 1)), (3, 2, (3, 2, 1)), (1, 1, (2, 2, 3))])
+def test_imbalances_are_those_of_the_steps(epoch: int, seed: int, layout: tuple[int, int, int]) -> None:
+    ranks, rows, accumulation = layout
+    order = order_of(balance=TOKENS, accumulation=accumulation)
+    segment = order.segment(ranks, rows)
+    groups = ITEMS // (ranks * rows * accumulation)
+    costs = TOKENS.costs(sizes(COSTS))
+    aligned = np.zeros((groups, ranks))
+    for step in range(groups * accumulation):
+        for rank in range(ranks):
+            numbers = order.numbers(order.places(segment, step, rank), epoch, seed, [segment])
+            aligned[step // accumulation, rank] += costs[numbers].sum()
+    plain = np.array(shuffled(epoch, seed, ITEMS, 3))[: groups * ranks * rows * accumulation]
+    before = costs[plain.reshape(groups, rows * accumulation, ranks)].sum(axis=1)
+    for found, expected in zip(order.imbalances(epoch, seed, segment), (before, aligned), strict=True):
+        slowest = expected.max(axis=1)
+        assert found.mean == pytest.approx(slowest.sum() / expected.mean(axis=1).sum())
+        assert found.max == pytest.approx((slowest / expected.mean(axis=1)).max())
+
+
+class Drawn:
+    """A blend: each epoch draws its items, and other weights draw the rest of them."""
+
+    read_ahead = 5
+
+    def __init__(self, weights: Sequence[float] | None = (3, 1)) -> None:
+        self.weights = None if weights is None else list(weights)
+        self.drawn: list[Any] = []
+        self.requested: list[list[int]] = []
+        self.items = np.arange(ITEMS) + 100
+
+    def __len__(self) -> int:
+        return ITEMS
+
+    def __getitem__(self, number: int) -> Any:
+        raise AssertionError("`item` reads items of an epoch")
+
+    def epoch_items(self, epoch: int, weights: Any) -> np.ndarray:
+        self.drawn.append((epoch, weights))
+        self.items += epoch
+        return self.items
+
+    def redrawn(self, used: np.ndarray, count: int, weights: Any, rng: np.random.Generator) -> np.ndarray:
+        self.drawn.append((used.tolist(), count, weights))
+        return rng.permutation(1000)[:count] + 1000
+
+    def item(self, number: int) -> Any:
+        return {"id": str(number), "input_ids": [1, 2]}
+
+    def item_sizes(self) -> RowSizes:
+        return sizes(np.arange(2000) * 7 % 2000)
+
+    def row_sizes(self) -> RowSizes:
+        raise AssertionError("`item_sizes` has the sizes of items")
+
+    def request(self, numbers: Sequence[int]) -> None:
+        self.requested.append(list(numbers))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("balance", [None, TOKENS])
+def test_new_weights_draw_the_rest_of_an_epoch_once(shuffle: bool, balance: Any) -> None:
+    old, new = Drawn((3, 1)), Drawn((1, 3))
+    order = order_of(old, shuffle=shuffle, balance=balance)
+    assert (order.weights, order_of(new).weights, order_of(Drawn(None)).weights, order_of().weights) == (
+        (3, 1),
+        (1, 3),
+        None,
+        None,
+    )
+    first = order.segment(2, 1)
+    before = order.numbers(range(ITEMS), 2, 6, [first])
+    assert old.drawn[-1] == (2, (3, 1))
+    assert sorted(before) == list(range(102, 102 + ITEMS))
+    assert old.items.tolist() == list(range(102, 102 + ITEMS))  # the blend's own array is not reordered
+    if not shuffle and balance is None:
+        assert before == sorted(before)
+    changed = first.continued(4, order_of(new, balance=balance).segment(3, 1))
+    assert (changed.item, changed.weights) == (8, (1, 3))
+    again = changed.continued(7, order.segment(2, 1))
+    for segments, start in (([first, changed], 8), ([first, changed, again], 17)):
+        part = segments[-1]
+        other = order_of(Drawn((3, 1)), shuffle=shuffle, balance=balance)
+        after = other.numbers(range(ITEMS), 2, 6, segments)
+        assert after[:start] == before[:start]
+        assert min(after[start:]) >= 1000
+        assert other.dataset.drawn[-1] == (after[:start], ITEMS - start, part.weights)
+        assert after == order_of(Drawn((5, 5)), shuffle=shuffle, balance=balance).numbers(range(ITEMS), 2, 6, segments)
+        for epoch, seed in ((3, 6), (2, 7)):
+            assert after[start:] != order_of(Drawn(), balance=balance).numbers(
+                range(start, ITEMS), epoch, seed, segments
+            )
+        before = after
+    same = first.continued(4, order.segment(3, 1))  # other ranks draw nothing again
+    count = len(old.drawn)
+    order.numbers([30], 2, 6, [first, same])
+    assert all(len(call) == 2 for call in old.drawn[count:])
+
+
+def test_items_of_a_blend_are_requested_ahead_and_read() -> None:
+    data = Drawn()
+    order = order_of(data)
+    assert (order.read_ahead, order_of().read_ahead) == (5, 0)
+    order.request([3, 4])
+    assert data.requested == [[3, 4]]
+    assert order.item(7) == data.item(7)
+    assert order_of().item(7) == Rows()[7]
+
+
+class Epochs(Rows):
+    """Items that depend on the epoch that is set."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, number: Any) -> Any:
+        return {"id": f"{self.epoch}.{number}", "input_ids": [1, 2]}
+
+
+def test_each_loader_sets_the_epoch_of_its_own_data() -> None:
+    data = Epochs()
+    loaders = [DataflowLoader(MapDistributor(data), seed=seed) for seed in (0, 1)]
+    for epoch in range(2):
+        pairs = list(zip(*loaders, strict=True))
+        for seed in range(2):
+            assert [pair[seed].ids for pair in pairs] == [[f"{epoch}.{n}"] for n in shuffled(epoch, seed)]
+    assert data.epoch == -1
+    plain = Rows()
+    assert MapDistributor(plain).order.dataset is plain
+
+
+@pytest.mark.parametrize("accumulation", [0, -1, True, 1.5, "2", None])
+def test_accumulation_is_a_number_of_steps(accumulation: Any) -> None:
+    with pytest.raises(ConfigError, match="`accumulation` must be an integer of at least 1, got "):
+        MapDistributor(Rows(), accumulation=accumulation)
+
+
+def test_costs_need_sizes_of_rows() -> None:
+    with pytest.raises(ConfigError, match="`balance` needs the sizes of rows, which list does not have"):
+        MapDistributor(FEATURES, balance=TOKENS)
+    read: list[int] = []
+
+    class Counted(Rows):
+        def row_sizes(self) -> RowSizes:
+            read.append(1)
+            return super().row_sizes()
+
+    MapDistributor(Counted())
+    assert not read
+    MapDistributor(Counted(), balance=TOKENS)
+    assert read  # before workers are started, which inherit them
