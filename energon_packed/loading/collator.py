@@ -462,7 +462,7 @@ def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) 
 def _token_types(
     row: EncodedRow, real: Any, dummy: EncodedSample | None, bounds: npt.NDArray[np.int32]
 ) -> torch.Tensor | None:
-    """int64 (1, T), 1 at image tokens, also of the dummy in the tail; None for models that do not use it."""
+    """int64 (1, T), the types of the samples, and of the dummy in the tail; None for models that do not use it."""
     of_dummy = None if dummy is None else dummy.token_type_ids
     if row.token_type_ids is None and of_dummy is None:
         return None
