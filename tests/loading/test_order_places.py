@@ -402,3 +402,25 @@ def test_costs_need_sizes_of_rows() -> None:
     assert not read
     MapDistributor(Counted(), balance=TOKENS)
     assert read  # before workers are started, which inherit them
+
+
+def test_segments_with_weights_continue_from_a_file() -> None:
+    def new(weights: tuple[float, ...], world_size: int) -> DataflowLoader:
+        options: dict[str, Any] = {"rank": 0, "world_size": world_size, "allow_changed_weights": True}
+        return DataflowLoader(MapDistributor(Drawn(weights)), **options)
+
+    def after(loader: DataflowLoader, steps: int) -> Any:
+        batches = iter(loader)
+        for _ in range(steps):
+            next(batches)
+        return json.loads(json.dumps(loader.state_dict()))
+
+    first = after(new((3.0, 1.0), 2), 2)
+    changed = new((1.0, 3.0), 3)
+    changed.load_state_dict(first)
+    state = after(changed, 1)
+    assert state["segments"] == [[0, 0, 2, 1, [3.0, 1.0]], [2, 4, 3, 1, [1.0, 3.0]]]
+    resumed = new((1.0, 3.0), 3)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == state
+    assert [batch.ids for batch in resumed] == [batch.ids for batch in changed]
