@@ -206,6 +206,9 @@ class Failing(io.FileIO):
 
     number = errno.EIO
 
+    def __init__(self, path: Any, without_links: str | None = None) -> None:
+        super().__init__(path)
+
     def readinto(self, buffer: Any) -> int:
         raise OSError(self.number, os.strerror(self.number))
 
@@ -329,7 +332,7 @@ def test_a_run_stops_and_continues_when_the_machine_works_again(
     data = conversations(tmp_path)
     calls = []
 
-    def stale(path: Any) -> Any:
+    def stale(path: Any, without_links: str | None = None) -> Any:
         calls.append(path)
         if len(calls) > opened:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))

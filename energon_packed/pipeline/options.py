@@ -717,9 +717,9 @@ class PackKeywords(TypedDict, total=False):
     pad_multiple: int
     seed: int
     workers: int
+    max_reject_rate: float | None
     overlong: Overlong
     split_overlap: int
-    max_reject_rate: float | None
     max_failures: int | None
     strict: bool
     output_dir: Path | str

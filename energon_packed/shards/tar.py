@@ -46,7 +46,7 @@ class ShardRows:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a JSON-serializable dict."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__} | {"parts": list(map(list, self.parts))}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> "ShardRows":

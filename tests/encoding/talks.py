@@ -59,11 +59,14 @@ class Talk:
     turns: tuple[Turn, ...] = ()
     document: str | None = None
     tools: tuple[Any, ...] = ()
+    has_roles: bool = False  # the record names the role of each turn, so that an empty turn is meant
 
     @property
     def is_empty(self) -> bool:
-        answers = [turn for turn in self.turns if turn.role == "assistant"]
-        return not any(turn.says for turn in answers)
+        questions, answers = (
+            [turn.says for turn in self.turns if turn.role == role] for role in ("user", "assistant")
+        )
+        return not any(answers) or not (self.has_roles or (all(answers) and any(questions)))
 
 
 def trained(turns: tuple[Turn, ...], loss_on: str) -> list[bool]:
@@ -229,7 +232,7 @@ def chats(draw: st.DrawFn) -> Talk:
     if tools:
         field, value = draw(st.sampled_from([("tools", [TOOL]), ("functions", [TOOL["function"]])]))
         record[field] = draw(st.sampled_from([value, json.dumps(value)]))
-    return Talk(record, tuple(turns), tools=tools)
+    return Talk(record, tuple(turns), tools=tools, has_roles=True)
 
 
 @st.composite
@@ -290,7 +293,7 @@ def lists(draw: st.DrawFn) -> Talk:
         {"role": "model" if one["role"] == "assistant" else "user", "parts": [{"text": one["content"]}]}
         for one in chat
     ]
-    return Talk({"contents": contents, **image}, tuple(turns))
+    return Talk({"contents": contents, **image}, tuple(turns), has_roles=True)
 
 
 @st.composite

@@ -268,7 +268,7 @@ def test_settings_of_videos_are_in_the_fingerprint_if_they_are_set(tokenizer_dir
     assert other.has_fingerprint(plain.fingerprint())
     assert not plain.has_fingerprint(other.fingerprint())
     packed = {"loss_on": "assistant", "tokenizer": str(tokenizer_dir)}
-    assert other.differences(packed, template="", fingerprint="") == ["`fps` was not set, now 3"]
+    assert other.differences(packed, template="", fingerprint="", images={}) == ["`fps` was not set, now 3"]
 
 
 def test_settings_of_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -94,7 +94,7 @@ def test_metadatasets_without_a_map_style_epoch_are_refused(outputs: dict[str, P
     with pytest.raises(ConfigError, match="uses 'subset' of .*, which only Energon"):
         PackedDataset(subset)
     with pytest.raises(
-        ConfigError, match="has no split 'val'; it has train. Pass one of these as `split`, or blend again with"
+        ConfigError, match="has no split 'val'; it has train. Pass one of these as `split`, blend again with"
     ):
         PackedDataset(subset, split="val")
     assert np.array_equal(PackedDataset(outputs["c"]).lengths, [3] * 8)

@@ -497,9 +497,8 @@ def test_a_worker_that_died_keeps_no_state_waiting(tmp_path: Path) -> None:
 
 def test_a_timeout_without_workers_is_refused(tmp_path: Path) -> None:
     path = packed(tmp_path)
-    for reader in (by_energon, by_dataflow):
-        with pytest.raises(ConfigError, match="`timeout`.* needs worker processes"):
-            reader(path, 0, timeout=5)
+    with pytest.raises(ConfigError, match="`timeout`.* needs worker processes"):
+        by_energon(path, 0, timeout=5)
     with pytest.raises(ConfigError, match="`timeout` must be at least 0, got -1"):
         by_energon(path, 2, timeout=-1)
 

@@ -285,7 +285,7 @@ def test_a_run_aborts_no_upload_of_another_run(store: Store, build: Any, tmp_pat
 
 def test_too_many_rejects_leave_the_reports_alone(store: Store, build: Any, tmp_path: Path) -> None:
     with pytest.raises(RejectLimitError, match=r"s3://bucket/out/rejects\.jsonl"):
-        build(["{", "{"], output_dir=URL, work_dir=tmp_path / "work", max_reject_rate=0)
+        build(['{"a":', "{"], output_dir=URL, work_dir=tmp_path / "work", max_reject_rate=0)
     assert sorted(store.objects("out")) == ["lengths.parquet", "rejects.jsonl"]
 
 

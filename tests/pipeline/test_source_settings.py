@@ -229,7 +229,7 @@ def test_messages_of_a_source_do_not_name_options_of_the_command(
     monkeypatch.setattr("sys.argv", ["energon-packed", "pack", "--config", "wrong.yaml", "-o", "o", "--seq-len", "9"])
     with pytest.raises(SystemExit) as stopped:
         main()
-    assert stopped.value.code == 1
+    assert stopped.value.code == 2
     assert "sources[0] (flat.jsonl): image_root none is not a folder" in " ".join(capsys.readouterr().err.split())
 
 
