@@ -218,6 +218,7 @@ PLACES = {
     "measure_stage": "pipeline.measure",
     "index_stage": "pipeline.write",
     "engine": "pipeline.engine",
+    "plan_stage": "pipeline.plan",
     "advice": "pipeline.rejects:advice",
     "main_reason": "pipeline.rejects:main_reason",
     "raw_records": "loading.raw_records",
