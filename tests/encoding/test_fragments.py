@@ -220,6 +220,22 @@ def test_tiles_that_share_an_image_are_not_divided() -> None:
         split_sample(sample(tiles, images=1), 16, 1)
 
 
+def test_the_number_of_images_may_come_from_the_plan() -> None:
+    tiles = sample([10, IMAGE, 11, IMAGE, *range(20, 50)])  # without pixels and grids, as while planning
+    assert len(split_sample(tiles, 16, 1, 2)) > 1
+    with pytest.raises(RecordError, match="cannot be split between its 1 images, whose tokens are 2 runs"):
+        split_sample(tiles, 16, 1, 1)
+
+
+def test_grids_without_pixels_are_divided() -> None:
+    ids = [token for image in range(4) for token in (8, *[IMAGE] * 2, 9, *range(20 + image, 30 + image))]
+    whole = replace(sample(ids, images=4), pixel_values=None)
+    parts = [fragment_of(whole, fragment) for fragment in split_sample(whole, 32, 1)]
+    grids = [part.image_grid_thw for part in parts if part.image_grid_thw is not None]
+    assert torch.cat(grids).tolist() == [[1, 2, index + 1] for index in range(4)]
+    assert all(part.pixel_values is None for part in parts)
+
+
 def test_samples_with_videos_are_not_split() -> None:
     whole = replace(sample([10, 11, IMAGE + 1, *range(20, 50)]), video_token_id=IMAGE + 1)
     with pytest.raises(RecordError, match="33 tokens; a sample with video files cannot be split"):
