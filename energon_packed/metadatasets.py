@@ -286,8 +286,12 @@ class SplitFile:
         """`SHARD/KEY` of each excluded pack, sorted."""
         return sorted(name for name in self.excluded if "/" in name)
 
-    def required(self, split: str) -> list[str]:
+    def required(self, split: str, option: str = "split") -> list[str]:
         """Return the shard names of a split, which must have any.
+
+        Args:
+            split: name of the split.
+            option: name of the argument that selects the split, for the error.
 
         Raises:
             ConfigError: the split is unknown or empty; the message lists the splits with shards.
@@ -296,8 +300,8 @@ class SplitFile:
             return names
         filled = ", ".join(name for name in self.parts if self.shards(name)) or "none"
         raise ConfigError(
-            f"{self.file.parents[1]} has no packs in split {split!r}; it has {filled}. Pass one of these as `split`, "
-            "or pack again with --split train=0.98,val=0.02"
+            f"{self.file.parents[1]} has no packs in split {split!r}; it has {filled}. Pass one of these as "
+            f"`{option}`, or pack again with --split train=0.98,val=0.02"
         )
 
 

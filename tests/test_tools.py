@@ -6,12 +6,7 @@ from pathlib import Path
 from tests.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
-# mutants.py needs mutmut, which only `make mutants` installs.
-SCRIPTS = [
-    file
-    for file in sorted((ROOT / "tools").glob("*.py"))
-    if file.name != "mutants.py" and "__main__" in file.read_text(encoding="utf-8")
-]
+SCRIPTS = [file for file in sorted((ROOT / "tools").glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
 # One process: most of the time is imports, which the scripts share.
 _RUN = """
 import contextlib, io, json, os, runpy, sys

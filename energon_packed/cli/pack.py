@@ -21,6 +21,7 @@ from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
 from energon_packed.pipeline.run import run_status
+from energon_packed.pipeline.workspace import work_folder
 from energon_packed.shards.loading_code import RANKS, loading_code
 from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path
@@ -83,6 +84,7 @@ def command(
     require(values, "output_dir", "seq_len", "tokenizer")
     with wrong_usage():
         options = make(PackOptions, values, what="option")
+        work_folder(options.output_dir, options.work_dir)  # refuses a `work_dir` that has no use
     if is_dry:
         show_dry_run(options, output)
         return

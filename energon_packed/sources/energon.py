@@ -36,9 +36,9 @@ class EnergonSource(WebDatasetSource):
                 raise SourceError(f"{folder} has no {NV_META}/split.yaml, so no split {split!r}. Run energon prepare.")
             return _present(sorted(folder / name for name, _ in walk(folder) if name.endswith(".tar")), folder)
         try:
-            names = split_of(folder).required(split or DEFAULT_SPLIT)
+            names = split_of(folder).required(split or DEFAULT_SPLIT, "source_split")
         except ConfigError as error:
-            raise SourceError(f"{error}; set `source_split` to one of these") from error
+            raise SourceError(str(error)) from error
         return _present([folder / name for name in names], folder)
 
     @classmethod

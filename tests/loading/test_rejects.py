@@ -216,7 +216,8 @@ REFUSALS = [
     (
         {"max_reject_rate": 0},
         [GOOD, GOOD, GOOD, LONG],
-        r"1 of (4|the last \d) records .* 1 x overlong, e.g. line 7 of .*: .* seq_len 256 \((raise|the longest)",
+        r"1 of (4|the last \d) records .* 1 x overlong, e.g. line 7 of .*: .* seq_len 256 "
+        r"(\(the longest sample has 814 tokens\) )?\(raise",
     ),
     ({}, ["{broken", LONG, LONG], r"none of 3 records can be packed: 2 x overlong, e.g. line 3 of .*; 1 x bad_json"),
 ]

@@ -150,7 +150,8 @@ def test_splits_and_exclusions(tmp_path: Path) -> None:
     assert [one.id for one in read(folder, split="val")] == ["30", "31"]
     for unknown in ("test", "validation"):
         with pytest.raises(
-            SourceError, match=f"no packs in split '{unknown}'; it has train, val.*; set `source_split`"
+            SourceError,
+            match=f"no packs in split '{unknown}'; it has train, val. Pass one of these as `source_split`, or",
         ):
             read(folder, split=unknown)
     (folder / "shard-2.tar").unlink()
