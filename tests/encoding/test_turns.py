@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from energon_packed.errors import Reason, RecordError
+from energon_packed import Reason, RecordError
 from tests.internals import content_places, turns
 
 Messages = list[dict[str, Any]]

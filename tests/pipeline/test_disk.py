@@ -194,7 +194,14 @@ def test_the_input_changes_meanwhile(
 
     def disturb() -> None:
         for file, (content, _) in before.items():
-            file.unlink() if change is None else file.write_bytes(change(content))
+            if change is None:
+                file.unlink()
+            elif given.is_dir():  # another worker may read it meanwhile: it finds one of two contents
+                new = tmp_path / file.name
+                new.write_bytes(change(content))
+                new.replace(file)
+            else:
+                file.write_bytes(change(content))
 
     try:
         ran = stopped(undisturbed, tmp_path / "out", path, disturb)
