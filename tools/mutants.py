@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import ndiff
 from functools import cached_property
+from itertools import accumulate, takewhile
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -39,7 +40,7 @@ from typing import Any
 import coverage
 import libcst as cst
 import pytest
-from libcst.metadata import MetadataWrapper, PositionProvider
+from libcst.metadata import CodeRange, MetadataWrapper, PositionProvider
 from mutmut.mutation.file_mutation import MutationVisitor
 from mutmut.mutation.mutators import mutation_operators, operator_string
 from mutmut.mutation.pragma_handling import IgnoredCode
@@ -74,7 +75,7 @@ class _Visitor(MutationVisitor):
     def __init__(self) -> None:
         operators = [(kind, each) for kind, each in mutation_operators if each is not operator_string]
         super().__init__(operators, IgnoredCode(set(), set(), set()))
-        self.spans: list[range] = []
+        self.places: list[CodeRange | None] = []
 
     def _skip_node_and_children(self, node: cst.CSTNode) -> bool:
         if isinstance(node, cst.Raise | cst.Assert):
@@ -84,8 +85,7 @@ class _Visitor(MutationVisitor):
     def _create_mutations(self, node: cst.CSTNode) -> None:
         super()._create_mutations(node)
         place = self.get_metadata(PositionProvider, node, None)
-        span = range(place.start.line, place.end.line + 1) if place else range(0)
-        self.spans += [span] * (len(self.mutations) - len(self.spans))
+        self.places += [place] * (len(self.mutations) - len(self.places))
 
 
 def mutants_of(file: Path, functions: dict[tuple[str, int], FunctionType]) -> Iterator[Mutant]:
@@ -94,25 +94,42 @@ def mutants_of(file: Path, functions: dict[tuple[str, int], FunctionType]) -> It
     lines = source.splitlines()
     visitor = _Visitor()
     module = MetadataWrapper(cst.parse_module(source)).visit(visitor)
-    for mutation, span in zip(visitor.mutations, visitor.spans, strict=True):
-        if not isinstance(mutation.contained_by_top_level_function, cst.FunctionDef):
+    starts = list(accumulate((len(line) for line in source.splitlines(keepends=True)), initial=0))
+    for mutation, place in zip(visitor.mutations, visitor.places, strict=True):
+        if place is None or not isinstance(mutation.contained_by_top_level_function, cst.FunctionDef):
             continue
-        changed = module.deep_replace(mutation.original_node, mutation.mutated_node).code
+        start, end = (starts[point.line - 1] + point.column for point in (place.start, place.end))
+        start += len(source[start:end]) - len(source[start:end].lstrip())  # the place of ">" begins at its space
+        changed = source[:start] + module.code_for_node(mutation.mutated_node).strip() + source[end:]
         if _dtypes(changed) != _dtypes(source):
             continue
         try:
             codes = _codes(compile(changed, str(file), "exec", dont_inherit=True))
         except SyntaxError:
             continue
-        for place, function in functions.items():
-            code = codes.get(place)
+        span = range(place.start.line, place.end.line + 1)
+        for key, function in functions.items():
+            code = codes.get(key)
             if code is None or code == function.__code__ or code.co_freevars != function.__code__.co_freevars:
                 continue
-            changes = list(ndiff(lines, changed.splitlines()))
-            old = " ".join(line[2:].strip() for line in changes if line.startswith("- "))
-            new = " ".join(line[2:].strip() for line in changes if line.startswith("+ "))
-            line = next(number for number, each in enumerate(changes) if each[0] in "+-") + 1
-            yield Mutant(f"{old} => {new}", line, span, function, code)
+            name, line = _name(lines, changed.splitlines())
+            yield Mutant(name, line, span, function, code)
+
+
+def _name(lines: list[str], changed: list[str]) -> tuple[str, int]:
+    """Give the changed lines as "old => new", and the number of the first one, from 1."""
+    first = _equal(lines, changed)
+    old_rest, new_rest = lines[first:], changed[first:]
+    equal_end = _equal(old_rest[::-1], new_rest[::-1])
+    changes = list(ndiff(old_rest[: len(old_rest) - equal_end], new_rest[: len(new_rest) - equal_end]))
+    old = " ".join(line[2:].strip() for line in changes if line.startswith("- "))
+    new = " ".join(line[2:].strip() for line in changes if line.startswith("+ "))
+    return f"{old} => {new}", first + 1
+
+
+def _equal(one: list[str], other: list[str]) -> int:
+    """Count the equal lines at the beginning."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def _dtypes(source: str) -> list[str]:
