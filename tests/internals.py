@@ -190,6 +190,7 @@ PLACES = {
     "load_kernels": "packing:load_kernels",
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.workspace:FolderLock",
+    "Workspace": "pipeline.workspace:Workspace",
     "run_status": "pipeline.run:run_status",
     "loading_code": "shards.loading_code:loading_code",
     "keys": "pipeline.run_state",

@@ -405,23 +405,22 @@ class Workspace:
 
     def remove_leftovers(self) -> None:
         """Remove temporary files of a killed run or killed workers; files with other names are not touched."""
-        if is_remote(self.root):  # its temporary files are local
-            for leftover in self.work.rglob(".*.tmp"):
-                remove_if_possible(leftover)
-            return
-        own = [
-            *self.work.rglob(".*.tmp"),
-            *(self.shards / ".nv-meta").glob(".*.tmp"),
-            *self.shards.glob(".*.tar.*tmp"),
-            *self.media.glob(".media-*.tmp"),
-            *(self.media / ".nv-meta").glob(".*.tmp"),
-            *self.root.glob(".lengths.parquet.*.tmp"),
-            *self.root.glob(".rejects.jsonl.*.tmp"),
-            *self.root.glob(".media.yaml.*.tmp"),
-            *(self.root / "media-index" / ".nv-meta").glob(".*.tmp"),
-        ]
-        for leftover in own:
-            remove_if_possible(leftover)
+        patterns = [(self.work, "**/.*.tmp")]
+        if not is_remote(self.root):  # its temporary files are local
+            patterns += [
+                (self.shards / ".nv-meta", ".*.tmp"),
+                (self.shards, ".*.tar.*tmp"),
+                (self.media, ".media-*.tmp"),
+                (self.media / ".nv-meta", ".*.tmp"),
+                (self.root, ".lengths.parquet.*.tmp"),
+                (self.root, ".rejects.jsonl.*.tmp"),
+                (self.root, ".media.yaml.*.tmp"),
+                (self.root / "media-index" / ".nv-meta", ".*.tmp"),
+            ]
+        for folder, pattern in patterns:
+            with contextlib.suppress(FileNotFoundError):  # another process removes the folder: its error is reported
+                for leftover in list(folder.glob(pattern)):
+                    remove_if_possible(leftover)
 
     def forget(self, *fingerprints: str) -> None:
         """Delete the restart state of these fingerprints and of `out/media`."""

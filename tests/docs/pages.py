@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -221,6 +222,8 @@ def _run(command: str, folder: Path) -> str:
 def _environment() -> dict[str, str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     fixed = {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with socket.create_server(("127.0.0.1", 0)) as free:  # torchrun's default port may be that of another test
+        fixed["PET_MASTER_PORT"] = str(free.getsockname()[1])
     return {**os.environ, **fixed, "PATH": path}
 
 

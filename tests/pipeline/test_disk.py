@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.internals import Workspace
 from tests.pipeline.faults import Fault, Ran
 from tests.pipeline.undisturbed import Build, contents, leftovers
 from tests.processes import run_python
@@ -164,6 +166,22 @@ def test_the_folder_is_removed_meanwhile(
     assert re.search("was removed or replaced during|is gone since it was written|was removed during", ran.err)
     removed(out)
     undisturbed.check_resumed(out)
+
+
+def test_a_folder_that_is_removed_while_it_is_listed_has_no_leftovers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workspace = Workspace(tmp_path)
+    workspace.work.mkdir()
+    list_folder = os.scandir
+
+    def remove_first(path: Any = ".") -> Any:
+        monkeypatch.undo()
+        workspace.work.rmdir()
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", remove_first)
+    workspace.remove_leftovers()
 
 
 @pytest.mark.parametrize(
