@@ -123,10 +123,10 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
         content += 4 * table.length.astype(np.int64) + _TOKENS_JSON
     else:
         content += table.text_bytes
-    sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1]) if plan.num_packs else np.zeros(0, np.int64)
+    sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1])
     sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members of a pack beside the media
     written = sizes
-    if options.media == "reference" and plan.num_packs:  # the cuts stay those of a copy
+    if options.media == "reference":  # the cuts stay those of a copy
         absent = media + (_MEMBER_OVERHEAD - _LOCATOR) * files
         written = sizes - np.add.reduceat(absent[plan.indices], plan.offsets[:-1]) + _MEMBER_OVERHEAD
     shards: list[ShardPlan] = []
@@ -258,8 +258,7 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     """
     options, workspace = state.options, state.workspace
     state.progress.start("plan", len(table), "records")
-    kept = None if options.truncate is None else kept_tokens(state, table)
-    rejects, entries = plan_rejects(table, options, state.reader, state.engine, kept=kept)
+    rejects, entries = plan_rejects(table, options, state.reader, state.engine, kept=kept_tokens(state, table))
     report = partial(write_reports, rejects, entries.fragments, usable_len=options.usable_len, workspace=workspace)
     try:
         rejects.check(options.limits, str(workspace.rejects))

@@ -12,7 +12,10 @@ from tests.internals import content_places, turns
 Messages = list[dict[str, Any]]
 Parts = list[tuple[str, str, str]]
 """Text before the answer, what the model writes, and text after it, for each message."""
-SPECIAL = ("<|assistant|>", "<|im_start|>", "<|im_end|>", "<|user|>")
+SPECIAL = (
+    "<|assistant|>", "<|im_start|>", "<|channel|>", "<|message|>", "<|im_end|>", "<|return|>", "<|start|>", "<|call|>",
+    "<|user|>", "<|end|>",
+)  # fmt: skip
 PROMPT = "<|im_start|>assistant\n"
 
 
@@ -64,7 +67,8 @@ class Template:
         if len(messages) < self.least:
             raise RecordError(Reason.BAD_ROLE, "too short")
         text = "".join("".join(part) for part in self.parts(messages))
-        return text + self.prompt * ask if self.parts is not endless or messages[-1]["role"] != "assistant" else text
+        silent = {endless: "assistant", resumed: "tool", restarted: "tool"}.get(self.parts)
+        return text + self.prompt * ask if [each["role"] for each in messages[-1:]] != [silent] else text
 
     def finder(self, messages: Messages, *, alone: bool = True) -> Any:
         self.least = 0
@@ -155,3 +159,243 @@ def test_places_of_contents(searches: bool) -> None:
     if searches:
         del expected[2]  # only the middle of other contents can be marked
     assert content_places(text, messages, render) == expected
+
+
+def channels(messages: Messages) -> Parts:
+    """As GPT-OSS: the last answer has an end of its own, and an answer starts with its channel."""
+    ends = ["<|call|>" if follows["role"] == "tool" else "<|end|>" for follows in messages[1:]] + ["<|return|>"]
+    return [
+        ("<|start|>assistant", f"<|channel|>final<|message|>{each['content']}{end}", "")
+        if each["role"] == "assistant"
+        else (f"<|start|>{each['role']}<|message|>", each["content"], "<|end|>")
+        for each, end in zip(messages, ends, strict=True)
+    ]
+
+
+def resumed(messages: Messages) -> Parts:
+    """As Gemma 4: a turn goes on after the result of its call, without a prompt."""
+    return [
+        ("", f"[{each['content']}]", "")
+        if each["role"] == "tool"
+        else ("" if index and messages[index - 1]["role"] == "tool" else PROMPT, each["content"] + "<|im_end|>", "\n")
+        for index, each in enumerate(messages)
+    ]
+
+
+def restarted(messages: Messages) -> Parts:
+    """The result of a call is followed by a turn with its prompt, which is not a generation prompt."""
+    parts = zip(messages, chatml(messages), strict=True)
+    return [("", f"[{each['content']}]", "") if each["role"] == "tool" else part for each, part in parts]
+
+
+PROMPTS |= {channels: "<|start|>assistant", resumed: PROMPT, restarted: PROMPT}
+
+
+def test_spans_around_calls_and_their_results() -> None:
+    roles = ("user", "assistant", "tool", "assistant") * 2
+    for parts in (channels, resumed, restarted, chatml):
+        for size in (2, 4, 5, 6, 8):
+            messages = [{"role": role, "content": f"c{n}."} for n, role in enumerate(roles[:size])]
+            template = Template(parts, PROMPTS[parts])
+            finder, expected = template.finder(messages), template.expected(messages)
+            assert {turn: finder.span(turn) for turn in expected} == expected, (parts.__name__, size)
+
+
+SHAPE = turns.TurnShape("<|im_start|>a\n<think>\nso", "<|im_start|>a\n<think>\n", "<|im_end|>", SPECIAL, SPECIAL)
+
+
+def test_the_prompt_the_header_and_its_first_line_start_a_turn() -> None:
+    assert SHAPE.heads == ("<|im_start|>a\n<think>\nso", "<|im_start|>a\n<think>\n", "<|im_start|>a\n")
+    assert SHAPE.opener == "<|im_start|>"
+    for head in SHAPE.heads:
+        assert SHAPE.after_prompt(f"xx{head}Yes.", 2) == 2 + len(head)
+        assert SHAPE.after_prompt(f"xx{head}Yes.", 1) is None
+    bare = turns.TurnShape("A: ", "A:", None, SPECIAL, ())
+    assert (bare.heads, bare.opener) == (("A: ", "A:"), None)
+    assert (bare.after_prompt("A: x", 0), bare.after_prompt("A:x", 0), bare.after_prompt("A", 0)) == (3, 2, None)
+    same = turns.TurnShape("A\n", "A\n", None, (), ())
+    assert same.heads == ("A\n",)
+    assert turns.TurnShape("A\n", "", None, (), ()).heads == ("A\n",)
+
+
+def test_the_end_of_a_turn_is_the_last_token_before_the_next_content() -> None:
+    other = turns.TurnShape("<|im_start|>a\n", "<|im_start|>a\n", None, SPECIAL, SPECIAL)
+    none = turns.TurnShape("A: ", "A: ", None, SPECIAL, SPECIAL)
+    plain = turns.TurnShape("A: ", "A: ", None, (), ())
+    text = "<|im_end|>ab<|im_end|>c<|im_end|>\n<|im_start|>user\nHi<|im_end|>"
+    hi = text.index("Hi")
+    assert SHAPE.end_before(text, 10, hi) == text.index("\n")
+    assert SHAPE.end_before(text, 10, text.index("c<") + 1) == text.index("c<")
+    assert SHAPE.end_before(text, 10, text.index("c<") + 10) == text.index("c<")  # the second end is not complete
+    assert SHAPE.end_before(text, 0, 10) == 10
+    assert SHAPE.end_before(text, 1, 12) is None
+    # Without its end, a turn ends before the opener of the next turn, or with a special token before it.
+    for shape in (SHAPE, other):
+        opened = "ab \n<|im_start|>user\nHi"
+        assert shape.end_before(opened, 0, len(opened) - 2) == opened.index("<|im")
+        assert shape.end_before(opened, 1, len(opened) - 2) == opened.index("<|im")
+    ended = "ab<|user|> \n<|im_start|>user\nHi"
+    assert SHAPE.end_before(ended, 0, len(ended) - 2) == ended.index(" ")
+    assert SHAPE.end_before(ended, 1, len(ended) - 2) == ended.index(" ")
+    assert SHAPE.end_before(ended, 0, ended.index(" ")) == ended.index(" ")
+    assert none.end_before(text, 0, hi) == text.index("user")
+    assert none.end_before(text, 10, text.index("c<") + 1) == text.index("c<")
+    assert none.end_before("<|user|>", 0, 8) == 8
+    assert none.end_before("ab<|user|>", 0, 4) is None
+    assert plain.end_before(text, 0, hi) is None
+
+
+def test_the_opener_of_the_next_question_ends_an_answer_without_an_end() -> None:
+    shape = turns.TurnShape("<|assistant|>\n", "<|assistant|>\n", None, SPECIAL, SPECIAL)
+    for follows, stop in (("<|user|>", 10), ("<|assistant|>", 2), ("", 2), (" <|user|>", 2), ("x", 2)):
+        assert shape.with_stop(f"ab{follows}\n", 2) == stop
+        assert SHAPE.with_stop(f"ab{follows}\n", 2) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "first", "last", "header"),
+    [
+        ("[A]:", "[A]:", "[A]:", "[A]:"),
+        ("<a>\n<think>\n", "<a>\n", "<a>\n", "<a>\n"),
+        ("<a>\n<think>\n", "<a>\n", "<a>\n<think>\n", "<a>\n"),
+        ("<a>\n<think>\n", "<a>\n<think>\n", "<a>\n", "<a>\n"),
+        ("A: think", "A: ", "A: that", "A:"),
+        ("[A]think", "[A]that", "[A]", "[A]"),
+        ("<a>think", "<a>that", "<a>", "<a>"),
+        ("Answer", "Ask", "Ask", ""),
+    ],
+)
+def test_the_shape_of_a_template(prompt: str, first: str, last: str, header: str) -> None:
+    for end, waits in (("<|im_end|>", ""), (" \n<|im_end|>", "<eos>"), ("", ""), ("x<|im_end|>", "")):
+
+        def render(messages: Any, ask: bool, end: str = end, waits: str = waits) -> str:
+            parts = [
+                ("U\n" if turn % 2 == 0 else last if turn + 1 == len(messages) else first) + each["content"] + end
+                for turn, each in enumerate(messages)
+            ]
+            return "\n".join(parts) + "\n" + (prompt if ask else waits)
+
+        shape = turns.TurnShape.of(render, SPECIAL, SPECIAL[:1])
+        assert (shape.prompt, shape.header) == (prompt, header)
+        assert shape.end == ("<|im_end|>" if end.strip().startswith("<") else None)
+        assert (shape.added, shape.special) == (SPECIAL, SPECIAL[:1])
+
+
+def test_a_prompt_that_changes_the_text_before_it_has_no_header() -> None:
+    def render(messages: Any, ask: bool) -> str:
+        return f"{'?' if ask else '!'}" + "".join(f"<|user|>{each['content']}" for each in messages) + "A: " * ask
+
+    shape = turns.TurnShape.of(render, SPECIAL, SPECIAL)
+    assert (shape.prompt[:1], shape.prompt[-3:], shape.header, shape.end) == ("?", "A: ", "", None)
+
+
+def test_an_answer_that_is_written_elsewhere_has_no_span() -> None:
+    """As Gemma 4 writes the content of a turn with a call after the result of the call."""
+    messages = [
+        {"role": role, "content": text} for role, text in (("user", "q"), ("assistant", "A\n\nb"), ("user", "r"))
+    ]
+    for written, has_span in (("A\n\nb", True), (" A b ", True), ("Ab", True), ("b", False), ("", False)):
+
+        def parts(messages: Messages, written: str = written) -> Parts:
+            answers = {1: written} if len(messages) > 1 else {}
+            return [
+                (f"<|im_start|>{m['role']}\n", answers.get(n, m["content"]) + "<|im_end|>", "\n")
+                for n, m in enumerate(messages)
+            ]
+
+        template = Template(parts, PROMPT)
+        template.finder(messages)
+        shape = turns.TurnShape(PROMPT, PROMPT, "<|im_end|>", SPECIAL, SPECIAL)
+        finder = turns.TurnFinder(template.render(messages, False), messages, template.render, shape)
+        assert finder.span(1) == (template.expected(messages)[1] if has_span else None)
+        thought = [messages[0], {**messages[1], "content": f"so</think>{messages[1]['content']}"}, messages[2]]
+        other = turns.TurnFinder(template.render(messages, False), thought, template.render, shape)
+        assert other.span(1) == finder.span(1)
+
+
+def test_turns_start_where_the_turns_before_them_end_also_without_prefixes() -> None:
+    template, messages = Template(endless, PROMPTS[endless]), talk(random.Random(1), 6)
+    finder, expected = template.finder(messages), template.expected(messages)
+    assert [finder.turn_start(turn) for turn in (2, 4)] == [expected[1][1], expected[3][1]]
+    template = Template(chatml, PROMPT)
+    finder, expected = template.finder(messages, alone=False), template.expected(messages)
+    text = template.render(messages, False)
+    for turn in range(1, 6):
+        ends = expected[turn - 1][1] if turn - 1 in expected else None
+        content = messages[turn - 1]["content"]
+        assert finder.turn_start(turn) == (ends or text.index(content) + len(content))
+    assert finder.turn_start(0) == 0
+
+
+def test_the_last_resort_is_the_first_character_that_differs() -> None:
+    def counted(messages: Any, ask: bool) -> str:
+        return f"{len(messages)} turns: " + "".join(each["content"] * 2 for each in messages)
+
+    def shorter(messages: Any, ask: bool) -> str:
+        return "Hi" + "." * (3 - len(messages))
+
+    messages = talk(random.Random(1), 3)
+    shape = turns.TurnShape("A", "A", None, (), ())
+    for render, start in ((counted, 0), (lambda found, ask: f"xyz{counted(found, ask)}", 3), (shorter, 2)):
+        finder = turns.TurnFinder(render(messages, False), messages, render, shape)
+        assert [finder.turn_start(turn) for turn in (1, 2)] == [start, start]
+
+
+def test_markers_are_characters_that_the_text_has_not() -> None:
+    def render(messages: Any) -> str:
+        return "".join(f"<{each['content']}>" for each in messages)
+
+    for first, other in (("\U000f0000", "\U000f1000"), ("\U000f0fff", "\U000f1fff"), ("a", "b")):
+        messages = [{"role": "user", "content": f"x{first}"}, {"role": "assistant", "content": f"{other}y"}]
+        assert content_places(render(messages), messages, render) == {0: (1, 3), 1: (5, 7)}
+    many = [{"role": "user", "content": f"{turn:04d}"} for turn in range(2050)]
+    assert content_places(render(many), many, render) == {turn: (6 * turn + 1, 6 * turn + 5) for turn in range(2048)}
+
+
+def test_places_of_contents_are_without_white_space() -> None:
+    def render(messages: Any) -> str:
+        return "".join(f"[{each['role'][0]}{each['content']}]" for each in messages)
+
+    roles = ("user", "assistant", "user", "assistant", "user", "assistant")
+    texts = (" \n", " \n", "", "", "\n ab  ", "  c d\n")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    text = render(messages)
+    places = content_places(text, messages, render)
+    assert sorted(places) == [0, 2, 4, 5]
+    assert [text[start:stop] for start, stop in places.values()] == ["", "", "ab", "c d"]
+    assert [places[turn][0] for turn in (0, 2)] == [2, text.index("[u]") + 2]
+    assert [text[places[turn][0] - 1] for turn in (4, 5)] == [" ", " "]
+
+
+def test_only_the_middle_of_questions_is_marked_for_a_template_that_looks_at_contents() -> None:
+    """A content whose halves are written apart has no place."""
+
+    def render(messages: Any) -> str:
+        lines = []
+        for each in messages:
+            content = each["content"]
+            if not content.isprintable() and each["role"] == "assistant":
+                raise RecordError(Reason.BAD_ROLE, "no markers in answers")
+            mark = "*" if content.strip()[:1].isalpha() and content.strip()[-1:].isalpha() else ""
+            lines.append(f"{mark}{content}|" if each["role"] != "tool" else f"{mark}{content[:2]}-{content[2:]}|")
+        return "".join(lines)
+
+    roles = ("user", "user", "user", "assistant", "tool", "user")
+    texts = ("abc", "abcd", " x yz\n", "no", "tool", "last")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    text = render(messages)
+    places = content_places(text, messages, render)
+    assert {turn: text[start:stop] for turn, (start, stop) in places.items()} == {
+        0: "abc", 1: "abcd", 2: "x yz", 5: "last"
+    }  # fmt: skip
+    assert [places[turn][0] for turn in (0, 1, 5)] == [1, 6, len(text) - 5]
+
+
+def test_renderings_are_saved_from_32_messages() -> None:
+    counts = {}
+    for size in (31, 32):
+        template, messages = Template(chatml, PROMPT), talk(random.Random(0), size)
+        finder = template.finder(messages)
+        assert all(finder.span(turn) for turn in template.expected(messages))
+        counts[size] = template.rendered
+    assert counts[32] < 12 < counts[31]

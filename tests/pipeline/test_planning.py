@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from energon_packed import (
     Conversation,
@@ -274,18 +275,25 @@ def test_long_records_are_cut_or_rejected_one_by_one(
     texts[3], texts[100], texts[120] = "a" * 69, "ABCD" * 15 + "a#a", "ABCD" * 15 + "a%a"
     texts[150] = "a" * 45 + "A" + "b" * 70  # only a split keeps the target
     texts[5], texts[160], texts[170] = "A" * 50, "B" * 95, "B" + "A" * 40  # all tokens are targets
+    texts[180] = "B" * 30 + "a" + "B" * 30
     encoder = Letters()
     samples = [encoder.encode(Conversation(text=text)) for text in texts]
     data = tmp_path / "a.jsonl"
     data.write_text("".join(json.dumps({"id": f"r{n}", "text": text}) + "\n" for n, text in enumerate(texts)))
     planned: list[Any] = []
-    plan_rejects = plan_stage.plan_rejects
+    encoded: list[Conversation] = []
+    plan_rejects, encode = plan_stage.plan_rejects, Letters.encode
+
+    def counted(self: Letters, conversation: Conversation) -> EncodedSample:
+        encoded.append(conversation)
+        return encode(self, conversation)
 
     def recorded(*arguments: Any, **named: Any) -> Any:
         planned.append((arguments[0], *plan_rejects(*arguments, **named)))
         return planned[0][1:]
 
     monkeypatch.setattr(plan_stage, "plan_rejects", recorded)
+    monkeypatch.setattr(Letters, "encode", counted)
     pack(
         data, output_dir=tmp_path / "out", encoder=encoder, seq_len=44, pad_multiple=8, overlong=overlong,
         sample_class=sample_class, workers=1, max_reject_rate=1, split_overlap=3,
@@ -305,13 +313,22 @@ def test_long_records_are_cut_or_rejected_one_by_one(
                 supervised[row], checksums[row] = cut.num_supervised, cut.weight_checksum
         except RecordError as error:
             status[row], details[row] = chunks.STATUSES.index(error.reject.reason), error.reject.detail
-    assert sum(len(sample) > 40 for sample in samples) > 90
+    long = sum(len(sample) > 40 for sample in samples)
+    assert long > 90
+    assert len(encoded) == 200 + (long if sample_class != "PackedTokensSample" else 0)  # stored tokens are read
     assert rejects.status.tolist() == status
     assert dict(rejects.details) == details
     assert sorted(details) == ([3, 120] if overlong == "split" else [3, 100, 120, 150])
     assert entries.supervised[:200].tolist() == supervised
     assert entries.weight_checksum[:200].tolist() == checksums
     assert measured.supervised is not entries.supervised
+    lengths = pq.read_table(tmp_path / "out" / "lengths.parquet").to_pylist()
+    cut = {"truncate": "truncated", "split": "split"}[overlong]
+    names = [
+        chunks.STATUSES[code] if code or len(sample) <= 40 else cut
+        for code, sample in zip(status, samples, strict=True)
+    ]
+    assert [row["status"] for row in lengths] == [*names, *["fragment"] * sum(map(len, pieces))]
     if pieces:
         assert entries.fragments.tolist() == np.concatenate(pieces).tolist()
     else:
@@ -359,3 +376,30 @@ def test_reports_and_progress_of_a_run_and_of_a_refused_run(tmp_path: Path) -> N
     assert alone.utilization_ungrouped is None
     lengths = pq.read_table(tmp_path / "out" / "lengths.parquet").to_pylist()
     assert sum(row["pack"] is not None for row in lengths) == result.manifest.packed
+
+
+def test_stored_tokens_with_another_number_of_images_are_not_split(tmp_path: Path) -> None:
+    sample = Letters().encode(Conversation(text="B" + "a" * 30 + "##" + "Ba" * 20))
+    records = table_of(2, length=[len(sample)] * 2, num_images=[1, 2])
+    files = [tmp_path / "a.tokens", tmp_path / "b.tokens"]
+    for file in files:
+        chunks.write_tokens(file, [sample])
+    rows = np.arange(2)
+    tokens = chunks.TokenCache(files, records.file_starts, records.length).refs(rows)
+    loader = options_of(encoder=Letters()).encoder_loader
+    check = plan_stage.OverlongCheck(reader=None, encoder=loader, max_length=40, overlap=3)
+    task = plan_stage.OverlongTask(rows=rows, records=records.refs(rows), images=records.num_images, tokens=tokens)
+    (first, fragments), (second, reject) = check(task)
+    assert (first, second) == (0, 1)
+    assert fragments.tolist() == split_sample(sample, 40, 3, 1).tolist()
+    assert reject.detail.endswith("cannot be split between its 2 images, whose tokens are 1 runs")
+
+
+def test_utilization_is_compared_with_packs_of_any_media(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    records: list[Any] = [{"text": "w" * 10}, {"text": "<image>www", "images": ["a.png"]}] * 5
+    data = tmp_path / "a.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = pack(data, output_dir=tmp_path / "out", encoder=Characters(), seq_len=40, workers=1, group_by="media")
+    assert result.manifest.utilization == pytest.approx(100 / 160)
+    assert result.utilization_ungrouped == pytest.approx(100 / 120)
