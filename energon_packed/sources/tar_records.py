@@ -32,6 +32,7 @@ TEXT_PARTS = ("txt", "caption", "text")
 JSON_PARTS = ("json", "jsn")
 INTEGER_PARTS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # of Energon's default decoder
 VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO_SUFFIXES)
+_LONGEST_PART = 256 << 20  # bytes of a part that is read whole: all but images and videos
 _SOURCE_CODE = ("ts", "mts")  # extensions of TypeScript, too: the content of such a member decides
 _AUDIO_PARTS = ("wav", "mp3", "flac", "m4a", "aac", "wma", "ogg", "oga", "opus", "aif", "aiff")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
@@ -130,7 +131,17 @@ class KeyMembers:
         return VideoReference(file=reference) if self.is_video(member) else reference
 
     def content(self, member: Member) -> bytes:
-        """Read the bytes of a member."""
+        """Read the bytes of a member that is no image or video.
+
+        Raises:
+            RecordError: the member is too large.
+        """
+        if member.size >= _LONGEST_PART:
+            raise RecordError(
+                Reason.BAD_JSON,
+                f"{member.name} has {member.size / 1e6:,.0f} MB; a part that is no image or video must be shorter than "
+                f"{_LONGEST_PART / 1e6:,.0f} MB. Split the record.",
+            )
         return read_content(self.path, member)
 
     def text(self, member: Member) -> str:

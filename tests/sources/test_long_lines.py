@@ -3,6 +3,7 @@
 import bz2
 import gzip
 import lzma
+import tarfile
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -91,3 +92,18 @@ def test_arrays_and_tables_are_refused(tmp_path: Path, name: str, content: bytes
     (tmp_path / name).write_bytes(content)
     with pytest.raises(SourceError, match=message):
         open_sources([str(tmp_path / name)], work_dir=tmp_path / "work")
+
+
+@pytest.mark.parametrize("part", ["json", "txt", "other"])
+def test_a_part_of_a_tar_is_not_read_if_it_is_large(tmp_path: Path, part: str) -> None:
+    header = tarfile.TarInfo(f"a.{part}")
+    header.size = 1 << 40  # a sparse file: its content takes no space on disk
+    with (tmp_path / "s.tar").open("wb") as file:
+        file.write(header.tobuf())
+        file.truncate(512 + header.size + (10 << 10))
+    (source,) = open_sources([str(tmp_path / "s.tar")], work_dir=tmp_path / "work")
+    (row,) = source.scan(0, source.extent())
+    assert str(row.reject) == (
+        f"bad_json: a.{part} has 1,099,512 MB; a part that is no image or video must be shorter than 268 MB. "
+        "Split the record."
+    )
