@@ -139,8 +139,8 @@ class KeyMembers:
         if member.size >= _LONGEST_PART:
             raise RecordError(
                 Reason.BAD_JSON,
-                f"{member.name} has {member.size / 1e6:,.0f} MB; a part that is no image or video must be shorter than "
-                f"{_LONGEST_PART / 1e6:,.0f} MB. Split the record.",
+                f"{member.name} has {member.size / 1e6:,.0f} MB; a part that is no image or video must be shorter "
+                f"than {_LONGEST_PART / 1e6:,.0f} MB. Split the record.",
             )
         return read_content(self.path, member)
 
