@@ -1,4 +1,4 @@
-"""The site of docs/: its links, and each page in Chromium, as wide as a phone and a laptop, light and dark."""
+"""The site of docs/: its links, and each page in Chromium, as wide as a laptop (light and dark) and a phone."""
 
 import re
 import threading
@@ -137,7 +137,7 @@ def test_pages_fit_and_are_readable(scheme: str, site: Path, address: str, tmp_p
             browser.open(address + page)
             colors = browser.run("document.body.dataset.mdColorScheme")
             assert colors == {"light": "default", "dark": "slate"}[scheme]
-            for width in WIDTHS:
+            for width in WIDTHS if scheme == "light" else WIDTHS[:1]:  # colors do not depend on the width
                 browser.show(width, scheme=scheme)
                 faults += [f"{page} at {width} px: {fault}" for fault in browser.run(_FAULTS)]
             faults += [f"{page}: {message}" for message in browser.log]

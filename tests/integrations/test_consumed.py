@@ -239,10 +239,10 @@ def test_steps_without_a_checkpoint_take_no_memory() -> None:
 
     tracemalloc.start()
     try:
-        train(500)
-        before = train(1500)
+        train(100)
+        before = train(200)
         assert len(batches._positions) <= 3
-        assert train(3000) - before < 60_000  # an update that is kept takes 400 bytes
+        assert train(300) - before < 60_000  # an update that is kept takes 400 bytes
     finally:
         tracemalloc.stop()
     assert len(json.dumps(batches.state())) < 20_000
