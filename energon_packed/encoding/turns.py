@@ -96,8 +96,8 @@ class TurnShape:
             # GPT-OSS: <|return|> after the last turn, <|end|> or <|call|> after others
             trimmed = text[start:at].rstrip()
             return start + len(trimmed) if trimmed.endswith(self.special) else at
-        last = max(((text.rfind(token, start, until), token) for token in self.special), default=(-1, ""))
-        return last[0] + len(last[1]) if last[0] >= 0 else None
+        found = ((text.rfind(token, start, until), len(token)) for token in self.special)
+        return max((at + size for at, size in found if at >= 0), default=None)
 
     def with_stop(self, text: str, end: int) -> int:
         """End of a turn in a template without an end-of-turn token: GLM-4.5 stops with the opener of the next turn."""
@@ -143,27 +143,26 @@ class TurnFinder:
         return first - before, after + behind
 
     def _around(self, turn: int) -> Any:
-        """Roles and strings of the template around the content of a turn; None if the turn must be located by itself.
+        """Role before a turn and strings of the template around its content; None if it must be located by itself.
 
         That is a turn whose content may be mistaken for a part of the prompt, or for its end.
         """
-        if len(self._messages) < _LONG or not 0 < turn < len(self._messages) - 1:
+        if len(self._messages) < _LONG:
             return None
         near = [self._places.get(i) for i in (turn - 1, turn, turn + 1)]
         if None in near:
             return None
-        roles = [message["role"] for message in self._messages[turn - 1 : turn + 2]]
         previous, own, following = [place for place in near if place is not None]
         before, behind = self._text[previous[1] : own[0]], self._text[own[1] : following[0]]
         cuts = [(head[:size], head[size:]) for head in self._shape.heads for size in range(len(head))]
         if any([self._text.startswith(rest, own[0]) and before.endswith(start) for start, rest in cuts]):
             return None
-        return None if self._text.endswith(self._shape.added, *own) else (*roles, before, behind)
+        if self._text.endswith(self._shape.added, *own):
+            return None
+        return self._messages[turn - 1]["role"], before, behind
 
     def _rendered_span(self, turn: int) -> Span | None:
-        start = self._start(turn)
-        end = None if start is None else self._end(turn, start)
-        if start is None or end is None:
+        if (start := self._start(turn)) is None or (end := self._end(turn, start)) is None:
             return None
         # The span must contain the answer: Gemma 4 writes the content of a turn with a call after the call's result.
         # An answer may start like the prompt (<think>), so the prompt is included.
@@ -207,8 +206,9 @@ class TurnFinder:
                     return shape.after_prompt(self._text, size)
             if turn - 1 not in self._places:
                 return None
-        after = self._places[turn - 1][1] if turn else 0
-        at = self._text.find(shape.heads[-1], after) if shape.header else -1
+        if not shape.header:
+            return None
+        at = self._text.find(shape.heads[-1], self._places[turn - 1][1] if turn else 0)
         return None if at < 0 else shape.after_prompt(self._text, at)
 
     def _end(self, turn: int, start: int) -> int | None:
@@ -220,7 +220,7 @@ class TurnFinder:
             ended = len(trimmed) > start and trimmed.endswith(self._shape.added)
             return self._shape.with_stop(self._text, len(trimmed) if ended else len(until))
         place = self._places.get(turn + 1)
-        return None if place is None or place[0] < start else self._shape.end_before(self._text, start, place[0])
+        return None if place is None else self._shape.end_before(self._text, start, place[0])
 
     def _earlier(self, turn: int, *, ask: bool) -> str | None:
         """Rendered text of the turns before `turn` if the text of all turns starts with it, else None."""

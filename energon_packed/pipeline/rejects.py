@@ -320,8 +320,7 @@ class TableRejects:
             RejectLimitError: more records are rejected than allowed, or all are.
         """
         counts = self.counts
-        overlong = counts.get(Reason.OVERLONG.value, 0)
-        if overlong and limits.overlong == "error":
+        if limits.overlong == "error" and (overlong := counts.get(Reason.OVERLONG.value)):
             more = f", the first of {overlong} such records{self._longest()}" if overlong > 1 else ""
             limits.check_record(next(self.rows(Reason.OVERLONG.value)), more=more)
         if limits.strict:
@@ -529,8 +528,8 @@ def write_reports(
         places: place of each record, then of each fragment.
     """
     table, reader, status = rejects.table, rejects.reader, rejects.status
-    names_of = (*STATUSES, TRUNCATED, *((SPLIT, FRAGMENT) if fragments is not None else ()))
-    cut = len(STATUSES) + (fragments is not None)  # the status of a packed record that is longer than a row
+    names_of = (*STATUSES, TRUNCATED, SPLIT, FRAGMENT)
+    cut = names_of.index(TRUNCATED if fragments is None else SPLIT)  # a packed record that is longer than a row
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)

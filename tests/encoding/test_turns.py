@@ -67,8 +67,14 @@ class Template:
         if len(messages) < self.least:
             raise RecordError(Reason.BAD_ROLE, "too short")
         text = "".join("".join(part) for part in self.parts(messages))
-        silent = {endless: "assistant", resumed: "tool", restarted: "tool"}.get(self.parts)
-        return text + self.prompt * ask if [each["role"] for each in messages[-1:]] != [silent] else text
+        asked = {
+            endless: {"assistant": ""},
+            resumed: {"tool": ""},
+            restarted: {"tool": ""},
+            shortened: {"tool": "<|im_start|>"},
+            begun: {"tool": PROMPT + "So "},
+        }.get(self.parts, {})
+        return text + asked.get("".join(each["role"] for each in messages[-1:]), self.prompt) * ask
 
     def finder(self, messages: Messages, *, alone: bool = True) -> Any:
         self.least = 0
@@ -88,7 +94,10 @@ class Template:
 
 def talk(rng: random.Random, size: int) -> Messages:
     texts = ["Yes.", "No, 5 > 3: so.", "a\n\nb", "é", "x]y"]
-    return [{"role": ("user", "assistant")[n % 2], "content": f"{rng.choice(texts)}{n}."} for n in range(size)]
+    talk = [{"role": ("user", "assistant")[n % 2], "content": f"{rng.choice(texts)}{n}."} for n in range(size)]
+    return [
+        each | {"content": f"{each['content']} <|im_end|>?"} if n % 6 == 2 else each for n, each in enumerate(talk)
+    ]
 
 
 @pytest.mark.parametrize("parts", PROMPTS)
@@ -98,8 +107,8 @@ def test_spans_are_those_of_the_template(parts: Callable[[Messages], Parts], alo
     rng = random.Random(3)
     for size in (2, 3, 4, 5, 6, 31, 32, 33):
         template, messages = Template(parts, PROMPTS[parts]), talk(rng, size)
-        if not alone and parts is endless:
-            continue  # its answers have no end that markers show
+        if parts is opened or (not alone and parts in (endless, bare, doubled)):
+            continue  # its answers have no end that markers show, or a question has no place
         finder = template.finder(messages, alone=alone)
         expected = template.expected(messages)
         assert {turn: finder.span(turn) for turn in expected} == expected
@@ -188,17 +197,110 @@ def restarted(messages: Messages) -> Parts:
     return [("", f"[{each['content']}]", "") if each["role"] == "tool" else part for each, part in parts]
 
 
-PROMPTS |= {channels: "<|start|>assistant", resumed: PROMPT, restarted: PROMPT}
+def shortened(messages: Messages) -> Parts:
+    """After the result of a call, the prompt has no role: the model writes it."""
+    return [
+        ("<|im_start|>", head.removeprefix("<|im_start|>") + own, tail)
+        if turn and messages[turn - 1]["role"] == "tool"
+        else (head, own, tail)
+        for turn, (head, own, tail) in enumerate(chatml(messages))
+    ]
+
+
+def begun(messages: Messages) -> Parts:
+    """After the result of a call, the prompt begins the answer."""
+    return [
+        (head + "So ", own.removeprefix("So "), tail)
+        if turn and messages[turn - 1]["role"] == "tool" and own.startswith("So ")
+        else (head, own, tail)
+        for turn, (head, own, tail) in enumerate(chatml(messages))
+    ]
+
+
+def doubled(messages: Messages) -> Parts:
+    """As `opening`; the first question is written twice, so that it has no place."""
+    (head, own, tail), *parts = opening(messages)
+    return [(head, own * 2, tail), *parts]
+
+
+def bare(messages: Messages) -> Parts:
+    """No token ends a message; one at the end of an answer is taken for its end."""
+    ends = [each["content"].rstrip().endswith(SPECIAL) for each in messages]
+    return [
+        (f"[{each['role']}]", each["content"].rstrip() if has_end else each["content"] + " \n\n", " \n\n" * has_end)
+        for each, has_end in zip(messages, ends, strict=True)
+    ]
+
+
+def opened(messages: Messages) -> Parts:
+    """As `bare`, with tokens before the messages."""
+    return [(f"<|{each['role']}|>", each["content"] + " \n\n", "") for each in messages]
+
+
+PROMPTS |= {channels: "<|start|>assistant", resumed: PROMPT, restarted: PROMPT, shortened: PROMPT, begun: PROMPT}
+PROMPTS |= {doubled: PROMPTS[opening], bare: "[assistant]", opened: "<|assistant|>"}
+
+
+def spans(template: "Template", messages: Messages) -> Any:
+    finder, expected = template.finder(messages), template.expected(messages)
+    return {turn: finder.span(turn) for turn in expected}, expected
 
 
 def test_spans_around_calls_and_their_results() -> None:
-    roles = ("user", "assistant", "tool", "assistant") * 2
-    for parts in (channels, resumed, restarted, chatml):
-        for size in (2, 4, 5, 6, 8):
-            messages = [{"role": role, "content": f"c{n}."} for n, role in enumerate(roles[:size])]
-            template = Template(parts, PROMPTS[parts])
-            finder, expected = template.finder(messages), template.expected(messages)
-            assert {turn: finder.span(turn) for turn in expected} == expected, (parts.__name__, size)
+    for parts in (channels, resumed, restarted, shortened, begun, chatml):
+        for size in (2, 4, 5, 6, 8, 40, 41, 42):
+            roles = ("user", "assistant", "tool", "assistant") * 11
+            messages = [{"role": role, "content": "So " * (n == 3) + f"c{n}."} for n, role in enumerate(roles[:size])]
+            found, expected = spans(Template(parts, PROMPTS[parts]), messages)
+            assert found == expected, (parts.__name__, size)
+
+
+def test_answers_that_begin_with_the_prompt_and_answers_without_a_question() -> None:
+    for parts in (chatml, thoughtful, opening, doubled):
+        messages = talk(random.Random(0), 6)
+        messages[3]["content"] = PROMPTS[parts] + "Yes."
+        found, expected = spans(Template(parts, PROMPTS[parts]), messages[: 4 if parts is opening else 6])
+        if parts in (opening, doubled):
+            del found[3], expected[3]  # the prompt of its turn is written as of an earlier turn, once or twice
+        assert found == expected, parts.__name__
+    for size in (2, 40):
+        found, expected = spans(Template(chatml, PROMPT), talk(random.Random(0), size + 1)[1:])
+        assert found == expected
+
+
+def test_answers_that_end_with_a_token_have_margins_of_their_own() -> None:
+    for size in (4, 40):
+        messages = talk(random.Random(0), size)
+        for turn in range(3, size, 8):
+            messages[turn]["content"] = "Yes<|end|>"
+        found, expected = spans(Template(bare, PROMPTS[bare]), messages)
+        assert found == expected
+
+
+def test_empty_answers_end_where_they_start() -> None:
+    for parts, content in ((endless, ""), (bare, ""), (opened, " \n")):
+        messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": content}]
+        found, expected = spans(Template(parts, PROMPTS[parts]), messages)
+        assert found == expected
+
+
+def test_answers_without_an_end_or_a_start_have_no_span() -> None:
+    messages = [{"role": ("assistant", "user")[turn % 2], "content": f"c{turn}"} for turn in range(6)]
+    template = Template(lambda found: [*chatml(found[:-1]), ("", found[-1]["content"] * 2, "")], PROMPT)
+    finder = template.finder(messages[:2], alone=False)  # the question after the answer has no place
+    assert finder.span(0) is None
+    template = Template(doubled, PROMPTS[doubled])
+    finder = template.finder(messages[1:], alone=False)  # nor has the question before the answer
+    assert [finder.span(turn) is None for turn in (1, 3)] == [True, False]
+    for size in (4, 40):
+        template, messages = Template(chatml, PROMPT), talk(random.Random(0), size)
+        template.least = size
+        render, text = template.render, "".join("".join(part) for part in chatml(messages))
+        finder = turns.TurnFinder(text, messages, render, turns.TurnShape(PROMPT, PROMPT, None, (), ()))
+        last = template.expected(messages)[size - 1]
+        assert [finder.span(turn) for turn in range(1, size, 2)] == [*[None] * (size // 2 - 1), (last[0], len(text))]
+        finder = turns.TurnFinder(text, messages, render, turns.TurnShape(PROMPT, "", None, SPECIAL, SPECIAL))
+        assert [finder.span(turn) for turn in range(1, size, 2)] == [None] * (size // 2)
 
 
 SHAPE = turns.TurnShape("<|im_start|>a\n<think>\nso", "<|im_start|>a\n<think>\n", "<|im_end|>", SPECIAL, SPECIAL)
@@ -243,6 +345,14 @@ def test_the_end_of_a_turn_is_the_last_token_before_the_next_content() -> None:
     assert none.end_before("<|user|>", 0, 8) == 8
     assert none.end_before("ab<|user|>", 0, 4) is None
     assert plain.end_before(text, 0, hi) is None
+    for text, start, stop in (
+        ("<|im_end|>a<|user|>", 0, 10),
+        ("<|im_start|>ab<|user|>c", 12, 22),
+        ("ab<|im_start|>x<|im_start|>y", 0, 15),
+        ("<|im_start|>user", 0, 0),
+        ("a<|user|>b<|user|>c", 0, 18),
+    ):
+        assert SHAPE.end_before(text, start, len(text)) == stop
 
 
 def test_the_opener_of_the_next_question_ends_an_answer_without_an_end() -> None:
@@ -263,6 +373,7 @@ def test_the_opener_of_the_next_question_ends_an_answer_without_an_end() -> None
         ("[A]think", "[A]that", "[A]", "[A]"),
         ("<a>think", "<a>that", "<a>", "<a>"),
         ("Answer", "Ask", "Ask", ""),
+        ("<|assistant|>\n", "<|assistant|>\n", "<|assistant|>\n", "<|assistant|>\n"),
     ],
 )
 def test_the_shape_of_a_template(prompt: str, first: str, last: str, header: str) -> None:
@@ -281,12 +392,21 @@ def test_the_shape_of_a_template(prompt: str, first: str, last: str, header: str
         assert (shape.added, shape.special) == (SPECIAL, SPECIAL[:1])
 
 
+def test_the_end_of_a_content_that_is_written_twice_is_after_the_first() -> None:
+    def render(messages: Any, ask: bool) -> str:
+        return "".join(f"{each['content']}<|im_end|>{each['content']}." for each in messages) + PROMPT * ask
+
+    assert turns.TurnShape.of(render, SPECIAL, SPECIAL).end == "<|im_end|>"
+
+
 def test_a_prompt_that_changes_the_text_before_it_has_no_header() -> None:
     def render(messages: Any, ask: bool) -> str:
         return f"{'?' if ask else '!'}" + "".join(f"<|user|>{each['content']}" for each in messages) + "A: " * ask
 
     shape = turns.TurnShape.of(render, SPECIAL, SPECIAL)
     assert (shape.prompt[:1], shape.prompt[-3:], shape.header, shape.end) == ("?", "A: ", "", None)
+    shape = turns.TurnShape.of(lambda messages, ask: ":" + render(messages, ask), SPECIAL, SPECIAL)
+    assert (shape.prompt[:1], shape.header) == ("?", "")
 
 
 def test_an_answer_that_is_written_elsewhere_has_no_span() -> None:
@@ -317,6 +437,9 @@ def test_turns_start_where_the_turns_before_them_end_also_without_prefixes() -> 
     template, messages = Template(endless, PROMPTS[endless]), talk(random.Random(1), 6)
     finder, expected = template.finder(messages), template.expected(messages)
     assert [finder.turn_start(turn) for turn in (2, 4)] == [expected[1][1], expected[3][1]]
+    twice = [messages[0], messages[2], *messages[3:]]
+    content = Template(endless, PROMPTS[endless]).finder(twice).turn_start(1)
+    assert content == len("[S]<|user|>\n" + messages[0]["content"])
     template = Template(chatml, PROMPT)
     finder, expected = template.finder(messages, alone=False), template.expected(messages)
     text = template.render(messages, False)
@@ -336,7 +459,7 @@ def test_the_last_resort_is_the_first_character_that_differs() -> None:
 
     messages = talk(random.Random(1), 3)
     shape = turns.TurnShape("A", "A", None, (), ())
-    for render, start in ((counted, 0), (lambda found, ask: f"xyz{counted(found, ask)}", 3), (shorter, 2)):
+    for render, start in ((counted, 0), (lambda found, ask: f"{'?' * ask}x{counted(found, ask)}", 1), (shorter, 2)):
         finder = turns.TurnFinder(render(messages, False), messages, render, shape)
         assert [finder.turn_start(turn) for turn in (1, 2)] == [start, start]
 
@@ -381,21 +504,43 @@ def test_only_the_middle_of_questions_is_marked_for_a_template_that_looks_at_con
         return "".join(lines)
 
     roles = ("user", "user", "user", "assistant", "tool", "user")
-    texts = ("abc", "abcd", " x yz\n", "no", "tool", "last")
+    texts = ("1bc", "abcd", " x yz\n", "no", "tool", "last")
     messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
     text = render(messages)
     places = content_places(text, messages, render)
     assert {turn: text[start:stop] for turn, (start, stop) in places.items()} == {
-        0: "abc", 1: "abcd", 2: "x yz", 5: "last"
+        0: "1bc", 1: "abcd", 2: "x yz", 5: "last"
     }  # fmt: skip
-    assert [places[turn][0] for turn in (0, 1, 5)] == [1, 6, len(text) - 5]
+    assert [places[turn][0] for turn in (0, 1, 5)] == [0, 5, len(text) - 5]
+
+
+def test_contents_are_marked_outside_before_they_are_marked_inside() -> None:
+    """A template that cuts thoughts of answers, or replaces a part of questions, finds it between the markers."""
+
+    def render(messages: Any, refuses: bool = False) -> str:
+        lines = []
+        for each in messages:
+            if refuses and each["role"] == "assistant" and not each["content"].isprintable():
+                raise RecordError(Reason.BAD_ROLE, "no markers in answers")
+            own = each["content"].split("</think>")[-1] if each["role"] == "assistant" else each["content"]
+            lines.append(f"[{own.replace('<image>', '(I)')}]")
+        return "".join(lines)
+
+    texts = ("a<image>b", "a</think>b", "yes", "no")
+    roles = ("user", "assistant", "user", "assistant")
+    messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+    expected = {0: (1, 6), 2: (11, 14), 3: (16, 18)}
+    assert content_places(render(messages), messages, render) == expected
+    del expected[3]
+    assert content_places(render(messages), messages, lambda found: render(found, refuses=True)) == expected
 
 
 def test_renderings_are_saved_from_32_messages() -> None:
     counts = {}
-    for size in (31, 32):
+    for size in (2, 31, 32):
         template, messages = Template(chatml, PROMPT), talk(random.Random(0), size)
         finder = template.finder(messages)
         assert all(finder.span(turn) for turn in template.expected(messages))
         counts[size] = template.rendered
     assert counts[32] < 12 < counts[31]
+    assert counts[2] == 1  # the text of the question with the prompt

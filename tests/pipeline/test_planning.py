@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -70,6 +70,8 @@ def table_of(count: int, seed: int = 0, **columns: Any) -> Any:
     st.integers(1, 12),
     st.integers(1, 200),
 )
+@example([3, 4, 5], 10, 7)
+@example([3, 5, 1], 10, 7)
 @settings(max_examples=80, deadline=None)
 def test_shards_are_cut_at_the_limits(sizes: list[int], max_packs: int, max_bytes: int) -> None:
     ranges = plan_stage.cut_evenly(np.array(sizes, dtype=np.int64), max_packs, max_bytes)

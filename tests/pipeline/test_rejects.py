@@ -28,7 +28,7 @@ COUNTS = [
     {},
     {"overlong": 3},
     {"not_sampled": 9, "bad_json": 1},
-    {"bad_json": 2, "overlong": 4, "missing_image": 2, "dropped_by_adapter": 50},
+    {"missing_image": 2, "overlong": 4, "bad_json": 2, "dropped_by_adapter": 50},
     {
         "bad_json": 1,
         "bad_role": 2,
@@ -93,7 +93,7 @@ class Input:
                         "row": row,
                         "line": 2 * row + 1 if number < 2 else None,
                         "id": default if ident is None else ident,
-                        "length": rng.randint(1, 90) if status == 0 or is_long else -1,
+                        "length": rng.randint(0, 90) if status == 0 or is_long else -1,
                         "num_images": rng.randint(0, 3),
                         "num_videos": rng.randint(0, 2) if videos else 0,
                         "status": chunks.STATUSES[status],
@@ -291,6 +291,7 @@ def test_summaries_list_reasons_with_the_most_common_first(counts: dict[str, int
         if hint:
             listed[0] += f" ({hint})"
     assert advised == "; ".join(listed)
+    assert rejects.advice({"empty": 1}) == ""
     assert bool(hint) == (names[:1] in (["overlong"], ["bad_json"]))
     line = rejects.warning_of(counts, 99, "the report")
     is_silent = set(names) <= set(REQUESTED)
