@@ -1,12 +1,14 @@
 """Tars are deterministic, complete or absent, and plain ustar."""
 
+import hashlib
 import tarfile
 from pathlib import Path
 
 import pytest
 
 from energon_packed import FormatError
-from tests.internals import ShardRows, TarShardWriter
+from tests.internals import ShardRows, TarShardWriter, as_path
+from tests.storage import Store
 
 
 def write(path: Path, packs: int = 3) -> ShardRows:
@@ -34,8 +36,21 @@ def test_rows_have_the_offsets_of_all_parts(tmp_path: Path) -> None:
             (m.name, m.offset_data, m.size) for m in members
         ]
         assert rows.offsets == [m.offset for m in members[::2]] + [tar.offset]
-    assert rows.size == (tmp_path / "a.tar").stat().st_size
+    content = (tmp_path / "a.tar").read_bytes()
+    assert (rows.name, rows.size, rows.sha256) == ("a.tar", len(content), hashlib.sha256(content).hexdigest())
+    assert rows.size % tarfile.RECORDSIZE == 0
     assert ShardRows.from_dict(rows.as_dict()) == rows
+    summary = rows.summary
+    assert (summary.name, summary.size, summary.sha256, summary.packs) == (rows.name, rows.size, rows.sha256, 3)
+
+
+def test_a_shard_of_a_store_is_written_in_the_staging_folder_and_uploaded(store: Store, tmp_path: Path) -> None:
+    with TarShardWriter(as_path(store.url("a.tar")), tmp_path) as shard:
+        shard.add("a_0", [("json", b"{}")])
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) == []
+    content = store.client.get_object(Bucket="bucket", Key="a.tar")["Body"].read()
+    assert (len(content), hashlib.sha256(content).hexdigest()) == (shard.rows.size, shard.rows.sha256)
 
 
 @pytest.mark.parametrize("letter", ["x", "é", "日"])
