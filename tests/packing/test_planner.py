@@ -111,8 +111,10 @@ def test_sequential_keeps_the_order(lengths: list[int]) -> None:
 
 
 def test_windows_do_not_mix() -> None:
-    plan = pack_lengths(np.full(20, 3, dtype=np.int32), 12, algorithm="window_5")
-    assert all(len({i // 5 for i in pack.tolist()}) == 1 for pack in plan)
+    for window, packs in ((5, 8), (10, 6)):
+        plan = pack_lengths(np.full(20, 3, dtype=np.int32), 12, algorithm=f"window_{window}")
+        assert all(len({i // window for i in pack.tolist()}) == 1 for pack in plan)
+        assert plan.num_packs == packs
 
 
 def test_seed_shuffles_packs_and_nothing_else() -> None:
