@@ -72,7 +72,7 @@ class Segment:
 
     def has_layout_of(self, other: "Segment") -> bool:
         """Whether ranks, rows, weights and accumulation are equal."""
-        return replace(self, step=0, item=0) == replace(other, step=0, item=0)
+        return replace(other, step=self.step, item=self.item) == self
 
     def to_plain(self) -> list[Any]:
         """Return a list of numbers and lists, for loader states."""
@@ -249,10 +249,10 @@ class Order:
         start, size = epoch * len(self), len(self)
         first = max((part for part in segments if part.item <= start), key=lambda part: part.item)
         # The first whole step of this epoch starts at the next multiple of the width after the segment's start.
-        yield replace(first, step=0, item=(first.item - start) % first.aligned_width)
+        yield replace(first, item=(first.item - start) % first.aligned_width)
         for part in segments:
             if start < part.item < start + size:
-                yield replace(part, step=0, item=part.item - start)
+                yield replace(part, item=part.item - start)
 
     def _ordered(self, epoch: int, seed: int, layout: Sequence[Segment]) -> Int64:
         """Build the order of an epoch; each segment changes only the places from its start on."""
@@ -265,7 +265,7 @@ class Order:
                 rng = np.random.default_rng([seed, epoch, _ALIGNED, part.item]) if i else rng
                 if not i:  # items that complete the accumulated steps of the previous epoch
                     head = slice(part.item % part.width, part.item)
-                    order[head] = self._aligned(order[head], replace(part, accumulation=1), rng)
+                    order[head] = self._aligned(order[head], part, rng)
                 order[part.item :] = self._aligned(order[part.item :], part, rng)
         return order
 
@@ -293,7 +293,7 @@ class Order:
                 costs, rest, ranks=segment.ranks, rows=segment.rows * accumulation, window=WINDOW, rng=rng
             )
             # (step, rank, row) to the order of items, in which rank r has every `ranks`-th item of a step
-            parts.append(steps.transpose(0, 2, 1).reshape(-1))
+            parts.append(steps.transpose(0, 2, 1).ravel())
         return np.concatenate([*parts, rest])
 
     def _redrawn(self, used: Int64, count: int, segment: Segment, epoch: int, seed: int) -> Int64:

@@ -221,6 +221,9 @@ def test_steps_are_counted_from_the_layout_on(items: int) -> None:
             for place in order.places(segment, step, rank)
         ]
         assert sorted(places) == list(range(3 * start, items))
+        endless = order_of(Rows(items), repeat=True)
+        places = [place for rank in range(ranks) for place in endless.places(segment, start + 50, rank)]
+        assert sorted(places) == list(range(3 * start + 50 * ranks * rows, 3 * start + 51 * ranks * rows))
 
 
 @pytest.mark.parametrize("balance", [None, TOKENS])
@@ -250,23 +253,51 @@ def test_a_layout_that_does_not_change_leaves_the_state_as_it_was(balance: Any) 
 
 
 @pytest.mark.parametrize(("epoch", "seed", "layout"), [(0, 1, (2, 1, 1)), (3, 2, (3, 2, 1)), (1, 1, (2, 2, 3))])
-def test_imbalances_are_those_of_the_steps(epoch: int, seed: int, layout: tuple[int, int, int]) -> None:
-    ranks, rows, accumulation = layout
-    order = order_of(balance=TOKENS, accumulation=accumulation)
+@pytest.mark.parametrize("balance", [TOKENS, None])
+def test_imbalances_are_those_of_the_steps(
+    epoch: int, seed: int, layout: tuple[int, int, int], balance: CostModel | None
+) -> None:
+    ranks, rows, accumulation = layout if balance else (*layout[:2], 1)
+    order = order_of(balance=balance, accumulation=accumulation)
     segment = order.segment(ranks, rows)
     groups = ITEMS // (ranks * rows * accumulation)
-    costs = TOKENS.costs(sizes(COSTS))
+    costs = (balance or CostModel()).costs(sizes(COSTS))
     aligned = np.zeros((groups, ranks))
     for step in range(groups * accumulation):
         for rank in range(ranks):
             numbers = order.numbers(order.places(segment, step, rank), epoch, seed, [segment])
             aligned[step // accumulation, rank] += costs[numbers].sum()
-    plain = np.array(shuffled(epoch, seed, ITEMS, 3))[: groups * ranks * rows * accumulation]
+    plain = np.array(shuffled(epoch, seed, ITEMS, *([3] if balance else [])))[: groups * ranks * rows * accumulation]
     before = costs[plain.reshape(groups, rows * accumulation, ranks)].sum(axis=1)
     for found, expected in zip(order.imbalances(epoch, seed, segment), (before, aligned), strict=True):
         slowest = expected.max(axis=1)
         assert found.mean == pytest.approx(slowest.sum() / expected.mean(axis=1).sum())
         assert found.max == pytest.approx((slowest / expected.mean(axis=1)).max())
+    blend = Drawn((3, 1))
+    order = order_of(blend, balance=balance)
+    order.imbalances(epoch, seed, order.segment(ranks, rows))
+    assert [drawn == (epoch, (3, 1)) for drawn in blend.drawn] == [True, True]
+
+
+def test_the_order_of_a_saved_position_does_not_change() -> None:
+    """A later release continues the states of an earlier release with the same items."""
+    order = order_of(balance=TOKENS)
+    first = order.segment(2, 2)
+    found = order.numbers(range(ITEMS), 1, 7, [first, first.continued(5, order.segment(3, 1))])
+    assert found == [
+        35, 2, 36, 17, 38, 7, 29, 22, 20, 32, 6, 4, 25, 31, 33, 21, 11, 3, 18, 9, 13, 40, 5, 30, 15, 1, 28, 14, 8, 10,
+        37, 19, 24, 34, 23, 16, 12, 26, 27, 39, 0,
+    ]  # fmt: skip
+
+
+def test_a_layout_that_changes_between_two_epochs_is_that_of_the_whole_epoch() -> None:
+    order, one = order_of(balance=TOKENS, repeat=True), order_of(balance=TOKENS)
+    first = order.segment(1, 1)
+    changed = [first, first.continued(ITEMS, order.segment(2, 2))]
+    expected = one.numbers(range(ITEMS), 1, 7, [one.segment(2, 2)])
+    assert order.numbers(range(ITEMS, 2 * ITEMS), 0, 7, changed) == expected
+    before = one.numbers(range(ITEMS), 0, 7, [one.segment(1, 1)])
+    assert order.numbers(range(ITEMS), 0, 7, changed) == before
 
 
 class Drawn:
@@ -293,7 +324,8 @@ class Drawn:
 
     def redrawn(self, used: np.ndarray, count: int, weights: Any, rng: np.random.Generator) -> np.ndarray:
         self.drawn.append((used.tolist(), count, weights))
-        return rng.permutation(1000)[:count] + 1000
+        self.rest = rng.permutation(1000)[:count] + 1000
+        return self.rest
 
     def item(self, number: int) -> Any:
         return {"id": str(number), "input_ids": [1, 2]}
@@ -336,6 +368,10 @@ def test_new_weights_draw_the_rest_of_an_epoch_once(shuffle: bool, balance: Any)
         assert after[:start] == before[:start]
         assert min(after[start:]) >= 1000
         assert other.dataset.drawn[-1] == (after[:start], ITEMS - start, part.weights)
+        assert sorted(after[start:]) == sorted(other.dataset.rest.tolist())
+        if balance is None:
+            assert (after[start:] == other.dataset.rest.tolist()) != shuffle
+        assert min(order.numbers(range(start, ITEMS), 2, 6, segments)) >= 1000  # not the order of the old weights
         assert after == order_of(Drawn((5, 5)), shuffle=shuffle, balance=balance).numbers(range(ITEMS), 2, 6, segments)
         for epoch, seed in ((3, 6), (2, 7)):
             assert after[start:] != order_of(Drawn(), balance=balance).numbers(

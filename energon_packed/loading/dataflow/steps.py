@@ -18,6 +18,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from energon_packed.encoding import EncodedSample
@@ -124,29 +125,24 @@ class PlannedSteps:
         """Return the position of a state; other ranks, rows or weights add a segment.
 
         Args:
-            states: the loaded states; they are equal, except that some ranks of earlier releases have a step less.
+            states: the loaded states, which are equal.
             identity: of the loader.
             allow_changed_weights: weights of a blend may differ.
 
         Raises:
             BatchError: the state is of other data or settings, or damaged.
         """
-        for saved_state in states:
-            check_numbers(saved_state, "epoch", "step")
-        # Ranks of earlier releases may have no row in the last step: the others are a step, or an epoch, further.
-        state = min(states, key=lambda saved: (saved["epoch"], -saved["step"]))
+        state = states[0]
+        check_numbers(state, "epoch", "step")
         segments = [Segment.from_plain(plain) for plain in state["segments"]]
-        if len(states) == self.layout.ranks and segments[-1].has_layout_of(self.layout):
-            state = states[self.rank]
-            segments = [Segment.from_plain(plain) for plain in state["segments"]]
         check_identity(state["identity"], identity, allow_changed_weights=allow_changed_weights)
         last = segments[-1]
         if segments[0].item or state["step"] < last.step or min(last.width, last.item + 1) < 1:
             raise damaged(f"step {state['step']} and segments {state['segments']!r}"[:200])
         if not last.has_layout_of(self.layout):
             changed = last.continued(state["step"], self.layout)
-            if not self.order.repeat and changed.item > len(self.order):  # after the last, short step
-                changed = replace(changed, item=len(self.order))
+            if not self.order.repeat:  # the last step may be short
+                changed = replace(changed, item=min(changed.item, len(self.order)))
             # A segment in which no step was made has no item, and is replaced.
             segments = [segment for segment in segments if segment.item < changed.item] + [changed]
         return PlannedPosition(state["epoch"], state["step"], tuple(segments))
@@ -158,21 +154,21 @@ class PlannedSteps:
             position: start position of all workers.
             turn: index of the worker in the rank, counted from the worker that makes the first step.
         """
-        segment, repeat = position.segments[-1], self.order.repeat
-        step, stop = position.step + turn, 0 if repeat else self.order.steps(segment, drop=self._drops)
-        while repeat or step < stop:
+        segment = position.segments[-1]
+        step, stop = position.step + turn, inf if self.order.repeat else self.order.steps(segment, drop=self._drops)
+        while step < stop:
             if self.order.read_ahead:
                 self._request(position, step, stop)
             yield self._step(position, step, turn)
             step += self.num_workers
-        dropped = self._dropped_at_the_end(segment) if turn == 0 and not repeat else []
+        dropped = self._dropped_at_the_end(segment) if turn == 0 else []
         yield Step(turn, None, None, [], dropped, ended=True)
 
-    def _request(self, position: PlannedPosition, step: int, stop: int) -> None:
+    def _request(self, position: PlannedPosition, step: int, stop: float) -> None:
         """Request the items of this step and of the next steps of the worker."""
-        segment, repeat, places = position.segments[-1], self.order.repeat, list[int]()
-        while len(places) < self.order.read_ahead and (repeat or step < stop):
-            places += self.order.places(segment, step, self.rank)
+        places = list[int]()
+        while len(places) < self.order.read_ahead and step < stop:
+            places += self.order.places(position.segments[-1], step, self.rank)
             step += self.num_workers
         self.order.request(self.order.numbers(places, position.epoch, self.seed, position.segments))
 
@@ -297,8 +293,7 @@ class StreamSteps:
 
     def ended(self, position: StreamPosition) -> list[int]:
         """Return the shards that have no more items, so that no worker reads them again."""
-        states = [(shard, json.loads(text)) for shard, text in position.shards]
-        return [shard for shard, state in states if state["ended"] and not state["ready"]]
+        return [shard for shard, text in position.shards if json.loads(text)["ended"]]
 
     def length(self) -> int:
         """Return the number of steps of this rank in one epoch.
@@ -409,7 +404,7 @@ class StreamSteps:
         for index in range(self.rank * self.num_workers + worker, position.num_shards, self.count):
             state = json.loads(states[index]) if index in states else None
             shard = ShardSpec(index=index, num_shards=position.num_shards, epoch=position.epoch, seed=self.seed)
-            if state is None or not state["ended"] or state["ready"]:
+            if state is None or not state["ended"]:
                 yield from WorkerStream(self.roles, shard, state, worker)
         yield Step(worker, None, None, [], [], ended=True)
 
@@ -481,7 +476,7 @@ def _in_one_epoch(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             workers = state["num_workers"]
             own = range(state["rank"] * workers, (state["rank"] + 1) * workers)
             count = state["world_size"] * workers
-            ended = [[n, {"ended": True, "ready": []}] for n in range(first["num_shards"]) if n % count in own]
+            ended = [[n, {"ended": True}] for n in range(first["num_shards"]) if n % count in own]
             state = state | {"epoch": first["epoch"], "num_shards": first["num_shards"], "shards": ended}
         in_epoch.append(state)
     return in_epoch

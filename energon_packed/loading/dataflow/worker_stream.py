@@ -231,11 +231,11 @@ class WorkerStream:
         self.roles = roles
         self.shard = shard
         self.worker = worker
-        state = state or {"cursor": 0, "number": 0, "last": -1, "ended": False, "ready": [], "waiting": []}
+        state = state or {"cursor": 0, "number": 0, "last": -1, "ready": [], "waiting": []}
         self._resume_state: Any = state["cursor"]
         self._number = int(state["number"])
         self._last = int(state["last"])  # the highest item index in a batch
-        self._ended = bool(state["ended"])
+        self._ended = False  # a shard that ended is not read again
         self._dropped: list[int | str] = []
         self._rest: Iterator[Item] | None = None
         self._buffer = PackBuffer(roles.packer, self._drop, roles.epoch_end)
@@ -257,29 +257,27 @@ class WorkerStream:
     def _steps(self) -> Iterator[Step]:
         self._restore_buffer()
         ready = self._buffer.ready
-        while True:
+        while ready:
+            yield self._step(ready.popleft())
+        for number, resume_state, fragments, failure in self._items():
+            # Before a row is yielded, so that the state of the row continues after the item that completed it.
+            self._resume_state, self._number = resume_state, number + 1
+            if failure:
+                count_failure(self.roles.failures, *failure)
+            if not fragments:
+                self._dropped.append(number)
+            dropped = len(self._dropped)
+            for fragment in fragments:  # all of them, because the state continues after the item
+                self._buffer.push(fragment)
+            if fragments and len(self._dropped) == dropped:
+                self.roles.failures.use(1)
             while ready:
                 yield self._step(ready.popleft())
-            if self._ended:
-                break
-            for number, resume_state, fragments, failure in self._items():
-                # Before a row is yielded, so that the state of the row continues after the item that completed it.
-                self._resume_state, self._number = resume_state, number + 1
-                if failure:
-                    count_failure(self.roles.failures, *failure)
-                if not fragments:
-                    self._dropped.append(number)
-                dropped = len(self._dropped)
-                for fragment in fragments:  # all of them, because the state continues after the item
-                    self._buffer.push(fragment)
-                if fragments and len(self._dropped) == dropped:
-                    self.roles.failures.use(1)
-                while ready:
-                    yield self._step(ready.popleft())
-            self._ended = True
-            self._buffer.flush()
-            if not ready:
-                break
+        self._buffer.flush()
+        while ready:
+            yield self._step(ready.popleft())
+        # A step without a batch is a turn of the worker, too: a resumed worker makes it only if it was not made.
+        self._ended = True
         yield self._step([])
 
     def state(self) -> str:
