@@ -141,6 +141,7 @@ PLACES = {
     "TIMESTAMPS_WRITTEN": "records.normalize:TIMESTAMPS_WRITTEN",
     "image_count": "formats.parts:image_count",
     "complete_parts": "formats.references:complete_parts",
+    "references": "formats.references",
     "stored_media": "pipeline.media.stored",
     # inspection: reports as values, in place of HTML and tables
     "extract_pack": "inspection.view:extract_pack",
