@@ -117,6 +117,10 @@ def test_a_change_is_an_error_or_an_empty_part(folder: Path) -> None:
     found = references.complete_parts(parts, changes)
     assert (found["vid1_0.bin"], found["img0_0.bin"]) == (b"", b"")
     missing = f"{folder / 'no.bin'} does not exist (No such file or directory)"
+    other = locator("c.bin", changed=[256, 1])
+    del other["digest"]
+    with pytest.raises(DataChangedError, match="c.bin has another size or time of change"):
+        references.complete_parts(raw(folder, {"img0_0.bin": other}))
     assert changes == {"before", f"{folder / 'c.bin'} has other bytes", missing}
     packed = references.located_images(parts)["img0_0.bin"].packed
     assert packed == ("k: img0_0.bin, an image of sample 0 (first)", digest(CONTENT[:5]), None, "image")
@@ -200,7 +204,7 @@ END = 1 << 63
     [
         GOOD, TIME, GOOD | {"changed": None}, TIME | {"digest": None}, GOOD | {"source": "files", "member": "a"},
         GOOD | {"size": 1 << 30}, GOOD | {"size": 0}, GOOD | {"offset": END - 6},
-        GOOD | {"offset": END - 1, "size": 0},
+        GOOD | {"offset": END - 1, "size": 0}, TIME | {"digest": None, "source": "files", "member": "a"},
     ],
 )  # fmt: skip
 def test_locators_of_every_form(value: dict[str, Any]) -> None:
@@ -216,6 +220,7 @@ def test_locators_of_every_form(value: dict[str, Any]) -> None:
     [
         (5, "a locator is int, not dict"),
         ({"file": "a", "offset": 0}, "is not a locator"),
+        ({"file": "a", "offset": 0, "size": 0}, "has no digest"),
         ({"file": "a", "size": 0}, "is not a locator"),
         ({"offset": 0, "size": 0}, "is not a locator"),
         (GOOD | {"more": 1}, "is not a locator"),
@@ -332,7 +337,8 @@ def test_folders_are_set_for_this_process(folder: Path, monkeypatch: pytest.Monk
     with pytest.raises(DataChangedError, match=f"{gone}/b.bin does not exist"):
         references.complete_parts(parts)
     gone.rmdir()
-    references.set_media_root({"/old/deep": str(gone)})  # set before: not checked again
+    for before in ({"/old/deep": str(gone)}, dict(references.moved_here())):  # set before: not checked again
+        references.set_media_root(before)
     for moved in ({"/old": "/"}, {"/x": data, "/old": "/"}):
         with pytest.raises(ConfigError, match=f"must have one new folder for /old, got {data} and /"):
             references.set_media_root(moved)
