@@ -130,6 +130,26 @@ def test_the_rest_resumes_exactly_at_every_step() -> None:
         assert [batch.ids for batch in resumed] == expected[step:], f"after step {step}"
 
 
+def test_worker_processes_with_several_shards_resume_exactly() -> None:
+    """2 workers finish 5 shards: the turn in which a worker reports the end of a shard is not skipped."""
+
+    def new_loader(**place: Any) -> DataflowLoader:
+        return DataflowLoader(IterableDistributor(FEATURES), packer=SimpleBatcher(2), **place)
+
+    five = Ranks(new_loader, 5)
+    next(iter(five.loaders[0]))
+    loader = new_loader(num_workers=2)
+    loader.load_state_dict(five.state())
+    states, expected = [], []
+    for batch in loader.rest_of_epoch():
+        expected.append(batch.ids)
+        states.append(json.loads(json.dumps(loader.state_dict())))
+    for step in range(1, len(states), 2):
+        resumed = new_loader(num_workers=2)
+        resumed.load_state_dict(states[step - 1])
+        assert [batch.ids for batch in resumed.rest_of_epoch()] == expected[step:], f"after step {step}"
+
+
 def test_worker_processes_of_a_loader_change(folder: Path) -> None:
     """0 -> 2 -> 1 workers of one rank: its state is that of all ranks; what workers read ahead is not lost."""
 
