@@ -73,7 +73,7 @@ class PackedBatch(Batch):
         vision_inputs: arguments of vision towers with inputs other than `pixel_values` (patches, patch_dim) and
             `image_grid_thw`, by name; or None.
         vision_dims: the dimension along which the tensors of the samples are joined, by name of the argument.
-        vision_places: slices of each sample in `vision_inputs`, by name of the argument; None without images.
+        vision_places: slices of each sample in `vision_inputs`, by name of the argument; none without images.
         token_type_ids: int64 (1, T), 1 at image tokens, for models that need it; or None.
         loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
             weights are 1.
@@ -104,7 +104,7 @@ class PackedBatch(Batch):
     num_images: list[int] = field(default_factory=list)
     vision_inputs: dict[str, torch.Tensor] | None = None
     vision_dims: dict[str, int] = field(default_factory=dict)
-    vision_places: list[dict[str, tuple[slice, ...]] | None] = field(default_factory=list)
+    vision_places: list[dict[str, tuple[slice, ...]]] = field(default_factory=list)
     token_type_ids: torch.Tensor | None = None
     loss_weights: torch.Tensor | None = None
     loss_mask_scale: float = 1.0
@@ -229,9 +229,8 @@ class PackedBatch(Batch):
             inputs["num_items_in_batch"] = 1  # the sum of no loss, 0, instead of its mean, NaN
         # Models without the kernel for `seq_idx` refuse the argument, and a row of 1 segment does not need it.
         if len(bounds) > 2:
-            segments = torch.arange(len(bounds) - 1, dtype=torch.int32, device=bounds.device)
             tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU
-            inputs["seq_idx"] = torch.repeat_interleave(segments, bounds.diff(), output_size=tokens)[None]
+            inputs["seq_idx"] = torch.repeat_interleave(bounds.diff(), output_size=tokens)[None]
         return inputs | {name: value for name, value in self._in_one_call().items() if value is not None}
 
     def loss(self, logits: torch.Tensor, *, targets: torch.Tensor | float | None = None) -> torch.Tensor:
@@ -300,10 +299,9 @@ class PackedBatch(Batch):
 
     def _vision_inputs_of(self, index: int) -> VisionInputs | None:
         """Arguments of the vision tower for the images of one sample."""
-        slices = self.vision_places[index] if index < len(self.vision_places) else None
-        if slices is None or self.vision_inputs is None or not self.num_images[index]:
+        if self.vision_inputs is None or not self.num_images[index]:
             return None
-        values = {name: self.vision_inputs[name][part] for name, part in slices.items()}
+        values = {name: self.vision_inputs[name][part] for name, part in self.vision_places[index].items()}
         return VisionInputs(values, self.vision_dims, self.num_images[index])
 
     def _bounds(self) -> torch.Tensor:
@@ -326,7 +324,7 @@ class PackedBatch(Batch):
             "tokens": self.input_ids,
             "labels": _shifted(self.labels, IGNORE_INDEX),
             "loss_mask": _shifted(self.loss_mask, 0),
-            "position_ids": self.position_ids[-3:] if self.position_ids.ndim == 3 else self.position_ids,
+            "position_ids": self.position_ids[-3:],
             **self._thd_metadata(),
             "total_tokens": self.input_ids.shape[1],
             "padding_mask": self.padding_mask,

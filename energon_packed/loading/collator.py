@@ -455,7 +455,7 @@ def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) 
     return {
         "vision_inputs": values,
         "vision_dims": inputs[0].dims,
-        "vision_places": [None if sample.vision_inputs is None else next(slices) for sample in samples],
+        "vision_places": [{} if sample.vision_inputs is None else next(slices) for sample in samples],
     }
 
 

@@ -1,5 +1,6 @@
 """Batches laid out by hand, and what must hold for any of them."""
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 from energon_packed import (
     BatchError,
     ConfigError,
+    DefaultBatchCollator,
     EncodedSample,
     PackedBatch,
     PaddingFreeCollator,
     SampleSource,
 )
-from tests.internals import StoredTokens
+from tests.internals import StoredTokens, with_extra, with_weights
 
 
 def sample(ids: list[int], first_target: int = 0, *, mrope: bool = False) -> EncodedSample:
@@ -266,3 +268,68 @@ def test_images_and_videos_of_a_row_are_one_call_in_the_order_of_their_tokens(
         assert inputs["second_per_grid_ts"].tolist() == [value for _, value, _ in expected]
     else:
         assert "second_per_grid_ts" not in inputs
+
+
+@pytest.mark.parametrize("column", ["image_token_id", "video_token_id", "pixel_values", "image_grid_thw"])
+def test_a_row_without_what_one_call_needs_is_passed_as_it_is(column: str) -> None:
+    grid = torch.tensor([[1, 2, 2]])
+    row = replace(
+        sample([1, IMAGE, VIDEO]),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        pixel_values=torch.rand(4, 2),
+        image_grid_thw=grid,
+        pixel_values_videos=torch.rand(4, 2),
+        video_grid_thw=grid,
+    )
+    assert "pixel_values" not in PaddingFreeCollator().collate([row]).transformers_inputs()
+    positioned = replace(row, patch_positions=np.zeros((4, 3), dtype=np.int64))
+    for one in (replace(row, **{column: None}), positioned):  # type: ignore[arg-type]
+        inputs = PaddingFreeCollator().collate([one]).transformers_inputs()
+        assert inputs["input_ids"].tolist() == [[1, IMAGE, VIDEO]]
+        for name in ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"):
+            assert inputs.get(name) is None if name == column and one is not positioned else name in inputs
+    for name in ("pixel_values_videos", "video_grid_thw"):
+        inputs = PaddingFreeCollator().collate([replace(row, **{name: None})]).transformers_inputs()  # type: ignore[arg-type]
+        assert (inputs["input_ids"].tolist(), name in inputs) == ([[1, IMAGE, VIDEO]], False)
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample", "sqrt"])
+def test_a_collator_is_called_with_what_loaders_and_trainers_pass(weighting: Any) -> None:
+    collator = PaddingFreeCollator(loss_weighting=weighting)
+    with pytest.raises(BatchError, match="A batch must have at least 1 sample, got 0"):
+        collator([])
+    with pytest.raises(BatchError, match="PaddingFreeCollator needs EncodedSamples, got int. Return EncodedSamples"):
+        collator([1])
+    row = [replace(sample([1, 2]), id="a"), replace(sample([1, 2]), id="b")]
+    assert collator(row).ids == ["a", "b"]
+    for trainer in (with_weights(collator), *([collator] if weighting == "token" else [])):
+        for packs in ([row], [row[:1], row[1:]], [{"pack": row}], [{"pack": [one]} for one in row]):
+            assert trainer(packs)["input_ids"].tolist() == [[1, 2, 1, 2]]
+        features = [{"input_ids": one.input_ids} for one in row]
+        assert trainer(features)["input_ids"].tolist() == [[1, 2, 1, 2]]
+        finished = collator.collate(row)
+        assert trainer([finished])["input_ids"] is finished.input_ids
+        with pytest.raises(BatchError, match="A batch of finished rows must have 1 row, got 2"):
+            trainer([finished, finished])
+    copied = pickle.loads(pickle.dumps(collator))
+    assert (copied.loss_weighting, copied(row).ids) == (weighting, ["a", "b"])
+
+
+def test_extras_are_computed_from_the_batch() -> None:
+    collator = PaddingFreeCollator()
+    one = with_extra(collator, "names", lambda batch: batch.ids)
+    both = with_extra(one, "tokens", lambda batch: batch.num_tokens)
+    row = [replace(sample([1, 2]), id="a")]
+    names = [{"names", "tokens"} & each([row]).keys() for each in (collator, one, both)]
+    assert names == [set(), {"names"}, {"names", "tokens"}]
+    inputs = both([row])
+    assert (inputs["names"], inputs["tokens"], inputs["input_ids"].tolist()) == (["a"], 2, [[1, 2]])
+
+
+def test_samples_of_any_type_are_stacked_as_torch_stacks_them() -> None:
+    samples = [{"x": torch.arange(3), "y": 1}, {"x": torch.arange(3) + 1, "y": 2}]
+    expected = torch.utils.data.default_collate(samples)
+    for found in (DefaultBatchCollator()(samples), DefaultBatchCollator().collate(samples)):
+        assert torch.equal(found["x"], expected["x"])
+        assert torch.equal(found["y"], expected["y"])

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from energon_packed import BatchError, ChatEncoder, ConfigError, EncodedSample, PackedBatch, PaddingFreeCollator
+from energon_packed import ChatEncoder, EncodedSample, PackedBatch, PaddingFreeCollator
 from tests.integrations.launched import run_script
 from tests.internals import megatron_batch
 from tests.loading.dummy_script import MODELS, encoder_of, media_rows, samples, trained
@@ -160,34 +160,3 @@ def test_by_default_the_number_of_ranks_decides(
     assert collator.collate(stored).pixel_values is not None
     text = text_row(ChatEncoder.from_pretrained(text_tokenizer_dir))
     assert collator.collate(text).input_ids.shape[1] == sum(map(len, text))
-
-
-def test_by_default_a_full_row_has_a_warning_in_place_of_a_dummy(
-    vision_encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Megatron's recipes pad to `seq_len`, and its own reduction waits for no gradient."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    row = text_row(vision_encoder)
-    collator = PaddingFreeCollator(pad_to=sum(map(len, row)) + 2)
-    for _ in range(2):
-        assert collator.collate(row).pixel_values is None
-    assert [record.message.split(",")[0] for record in caplog.records] == [
-        "A row without images has room for 2 tokens up to `pad_to`"
-    ]
-
-
-def test_dummies_that_cannot_be_added_raise(vision_encoder: ChatEncoder, text_tokenizer_dir: Path) -> None:
-    row = text_row(vision_encoder)
-    length = sum(map(len, row))
-    with pytest.raises(BatchError, match="A row without images has room for 2 tokens up to `pad_to`, .* needs 3. Set"):
-        collated(row, dummy_images="always", pad_to=length + 2)
-    assert collated(row, dummy_images="always", pad_to=length + 3).input_ids.shape[1] == length + 3
-    with pytest.raises(ConfigError, match="must be one of auto, always, never, or `encoder.dummy`, got 'yes'"):
-        PaddingFreeCollator(dummy_images="yes")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="must be a sample with an image"):
-        PaddingFreeCollator(dummy_images=row[0])
-    text = text_row(ChatEncoder.from_pretrained(text_tokenizer_dir))
-    with pytest.raises(BatchError, match="needs samples of an encoder with a vision family"):
-        collated(text, dummy_images="always")
-    assert vision_encoder.dummy is not None
-    assert collated(text, dummy_images=vision_encoder.dummy).pixel_values is not None

@@ -51,6 +51,7 @@ def test_a_row_without_targets_adds_nothing_to_a_step() -> None:
     batch = PaddingFreeCollator().collate(SAMPLES)
     empty = batch.without_targets()
     assert step_targets([batch, empty]) == step_targets([batch])
+    assert torch.equal(step_targets([]), torch.zeros(()))  # as on a rank without a row
     assert empty.loss(logits(empty), targets=step_targets([batch, empty])) == 0
 
 
