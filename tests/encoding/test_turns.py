@@ -223,6 +223,12 @@ def doubled(messages: Messages) -> Parts:
     return [(head, own * 2, tail), *parts]
 
 
+def repeated(messages: Messages) -> Parts:
+    """Each question is written twice."""
+    parts = zip(messages, chatml(messages), strict=True)
+    return [(head, each["content"] * (each["role"] == "user") + own, tail) for each, (head, own, tail) in parts]
+
+
 def bare(messages: Messages) -> Parts:
     """No token ends a message; one at the end of an answer is taken for its end."""
     ends = [each["content"].rstrip().endswith(SPECIAL) for each in messages]
@@ -247,9 +253,12 @@ def spans(template: "Template", messages: Messages) -> Any:
 
 
 def test_spans_around_calls_and_their_results() -> None:
+    rng = random.Random(0)
     for parts in (channels, resumed, restarted, shortened, begun, chatml):
         for size in (2, 4, 5, 6, 8, 40, 41, 42):
-            roles = ("user", "assistant", "tool", "assistant") * 11
+            roles = ["user", "assistant", "tool", "assistant"]
+            while len(roles) < size:
+                roles += [rng.choice(("user", "tool")), "assistant"]
             messages = [{"role": role, "content": "So " * (n == 3) + f"c{n}."} for n, role in enumerate(roles[:size])]
             found, expected = spans(Template(parts, PROMPTS[parts]), messages)
             assert found == expected, (parts.__name__, size)
@@ -286,7 +295,7 @@ def test_empty_answers_end_where_they_start() -> None:
 
 def test_answers_without_an_end_or_a_start_have_no_span() -> None:
     messages = [{"role": ("assistant", "user")[turn % 2], "content": f"c{turn}"} for turn in range(6)]
-    template = Template(lambda found: [*chatml(found[:-1]), ("", found[-1]["content"] * 2, "")], PROMPT)
+    template = Template(repeated, PROMPT)
     finder = template.finder(messages[:2], alone=False)  # the question after the answer has no place
     assert finder.span(0) is None
     template = Template(doubled, PROMPTS[doubled])
