@@ -83,7 +83,7 @@ class Input:
                 own: list[dict[str, Any]] = []
                 for _ in range(size):
                     status = rng.choice([0] * 20 + [OVERLONG] * 6 + [*range(1, len(chunks.STATUSES))])
-                    if videos and not columns["num_videos"]:
+                    if not self.records:
                         status = 0
                     is_long = chunks.STATUSES[status] == "overlong"
                     ident = rng.choice([None, f"id{len(self.records)}", "é"])
@@ -93,7 +93,7 @@ class Input:
                         "row": row,
                         "line": 2 * row + 1 if number < 2 else None,
                         "id": default if ident is None else ident,
-                        "length": rng.randint(0, 90) if status == 0 or is_long else -1,
+                        "length": -1 if status and not is_long else rng.randint(1, 90) if self.records else 0,
                         "num_images": rng.randint(0, 3),
                         "num_videos": rng.randint(0, 2) if videos else 0,
                         "status": chunks.STATUSES[status],
