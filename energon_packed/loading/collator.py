@@ -247,7 +247,7 @@ class PaddingFreeCollator(Collator):
 
         is_padded_between = padded is not lengths and bool((padded != lengths).any())
         # Indices of the real tokens in the padded row: each sample is shifted by the padding before it.
-        real: Any = slice(0, tokens)
+        real: Any = slice(tokens)
         if is_padded_between:
             real = np.arange(tokens) + np.repeat(bounds[: len(lengths)] - row.cu_seqlens[:-1], lengths)
         if total == tokens:
@@ -311,7 +311,7 @@ class PaddingFreeCollator(Collator):
             return np.asarray(is_target, dtype=np.float32), 1.0
         # With n targets in a segment, f(n) = n ** -exponent; the factor makes the weights sum to all targets, N.
         targets = np.add.reduceat(is_target, bounds[:-1], dtype=np.float64)
-        weight = np.where(targets > 0, np.maximum(targets, 1.0) ** -exponent, 0.0)
+        weight = np.maximum(targets, 1.0) ** -exponent
         factor = targets.sum() / (targets * weight).sum()
         weight *= factor
         return np.asarray(np.repeat(weight, np.diff(bounds)) * is_target, dtype=np.float32), float(factor)

@@ -178,7 +178,7 @@ class WithTypes(StoredTokens):  # type: ignore[misc]
 def test_a_row_is_collated_as_its_samples(encoder: Any, options: dict[str, Any]) -> None:
     tokens = np.arange(11, 22)
     labels = np.where(tokens % 4, tokens, -100)
-    row = encoder.encode_row(["a", "b", None], tokens, labels, [0, 3, 5, 11])
+    row = encoder.encode_row(["a", "b", None], tokens, labels, np.array([0, 3, 5, 11], dtype=np.int32))
     row.source = SampleSource("data", {})
     collator = PaddingFreeCollator(**options)
     of_row, of_samples = collator.collate(row), collator.collate(list(row))
@@ -198,6 +198,8 @@ def test_a_row_is_collated_as_its_samples(encoder: Any, options: dict[str, Any])
         assert of_row.token_type_ids[real].tolist() == row.token_type_ids.tolist()
         assert of_row.position_ids[1:, real].tolist() == row.position_ids.tolist()
     of_row.input_ids.fill_(0)  # a batch is the trainer's: the row keeps its tokens
+    of_row.cu_seqlens.fill_(0)
+    assert row.cu_seqlens.tolist() == [0, 3, 5, 11]
     assert row.input_ids.tolist() == list(range(11, 22))
     assert row.labels.tolist() == labels.tolist()
 

@@ -145,6 +145,7 @@ def test_a_row_is_what_a_loop_over_its_tokens_gives(
     assert ("pixel_values" in inputs) == has_dummy
     assert not has_dummy or inputs["pixel_values"].tolist() == DUMMY.pixel_values.tolist()  # type: ignore[union-attr]
     assert batch.num_images == [0] * len(row)
+    assert (batch.__key__, batch.__restore_key__) == ([one.id for one in row], ())
     assert all(one.pixel_values is one.image_grid_thw is None for one in batch.split())
 
 
@@ -158,8 +159,12 @@ def full_sample(number: int, images: int, videos: int, *, others: bool = False) 
     of_videos = sum(int(np.prod(grid)) for grid in clips)
     media: dict[str, Any] = {}
     if grids and others:
-        values = {"sizes": torch.rand(images, 2), "pixel_values": torch.rand(1, images, 3)}
-        media = {"vision_inputs": VisionInputs(values, {"sizes": 0, "pixel_values": 1}, images)}
+        values = {
+            "sizes": torch.rand(images, 2),
+            "pixel_values": torch.rand(1, images, 3),
+            "tiles": torch.arange(images),
+        }
+        media = {"vision_inputs": VisionInputs(values, {"sizes": 0, "pixel_values": 1, "tiles": 0}, images)}
     elif grids:
         media = {
             "pixel_values": torch.rand(patches, 3),
@@ -374,6 +379,7 @@ def test_limits_of_padding(name: str) -> None:
         PaddingFreeCollator(**{name: 0})
     row = [full_sample(0, 0, 0)]
     assert PaddingFreeCollator(**{name: 4}).collate(row).num_tokens == 4
+    assert PaddingFreeCollator(pad_multiple=2).collate(row).padding_mask is not None
     with pytest.raises(ConfigError, match="`loss_weighting` must be one of token, sample, sqrt, got 'x'"):
         PaddingFreeCollator(loss_weighting="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="`pixel_dtype` must be torch.float32 or torch.bfloat16, got torch.int8"):
@@ -389,6 +395,7 @@ def test_pixels_have_the_dtype_of_the_collator(dtype: torch.dtype | None) -> Non
     other = PaddingFreeCollator(pixel_dtype=dtype).collate([full_sample(0, 2, 0, others=True)])
     assert other.vision_inputs is not None
     assert other.vision_inputs["sizes"].dtype == (dtype or torch.float32)
+    assert other.vision_inputs["tiles"].dtype == torch.int64
     with pytest.raises(BatchError, match="Images of different vision families cannot share a row"):
         PaddingFreeCollator().collate(
             [full_sample(0, 2, 0, others=True), replace(full_sample(1, 1, 0), position_ids=None)]
