@@ -20,7 +20,7 @@ An epoch ends at its last batch, whether a loop reaches the end of the iterator 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from math import gcd, lcm
+from math import lcm
 from typing import Any, NoReturn
 
 from energon_packed.errors import BatchError, ConfigError, EnergonPackedError
@@ -223,12 +223,10 @@ def ratio(weights: Any) -> str:
     """Format weights as small integers, 0.75 and 0.25 as 3:1; as decimals if the integers were above 1,000."""
     # Users write 3:1 and states store 0.75 and 0.25, so messages show the smallest integers with the same ratios.
     values = [float(weight) for weight in (weights.values() if isinstance(weights, dict) else weights)]
-    total = sum(values) or 1.0
-    shares = [Fraction(value / total).limit_denominator(1000) for value in values]
+    least = Fraction(min((value for value in values if value), default=1.0))
+    shares = [(Fraction(value) / least).limit_denominator(1000) for value in values]
     common = lcm(*[share.denominator for share in shares])
     whole = [int(share * common) for share in shares]
-    divisor = gcd(*whole) or 1
-    whole = [count // divisor for count in whole]
     return ":".join(map(str, whole)) if max(whole) <= 1000 else ":".join(f"{value:.4g}" for value in values)
 
 

@@ -46,6 +46,11 @@ def test_weights_are_shown_as_a_ratio() -> None:
     assert ratio([0.75, 0.25]) == "3:1"
     assert ratio({"a": 2 / 3, "b": 1 / 3}) == "2:1"
     assert ratio([5.0, 5.0, 2.5]) == "2:2:1"
+    assert ratio([1000, 0, 1]) == "1000:0:1"
+    assert ratio([1001, 1]) == "1001:1"
+    assert ratio([0.6, 0.4]) == "3:2"
+    assert ratio([0, 0]) == "0:0"
+    assert ratio([1e-300, 1e300]) == "1e-300:1e+300"
     assert ratio([0.123456789, 0.987654321]) in ("1:8", "0.1235:0.9877")
 
 
