@@ -324,7 +324,7 @@ class PackedBatch(Batch):
             "tokens": self.input_ids,
             "labels": _shifted(self.labels, IGNORE_INDEX),
             "loss_mask": _shifted(self.loss_mask, 0),
-            "position_ids": self.position_ids[-3:],
+            "position_ids": self.position_ids[-3:],  # the rows of M-RoPE; (1, T) as it is
             **self._thd_metadata(),
             "total_tokens": self.input_ids.shape[1],
             "padding_mask": self.padding_mask,

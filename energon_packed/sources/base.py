@@ -19,6 +19,8 @@ from energon_packed.records.media import ImageRoot
 from energon_packed.sources.config import Reading
 from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 
+LONGEST_RECORD = 256 << 20  # bytes of a line or of a text part of a tar; more is rejected, and is not read
+
 
 class SourceRecord(NamedTuple):
     """A raw record and its address in the file.

@@ -36,7 +36,7 @@ from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import Streams, of_type, read_range
 from energon_packed.records.fields import ARRAY_REMEDY, parse_json
 from energon_packed.records.turns import is_turn
-from energon_packed.sources.base import Source, SourceRecord, indices_of
+from energon_packed.sources.base import LONGEST_RECORD, Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted, local_copy, not_utf8
 from energon_packed.storage import is_remote
 from energon_packed.system import raise_resource_error
@@ -48,7 +48,6 @@ _XZ_MEMORY = 256 << 20  # bytes; the largest preset of xz needs 65 MiB
 _COMPRESSED_BLOCK = 1 << 11  # bytes; a small block, because a block of zstd expands 32,000 times, in memory
 _HEAD = 1 << 20  # bytes in which lines should end
 _LONG_LINE = 64 << 20  # bytes; a longer line is usually not a record
-_LONGEST_LINE = 256 << 20  # bytes; a line of this length or more is rejected, and is not read to its end
 _LONGEST_MEMBER = 2**31 - 1  # bytes of a member of an object of records, which may be the list of all records
 # By the byte order mark, or by the NULs of the first four characters, which are ASCII in JSON.
 _ENCODINGS = {
@@ -147,8 +146,8 @@ class JsonlSource(Source):
                 offset = start - 1 + len(before)
             else:
                 stream.seek(0)
-            while offset < stop and (line := stream.readline(_LONGEST_LINE)):
-                is_long = len(line) == _LONGEST_LINE
+            while offset < stop and (line := stream.readline(LONGEST_RECORD)):
+                is_long = len(line) == LONGEST_RECORD
                 if is_long or not line.isspace():
                     yield offset, line
                 offset += len(line)
@@ -175,7 +174,7 @@ class JsonlSource(Source):
             return super().line_numbers(addresses, sizes)
         # A longer line has not its whole size in `sizes`; the rest of it, with its end, is a gap.
         lines = np.ones_like(addresses)
-        lines[1:] = (sizes[:-1] > 0) & (sizes[:-1] < _LONGEST_LINE)
+        lines[1:] = (sizes[:-1] > 0) & (sizes[:-1] < LONGEST_RECORD)
         if len(gaps):
             with self.data.open("rb") as stream:
                 for gap in gaps.tolist():
@@ -302,7 +301,7 @@ def _line_ends(stream: BinaryIO, start: int, stop: int) -> int:
 
 
 def _row(offset: int, line: bytes) -> SourceRecord:
-    if len(line) > min(_LONG_LINE, _LONGEST_LINE - 1) and (fault := _fault_of_long(line)):
+    if len(line) > min(_LONG_LINE, LONGEST_RECORD - 1) and (fault := _fault_of_long(line)):
         return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, fault))
     try:
         return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
@@ -321,8 +320,8 @@ def _fault_of_encoding(line: bytes) -> str:
 
 def _fault_of_long(line: bytes) -> str:
     """Reason why a long line is not parsed, which needs ten times its memory; "" if it may be a record."""
-    if len(line) >= _LONGEST_LINE:
-        return f"a line must be shorter than {_LONGEST_LINE / 1e6:,.0f} MB; {ARRAY_REMEDY}"
+    if len(line) >= LONGEST_RECORD:
+        return f"a line must be shorter than {LONGEST_RECORD / 1e6:,.0f} MB; {ARRAY_REMEDY}"
     size = f"the line has {len(line) / 1e6:,.0f} MB"
     head = line[:_HEAD].removeprefix(codecs.BOM_UTF8).lstrip()
     if head[:1] != b"[":
@@ -511,7 +510,7 @@ def _elements(stream: BinaryIO, longest: int | None = None) -> Iterator[bytes]:
     Raises:
         ValueError: the array or object does not end, ends early, or has an empty or too long element.
     """
-    longest = longest or _LONGEST_LINE
+    longest = longest or LONGEST_RECORD
     data, offset = b"", 0  # bytes that are not emitted yet, and their offset in the file
     end = b""  # the bracket that closes the array or object
     at = first = depth = count = 0  # in data: end of the scanned bytes, and start of the element

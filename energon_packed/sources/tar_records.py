@@ -25,6 +25,7 @@ from energon_packed.records import Conversation, MediaReference, VideoReference
 from energon_packed.records.fields import is_given, parse_json
 from energon_packed.records.record_formats import RECORD_FORMATS
 from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, is_video_content
+from energon_packed.sources.base import LONGEST_RECORD
 from energon_packed.tarfiles import Member, key_faults, read_content
 
 IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
@@ -32,7 +33,6 @@ TEXT_PARTS = ("txt", "caption", "text")
 JSON_PARTS = ("json", "jsn")
 INTEGER_PARTS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # of Energon's default decoder
 VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO_SUFFIXES)
-_LONGEST_PART = 256 << 20  # bytes of a part that is read whole: all but images and videos
 _SOURCE_CODE = ("ts", "mts")  # extensions of TypeScript, too: the content of such a member decides
 _AUDIO_PARTS = ("wav", "mp3", "flac", "m4a", "aac", "wma", "ogg", "oga", "opus", "aif", "aiff")
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
@@ -136,11 +136,11 @@ class KeyMembers:
         Raises:
             RecordError: the member is too large.
         """
-        if member.size >= _LONGEST_PART:
+        if member.size >= LONGEST_RECORD:
             raise RecordError(
                 Reason.BAD_JSON,
                 f"{member.name} has {member.size / 1e6:,.0f} MB; a part that is no image or video must be shorter "
-                f"than {_LONGEST_PART / 1e6:,.0f} MB. Split the record.",
+                f"than {LONGEST_RECORD / 1e6:,.0f} MB. Split the record.",
             )
         return read_content(self.path, member)
 

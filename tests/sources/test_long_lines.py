@@ -35,7 +35,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture(autouse=True)
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(json_source, "_LONGEST_LINE", LIMIT)
+    monkeypatch.setattr(json_source, "LONGEST_RECORD", LIMIT)
     monkeypatch.setattr(csv_source, "_LARGEST_CELL", LIMIT)
     yield
     tracemalloc.stop()
@@ -68,7 +68,7 @@ def test_a_long_line_is_one_reject(tmp_path: Path, suffix: str, name: str) -> No
 
 def test_a_bomb_is_decompressed_in_small_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 KiB that become 256 MiB: blocks of 2 KiB of it, and not the whole, are in memory."""
-    monkeypatch.setattr(json_source, "_LONGEST_LINE", 8 * LIMIT)
+    monkeypatch.setattr(json_source, "LONGEST_RECORD", 8 * LIMIT)
     compressor = zstandard.ZstdCompressor().compressobj()
     blocks = [compressor.compress(b" " * (8 << 20)) for _ in range(32)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(blocks) + compressor.flush())
