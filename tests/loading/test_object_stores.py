@@ -64,12 +64,17 @@ def test_batches_and_states_are_those_of_the_local_folder(
     packed: Places, encoder: ChatEncoder, kind: str, workers: int
 ) -> None:
     local, remote = (LOADERS[kind](path, encoder, workers) for path in packed)
-    states = []
-    for expected, batch in zip(local, remote, strict=True):
-        assert signature(batch) == signature(expected)
-        states.append((local.state_dict(), remote.state_dict()))
-        assert states[-1][0] == states[-1][1]
-    assert len(states) > 2
+    expected = [(signature(batch), local.state_dict()) for batch in local]
+    assert len(expected) > 3
+    for step, (batch, (content, state)) in enumerate(zip(remote, expected, strict=True), 1):
+        assert signature(batch) == content
+        if kind != "packed_loader" or not workers:
+            assert remote.state_dict() == state
+        elif step == 2:
+            # A worker of Energon adds a checkpoint at the end of its packs, so that states depend on its speed.
+            resumed = LOADERS[kind](packed[0], encoder, workers)
+            resumed.load_state_dict(remote.state_dict())
+            assert [signature(batch) for batch in resumed] == [content for content, _ in expected[step:]]
 
 
 @pytest.mark.parametrize("kind", LOADERS)
