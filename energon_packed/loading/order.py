@@ -76,20 +76,19 @@ class Segment:
 
     def to_plain(self) -> list[Any]:
         """Return a list of numbers and lists, for loader states."""
-        plain = [list(value) if isinstance(value, tuple) else value for value in astuple(self)]
-        return plain if self.accumulation > 1 else plain[:-1]  # readable by releases without `accumulation`
+        return [list(value) if isinstance(value, tuple) else value for value in astuple(self)]
 
     @classmethod
     def from_plain(cls, value: Sequence[Any]) -> "Segment":
         """Rebuild a segment from the result of `to_plain`."""
-        step, item, ranks, rows, weights, *rest = value
+        step, item, ranks, rows, weights, accumulation = value
         return cls(
             step=step,
             item=item,
             ranks=ranks,
             rows=rows,
             weights=None if weights is None else tuple(weights),
-            accumulation=rest[0] if rest else 1,
+            accumulation=accumulation,
         )
 
 

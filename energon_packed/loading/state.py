@@ -1,6 +1,6 @@
 """Loader states: a position in the data in, a versioned dict of plain types out; and the checks before it is restored.
 
-    {"version": 4, "loader": "DataflowLoader",
+    {"version": 1, "loader": "DataflowLoader",
      "identity": {...},                 data and settings that must be equal in the loader that continues
      "epoch": 0, "step": 12, ...}       the position after the last batch that was used
 
@@ -26,8 +26,8 @@ from typing import Any, NoReturn
 from energon_packed.errors import BatchError, ConfigError, EnergonPackedError
 from energon_packed.loading.ranks import all_gather_object
 
-STATE_VERSION = 4
-"""Version of the states of all loaders. In versions 1 to 3, each loader had a different structure."""
+STATE_VERSION = 1
+"""Version of the states of all loaders."""
 GATHERED = "ranks"
 """Key of the states of all ranks in the dict that `gather_state` returns."""
 _DATA_KEYS = ("dataset", "distributor_dataset", "distributor_content")
@@ -232,7 +232,7 @@ def ratio(weights: Any) -> str:
 
 def _is_ratio(name: str, saved: Any, now: Any) -> bool:
     """Whether a difference is one of weights over the same datasets."""
-    return name in _WEIGHT_KEYS and bool(saved) and len(saved) == len(now)
+    return name in _WEIGHT_KEYS and bool(saved) and bool(now) and len(saved) == len(now)
 
 
 def _difference(name: str, saved: Any, now: Any) -> str:

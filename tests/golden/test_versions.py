@@ -26,7 +26,7 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
-from tests.internals import FORMAT_VERSION, cli, keys, make_blend, read_state, redistribute
+from tests.internals import FORMAT_VERSION, cli, keys, make_blend, redistribute
 
 HERE = Path(__file__).parent
 ITEMS = [{"id": f"s{n}", "input_ids": [n] * 3} for n in range(6)]
@@ -45,27 +45,6 @@ def golden_encoder() -> ChatEncoder:
 
 def torch_loader() -> DataflowLoader:
     return DataflowLoader(MapDistributor(ITEMS), seed=3)
-
-
-def test_states_of_an_earlier_release_are_refused_with_a_remedy(texts: Path, golden_encoder: ChatEncoder) -> None:
-    saved = json.loads((HERE / "states" / "loader-3.json").read_text())
-    loaders: dict[str, Any] = {
-        "get_packed_loader": get_packed_loader(texts, golden_encoder, num_workers=0, seed=3),
-        "DataflowLoader": DataflowLoader(MapDistributor(PackedDataset(texts, golden_encoder)), seed=3),
-    }
-    for name, loader in loaders.items():
-        version = saved[name]["state"]["version"]
-        message = rf"version {version} is not supported \(this release reads version 4\). Finish the run with the"
-        with pytest.raises(BatchError, match=message):
-            loader.load_state_dict(saved[name]["state"])
-        assert next(iter(loader)).ids  # and changes nothing
-
-
-def test_a_state_that_was_an_object_is_refused() -> None:
-    with pytest.raises(
-        BatchError, match="loader-2.pt contains Python objects, .*Continue with the loader that saved it, or st"
-    ):
-        read_state(HERE / "states" / "loader-2.pt")
 
 
 def joint() -> JointLoader:

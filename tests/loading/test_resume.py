@@ -157,13 +157,20 @@ def test_another_loader_is_refused(
         other.restore_state_rank(state)
 
 
+def test_a_state_of_complete_epochs_is_refused_without_them(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    shards = pack_demo(sample_class="PackedTokensSample").shards
+    state = get_packed_loader(shards, encoder, num_workers=0, complete_epochs=True).save_state_rank()
+    with pytest.raises(BatchError, match="match this loader: complete_epochs True saved, False now. Restore"):
+        get_packed_loader(shards, encoder, num_workers=0).restore_state_rank(state)
+
+
 def test_other_data_and_other_versions_are_refused(pack_demo: Packer, encoder: ChatEncoder) -> None:
     loader = get_packed_loader(pack_demo(sample_class="PackedTokensSample").shards, encoder, num_workers=0)
     state = loader.save_state_rank()
     other = pack_demo(sample_class="PackedTokensSample", seed=5).shards
     with pytest.raises(BatchError, match="dataset .* saved"):
         get_packed_loader(other, encoder, num_workers=0).restore_state_rank(state)
-    with pytest.raises(BatchError, match=r"version 2 is not supported \(this release reads version 4\). Finish the"):
+    with pytest.raises(BatchError, match=r"version 2 is not supported \(this release reads version 1\). Finish the"):
         loader.restore_state_rank({**state, "version": 2})
     for other_value in ({}, {"a": 1}, b"pickled"):
         with pytest.raises(BatchError, match="This is not a loader state"):

@@ -250,6 +250,9 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
     ):
         with pytest.raises(BatchError, match=message):
             other.load_state_dict(state)
+    endless = DataflowLoader(MapDistributor(FEATURES, repeat=True), batch_size=2).state_dict()
+    with pytest.raises(BatchError, match="distributor_repeat True saved, False now"):
+        new_loader().load_state_dict(endless)
     with pytest.raises(BatchError, match="version"):
         new_loader().load_state_dict(state | {"version": 9})
 

@@ -182,7 +182,7 @@ def test_a_changed_layout_continues_after_the_last_item(case: int, repeat: bool)
         plans = [planned(DATA, layout, rank, repeat=repeat) for rank in range(ranks)]
         positions = [plan.begin(0) if state is None else resumed(plan, *[state] * ranks) for plan in plans]
         if not expected or expected[-1][2:4] != [ranks, rows]:
-            expected = [one for one in expected if one[1] < place] + [[step, place, ranks, rows, None]]
+            expected = [one for one in expected if one[1] < place] + [[step, place, ranks, rows, None, 1]]
         assert len({str(position) for position in positions}) == 1
         assert saved(plans[0], positions[0]) == {
             "identity": plans[0].identity(), "epoch": 0, "step": step, "segments": expected
@@ -208,25 +208,31 @@ def test_a_segment_of_a_restart_at_the_end_has_no_item() -> None:
     first = planned(DATA, (4, 2, 1))  # 3 steps, the last of 7 items
     state = saved(first, first.begin(0)) | {"step": 3}
     assert saved(planned(DATA, (2, 1, 1)), resumed(planned(DATA, (2, 1, 1)), state))["segments"] == [
-        [0, 0, 4, 2, None], [3, ITEMS, 2, 1, None]
+        [0, 0, 4, 2, None, 1], [3, ITEMS, 2, 1, None, 1]
     ]  # fmt: skip
     endless = planned(DATA, (4, 2, 1), repeat=True)
     state = saved(endless, endless.begin(0)) | {"step": 3}
     now = planned(DATA, (2, 1, 1), repeat=True)
-    assert saved(now, resumed(now, state))["segments"] == [[0, 0, 4, 2, None], [3, 24, 2, 1, None]]
+    assert saved(now, resumed(now, state))["segments"] == [[0, 0, 4, 2, None, 1], [3, 24, 2, 1, None, 1]]
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"epoch": -1}, {"epoch": True}, {"step": -1}, {"step": "1"}, {"step": 1},
-        {"segments": [[0, 1, 2, 1, None]]}, {"segments": [[0, 0, 2, 1, None], [2, -1, 2, 1, None]]},
-        {"segments": [[0, 0, 0, 1, None]]}, {"segments": [[0, 0, 2, 0, None]]}, {"segments": [[0, 0, -1, 1, None]]},
+        {"segments": [[0, 1, 2, 1, None, 1]]}, {"segments": [[0, 0, 2, 1, None, 1], [2, -1, 2, 1, None, 1]]},
+        {"segments": [[0, 0, 0, 1, None, 1]]}, {"segments": [[0, 0, 2, 0, None, 1]]},
+        {"segments": [[0, 0, -1, 1, None, 1]]},
     ],
 )  # fmt: skip
 def test_a_position_that_no_loader_has_is_refused(change: dict[str, Any]) -> None:
     plan = planned(DATA, (2, 1, 1))
-    state = {"identity": plan.identity(), "epoch": 0, "step": 2, "segments": [[0, 0, 1, 1, None], [2, 2, 2, 1, None]]}
+    state = {
+        "identity": plan.identity(),
+        "epoch": 0,
+        "step": 2,
+        "segments": [[0, 0, 1, 1, None, 1], [2, 2, 2, 1, None, 1]],
+    }
     assert resumed(plan, state).step == 2
     with pytest.raises(BatchError, match=r"^The saved state is corrupted \("):
         resumed(plan, state | change)
@@ -269,7 +275,7 @@ def test_items_that_do_not_fill_the_last_step_are_reported(
         warned = f"leaves out {rest} of 23 packs" in caplog.text
         assert warned == bool(caplog.text) == (end == "drop" and bool(warns and rest) and not repeat)
     changed = planned(DATA, (ranks, 1, 1), end="error")  # the layout of the end of the epoch counts
-    state = saved(changed, changed.begin(0)) | {"step": 3, "segments": [[0, 0, 1, 1, None]]}
+    state = saved(changed, changed.begin(0)) | {"step": 3, "segments": [[0, 0, 1, 1, None, 1]]}
     if left := 20 % ranks:
         with pytest.raises(ConfigError, match=f"got {left} of 23 packs in the last step"):
             changed.check_rest(resumed(changed, state), warns=False)

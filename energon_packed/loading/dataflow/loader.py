@@ -509,8 +509,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the data and settings that a loader must share with a state to continue from it."""
-        own = {"processor": self._processor} if self._processor else {}
-        return {"seed": self._settings.seed} | own | self._plan.identity()
+        return {"seed": self._settings.seed, "processor": self._processor} | self._plan.identity()
 
     def _end_epoch(self) -> None:
         self.failures.end_epoch(self.epoch, is_alone=self._world_size == 1)

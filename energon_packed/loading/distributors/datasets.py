@@ -109,12 +109,14 @@ class MapDistributor(Distributor):
         order = self.order
         fingerprint = getattr(self.dataset, "fingerprint", None)
         content = fingerprint() if callable(fingerprint) else None
-        identity = super().identity() | {"items": len(order), "shuffle": order.shuffle, "content": content}
-        if order.weights is not None:
-            identity["blend_weights"] = list(order.weights)
-        if order.cost is not None:
-            identity["balance"] = order.cost.constants()
-        return identity | ({"repeat": True} if order.repeat else {})
+        return super().identity() | {
+            "items": len(order),
+            "shuffle": order.shuffle,
+            "content": content,
+            "blend_weights": None if order.weights is None else list(order.weights),
+            "balance": None if order.cost is None else order.cost.constants(),
+            "repeat": order.repeat,
+        }
 
     def _index(self, shard: ShardSpec, number: int) -> int:
         """Return the dataset index of an item of a shard."""

@@ -142,7 +142,5 @@ class LoaderConfig:
 
     def order_fingerprint(self) -> dict[str, Any]:
         """Return the settings that decide the order of batches, beside seed, batch size, ranks and workers."""
-        names = ("split", "epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size")
-        # Only if it is set: states of earlier releases do not have the setting.
-        complete = {"complete_epochs": True} if self.complete_epochs else {}
-        return {name: getattr(self, name) for name in names} | {"drop_last": self.epoch_end == "drop"} | complete
+        names = ("split", "epochs", "complete_epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size")
+        return {name: getattr(self, name) for name in names} | {"drop_last": self.epoch_end == "drop"}

@@ -207,7 +207,7 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
     first = ordered[0]
     identity = first["identity"]
     workers = int(identity["num_workers"])
-    if identity["epochs"] is not None or identity.get("complete_epochs"):
+    if identity["epochs"] is not None or identity["complete_epochs"]:
         raise BatchError(
             "States of `epochs=1` or `complete_epochs` cannot be redistributed: the steps per epoch depend on the "
             "number of ranks. Finish the epoch with the same ranks."

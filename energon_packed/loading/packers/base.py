@@ -17,9 +17,6 @@ from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import GroupBy, Overlong
 from energon_packed.pipeline.rejects import images_detail, not_split, overlong_detail
 
-# Names in loader states, which states of earlier releases have, too.
-_STATE_NAMES = {"carry_over_last": "keeps"}
-
 
 class Sizes(NamedTuple):
     """Sizes of n buffered samples, by which a packer groups them.
@@ -169,8 +166,7 @@ class Packer(ABC):
 
     def identity(self) -> dict[str, Any]:
         """Return class and settings, for loader states."""
-        names = {name: _STATE_NAMES.get(name, name.lstrip("_")) for name in vars(self)}
-        plain = {names[n]: v for n, v in vars(self).items() if isinstance(v, int | float | str | dict | None)}
+        plain = {n.lstrip("_"): v for n, v in vars(self).items() if isinstance(v, int | float | str | dict | None)}
         return {"packer": type(self).__name__, **plain}
 
     def reject_reason(self, tokens: int, images: int, patches: int) -> Reject | None:

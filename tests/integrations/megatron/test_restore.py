@@ -52,7 +52,7 @@ def test_a_missing_state_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(ConfigError, match="a checkpoint of iteration 100, but .* has no loader state of it"):
         state_file(tmp_path, 0)
-    saved_by(tmp_path / "iter_0000100" / "mp_rank_00", {"version": 4, "rank": 0})
+    saved_by(tmp_path / "iter_0000100" / "mp_rank_00", {"version": 1, "rank": 0})
     with pytest.raises(ConfigError, match="states of 1 data-parallel ranks and none of rank 1: .* state redist first"):
         state_file(tmp_path, 1)
     saved_by(tmp_path / "iter_0000100" / "mp_rank_00_000", {})
