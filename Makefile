@@ -91,7 +91,7 @@ $(LOWEST_VENV)/.installed: pyproject.toml constraints-lowest.txt
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
-	  -e '.[megatron,ray,report,s3,transformers-train,video]' hatchling hypothesis 'moto[server]' mutmut pytest pytest-timeout pytest-xdist torchdata
+	  -e '.[megatron,ray,report,s3,transformers-train,video]' hatchling hypothesis import-linter 'moto[server]' mutmut pytest pytest-timeout pytest-xdist torchdata
 	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
 	touch $@
 

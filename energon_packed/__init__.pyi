@@ -39,11 +39,11 @@ from .integrations.torchtitan import PackedDataLoader as PackedDataLoader
 from .integrations.trainer_state import GatheredLoader as GatheredLoader
 from .integrations.transformers.arguments import check_training_arguments as check_training_arguments
 from .integrations.transformers.arguments import packed_training_arguments as packed_training_arguments
+from .integrations.transformers.loader_state import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.metrics import MetricsCallback as MetricsCallback
 from .integrations.transformers.mixture import MixtureCallback as MixtureCallback
 from .integrations.transformers.order import OrderLogCallback as OrderLogCallback
 from .integrations.transformers.stream import TrainerStream as TrainerStream
-from .integrations.transformers.stream import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.trainer import IsolationCheckCallback as IsolationCheckCallback
 from .integrations.transformers.trainer import PackedTrainer as PackedTrainer
 from .integrations.transformers.trainer import PackedTrainerMixin as PackedTrainerMixin

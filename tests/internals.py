@@ -11,7 +11,7 @@ from typing import Any
 
 PLACES = {
     # cli: the command line without the cost of a process; texts as a terminal of any size and encoding shows them
-    "cli": "cli.main:cli",
+    "cli": "cli.commands:cli",
     "Output": "cli.output:Output",
     "TerminalProgress": "cli.progress:TerminalProgress",
     "duration": "cli.progress:duration",
@@ -232,6 +232,7 @@ PLACES = {
     "engine": "pipeline.engine",
     "plan_stage": "pipeline.plan",
     "rejects": "pipeline.rejects",
+    "reports": "pipeline.reports",
     "advice": "pipeline.rejects:advice",
     "main_reason": "pipeline.rejects:main_reason",
     "raw_records": "loading.raw_records",

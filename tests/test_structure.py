@@ -1,10 +1,12 @@
 """The shape of the code: a map in each folder, and tests that know no place of it. Linters check the rest."""
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
 from tests import internals
@@ -51,6 +53,13 @@ def test_tests_know_no_place_in_the_package() -> None:
 def test_a_place_in_the_package_is_found(code: str, tmp_path: Path) -> None:
     (tmp_path / "file.py").write_text(code)
     assert len(list(places_in(tmp_path / "file.py"))) == 1
+
+
+def test_modules_import_each_other_in_one_direction() -> None:
+    """Also in functions, and for types only: `prepare` raises CycleError with the modules of a circle."""
+    graph = grimp.build_graph("energon_packed")
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    graphlib.TopologicalSorter(imports).prepare()
 
 
 def test_every_internal_is_needed() -> None:

@@ -219,7 +219,7 @@ def as_options(message: str) -> str:
 def _flags() -> dict[str, str]:
     """First flag of every option of the commands, by name; declared options first."""
     # Imported here: errors of commands without these options do not need the pipeline.
-    from energon_packed.cli.main import COMMANDS, cli
+    from energon_packed.cli.commands import COMMANDS, cli
     from energon_packed.pipeline.options import PackOptions
     from energon_packed.pipeline.survey import LengthsOptions
 

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.compiled import called_by_kernels, compiled, trailing_zeros
-from energon_packed.packing.planner import Algorithm, Int32, Int64, Placement
+from energon_packed.packing.placement import Algorithm, Int32, Int64, Placement
 
 
 @called_by_kernels

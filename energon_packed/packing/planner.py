@@ -4,18 +4,16 @@ Numba and the kernels are imported by the first plan, so that checking the name 
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.compiled import compile_now
 from energon_packed.errors import ConfigError
+from energon_packed.packing.placement import Algorithm, Int32, Int64
 
-Int32 = npt.NDArray[np.int32]
-Int64 = npt.NDArray[np.int64]
 _MOST_SAMPLES = _MOST_TOKENS = 2**31 - 1  # int32, which the kernels use
 _LARGE = 1 << 20  # tokens; kernels need about eight bytes for each token of the capacity
 _ALGORITHMS = ("bfd", "ffd", "sequential")
@@ -94,24 +92,6 @@ class PackPlan:
             tokens=self.tokens,
             capacity=self.capacity,
         )
-
-
-class Placement(NamedTuple):
-    """Samples in placement order.
-
-    Attributes:
-        order: int32 (m,), sample indices; samples longer than the capacity are excluded.
-        pack_at: int32 (m,), pack index of each sample.
-        packs: number of packs.
-    """
-
-    order: Int32
-    pack_at: Int32
-    packs: int
-
-
-Algorithm = Callable[[Int32, int, int], Placement]
-"""(lengths int32 (n,), capacity, max_samples) -> Placement."""
 
 
 def pack_lengths(

@@ -2,7 +2,7 @@
 
     sources ─► measure (chunks, parallel) ─► plan (all lengths at once) ─► write (shards, parallel) ─► index, manifest
 
-Stages: measure.py (with reader.py, chunks.py, table.py), plan.py (with rejects.py), media/stored.py (for references),
+Stages: measure.py (with reader.py, chunks.py, table.py), plan.py (rejects.py, reports.py), media/stored.py,
 write.py (with media/locator.py); run.py calls them. media/materialize.py copies referenced images into tars.
 options.py declares PackOptions; config_file.py reads it from YAML. encoders.py: the encoder of every process.
 engine.py, ray_engine.py: processes. workspace.py, run_state.py: output folder, fingerprints. survey.py: lengths alone.

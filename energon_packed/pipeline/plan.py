@@ -32,7 +32,7 @@ from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.options import PackOptions, RejectOptions
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.rejects import SamplePlaces, TableRejects, write_reports
+from energon_packed.pipeline.reports import SamplePlaces, TableRejects, write_reports
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable
 from energon_packed.shards.nv_meta import split_ranges

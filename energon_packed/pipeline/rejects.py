@@ -1,46 +1,17 @@
-"""Reports of rejected records, the limits on them, and their messages.
+"""Rejected records: their limits, counts and messages.
 
-Input: the RecordTable of a measured input with the status of every record, or single rejects of a stream. Output:
-lengths.parquet and rejects.jsonl, a RejectReport in memory, or a RejectLimitError. `pack`, `lengths`,
-`plan_in_memory` and streams all use this module, so that the same file has the same counts, reasons and rows:
+`pack`, `lengths`, `plan_in_memory` and streams all use this module, so that they stop at the same limits with the same
+messages; reports.py applies it to a measured input:
 
-    RecordTable ──► TableRejects ──► write_reports (`pack`), RejectReport (planned datasets)
-    a stream    ──► FailureLog (loading) ──► the same counts and rows
-                    RejectLimits: `strict`, `overlong='error'`, `max_failures`, `max_reject_rate`
+    RejectLimits: `strict`, `overlong='error'`, `max_failures`, `max_reject_rate`
+    a stream ──► FailureLog (loading) ──► the counts and rows of reports.py
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import islice, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-import orjson
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
-from energon_packed.encoding.fragments import Fragments, fragment_id
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RejectLimitError
-from energon_packed.files import atomic_path
-from energon_packed.pipeline.chunks import (
-    FRAGMENT,
-    SPLIT,
-    STATUSES,
-    TRUNCATED,
-    dictionary_column,
-    numeric_column,
-    read_rows,
-    string_column,
-)
-from energon_packed.pipeline.table import RecordTable, reject_counts
-from energon_packed.pipeline.workspace import Workspace
-
-if TYPE_CHECKING:
-    from energon_packed.pipeline.options import RejectOptions
-    from energon_packed.pipeline.reader import RecordReader
 
 MOST_ROWS = 1000
 """Rejected records that are kept in memory; the counts are always exact."""
@@ -64,22 +35,6 @@ _ADVICE = {
     "(documents: 'split')",
     Reason.NOT_SAMPLED: "raise its weight",
 }
-_SCHEMA = pa.schema(
-    {
-        "source": pa.dictionary(pa.int32(), pa.string()),
-        "row": pa.int64(),
-        "line": pa.int64(),
-        "id": pa.string(),
-        "length": pa.int32(),
-        "num_images": pa.int32(),
-        "status": pa.dictionary(pa.int8(), pa.string()),
-        "pack": pa.string(),
-        "sample": pa.int32(),
-        "shard": pa.dictionary(pa.int32(), pa.string()),
-    }
-)
-_FEW_VALUES = [name for name in _SCHEMA.names if name not in ("row", "line", "id", "pack")] + ["num_videos"]
-_DELTAS = {"row": "DELTA_BINARY_PACKED", "line": "DELTA_BINARY_PACKED"}
 
 
 class Rejected(NamedTuple):
@@ -221,159 +176,6 @@ class RejectLimits:
             )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TableRejects:
-    """Rejected records of a measured input.
-
-    Attributes:
-        table: measured records.
-        reader: names sources and records.
-        status: int8 (n,), index into STATUSES, including the rejects of planning.
-        details: details of records that cannot be truncated, by index of the record.
-        options: length of a row; None if only lengths are measured.
-        max_images: images that fit a row; None for any number.
-        is_sample: the table has some records of each source, so that their indices in the files are unknown.
-    """
-
-    table: RecordTable
-    reader: "RecordReader"
-    status: npt.NDArray[np.int8]
-    details: Mapping[int, str] = field(default_factory=dict)
-    options: "RejectOptions | None" = None
-    max_images: int | None = None
-    is_sample: bool = False
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Rejected records by reason; only reasons that occur."""
-        return reject_counts(self.status)
-
-    @cached_property
-    def lines(self) -> npt.NDArray[np.int64]:
-        """Line of each record in its file, as `Source.line_numbers`: int64 (n,)."""
-        ranges = zip(self.reader.sources, pairwise(self.table.source_starts.tolist()), strict=True)
-        lines = np.zeros(len(self.table), dtype=np.int64)
-        for source, (start, stop) in ranges:
-            lines[start:stop] = source.line_numbers(self.table.address[start:stop], self.table.size[start:stop])
-        return lines
-
-    def report(self) -> RejectReport:
-        """Return the counts and the first rejected records."""
-        return RejectReport(self.counts, [rejected._asdict() for rejected in islice(self.rows(), MOST_ROWS)])
-
-    def rows(self, reason: str | None = None) -> Iterator[Rejected]:
-        """Yield the rejected records in input order.
-
-        Args:
-            reason: yield only records with this reason; None for all.
-        """
-        wanted = self.status != 0 if reason is None else self.status == STATUSES.index(reason)
-        for file, start, stop in zip(
-            self.table.files, self.table.file_starts, [*self.table.file_starts[1:], len(self.table)], strict=True
-        ):
-            if not wanted[start:stop].any():  # most chunk files are not read
-                continue
-            rows = read_rows(file)
-            ids, details = rows["id"], rows["detail"]
-            for index in np.flatnonzero(wanted[start:stop]).tolist():
-                record = int(start) + index
-                line = 0 if self.is_sample else int(self.lines[record])
-                yield self.row(record, line, ids[index].as_py(), details[index].as_py())
-
-    def row(self, record: int, line: int, ident: str | None, detail: str | None) -> Rejected:
-        """Describe a rejected record.
-
-        Args:
-            record: index of the record in the table.
-            line: its line, as in `lines`.
-            ident, detail: its columns in the chunk file.
-        """
-        sources, rows = self.table.locate(np.array([record]))
-        source, row = int(sources[0]), int(rows[0])
-        return Rejected(
-            source=str(self.reader.sources[source].path),
-            row=row,
-            line=line or None,
-            id=self.reader.default_id(source, row) if ident is None else ident,
-            reason=STATUSES[int(self.status[record])],
-            detail=detail or self.details.get(record) or self._limit(record),
-        )
-
-    def _limit(self, record: int) -> str:
-        """Detail of a measured record that does not fit a row."""
-        options, length, images = self.options, int(self.table.length[record]), int(self.table.num_images[record])
-        if options is None:
-            return ""
-        if length > options.usable_len:
-            detail = not_split if options.overlong == "split" else overlong_detail
-            return detail(length, options.row_length, options.pad_multiple)
-        return "" if self.max_images is None else images_detail(images, self.max_images)
-
-    def check(self, limits: RejectLimits, report: str = "") -> None:
-        """Compare the rejected records with the limits.
-
-        Args:
-            limits: limits of the run.
-            report: path of the report with all rejected records, or "".
-
-        Raises:
-            RejectLimitError: more records are rejected than allowed, or all are.
-        """
-        counts = self.counts
-        if limits.overlong == "error" and (overlong := counts.get(Reason.OVERLONG.value)):
-            more = f", the first of {overlong} such records{self._longest()}" if overlong > 1 else ""
-            limits.check_record(next(self.rows(Reason.OVERLONG.value)), more=more)
-        if limits.strict:
-            for rejected in self.rows():
-                limits.check_record(rejected)
-        what = "sampled records" if self.is_sample else "records"
-        limits.check_all(counts, int(np.count_nonzero(self.status == 0)), self._example, report, what)
-
-    def summary(self) -> str:
-        """Summarize the reasons with the function `summary`."""
-        return summary(self.counts, self._example)
-
-    def _example(self, reason: str) -> str:
-        example = example_of(next(self.rows(reason)), is_sample=self.is_sample)
-        return f"{example}{self._longest()}" if reason == Reason.OVERLONG else example
-
-    def _longest(self) -> str:
-        """Length of the longest rejected sample, for a message; "" if only the images do not fit a row."""
-        longest = int(self.table.length[self.status == STATUSES.index(Reason.OVERLONG.value)].max())
-        is_longer = self.options is not None and longest > self.options.usable_len
-        return f" (the longest sample has {longest} tokens)" if is_longer else ""
-
-
-class NamedRecords(NamedTuple):
-    """Ids of the k records of a chunk file.
-
-    Attributes:
-        rows: int64 (k,), indices in the table.
-        source, local: int64 (k,), index of the source, and of the record in it.
-        names: ids; for a record without an id, a default id.
-        details: detail of a record that was rejected while measuring, or None.
-    """
-
-    rows: npt.NDArray[np.int64]
-    source: npt.NDArray[np.int64]
-    local: npt.NDArray[np.int64]
-    names: list[str]
-    details: list[str | None]
-
-
-def record_names(table: RecordTable, reader: "RecordReader") -> Iterator[NamedRecords]:
-    """Yield the ids of the records of each chunk file, in input order."""
-    for file, start in zip(table.files, table.file_starts.tolist(), strict=True):
-        chunk = read_rows(file)
-        if not chunk.num_rows:
-            continue
-        rows = np.arange(start, start + chunk.num_rows)
-        source, local = table.locate(rows)
-        ids = zip(chunk["id"].to_pylist(), source, local, strict=True)
-        names = [reader.default_id(int(s), int(r)) if ident is None else ident for ident, s, r in ids]
-        yield NamedRecords(rows, source, local, names, chunk["detail"].to_pylist())
-
-
 def is_failure(reason: str) -> bool:
     """Whether `max_failures` counts a reason: records that the settings leave out do not count."""
     return reason not in REQUESTED_REJECTS and reason != Reason.OVERLONG
@@ -473,106 +275,3 @@ def none_packed(records: int, listed: str, remedy: str, what: str = "records") -
 
 def _ranked(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: (item[0] in REQUESTED_REJECTS, -item[1], item[0]))
-
-
-class SamplePlaces(NamedTuple):
-    """Place of each of n records and fragments in the dataset.
-
-    Attributes:
-        pack: int32 (n,), index of its pack; -1 if it is in none.
-        sample: int32 (n,), index of the sample in its pack.
-        first_packs: int64 (shards,), index of the first pack of each shard.
-        shards: names of the tars.
-        prefix: prefix of the keys of packs.
-    """
-
-    pack: npt.NDArray[np.int32]
-    sample: npt.NDArray[np.int32]
-    first_packs: npt.NDArray[np.int64]
-    shards: list[str]
-    prefix: str
-
-    def columns(self, rows: npt.NDArray[np.int64]) -> list[Any]:
-        """Arrow columns `pack` (the key), `sample` and `shard` of k of the records and fragments."""
-        pack = self.pack[rows]
-        is_packed = pack >= 0
-        number = pc.utf8_lpad(numeric_column(pack, np.int32, valid=is_packed).cast(pa.string()), 8, "0")
-        shard = np.searchsorted(self.first_packs, pack, side="right") - 1
-        return [
-            pc.binary_join_element_wise(self.prefix, number, "_"),
-            numeric_column(self.sample[rows], np.int32, valid=is_packed),
-            dictionary_column(shard, self.shards, np.int32, valid=is_packed),
-        ]
-
-
-def write_reports(
-    rejects: TableRejects,
-    fragments: Fragments | None,
-    *,
-    usable_len: int,
-    workspace: Workspace,
-    places: SamplePlaces,
-) -> None:
-    """Write lengths.parquet and rejects.jsonl.
-
-    lengths.parquet has source, row, line (null if it is not known), id, length (tokens, null if unknown), num_images
-    and status of every record, pack (its key), sample (index in the pack) and shard of packed records, and num_videos
-    if any record has videos; rejects.jsonl has source, row, line, id, reason and detail of the rejected records.
-    The fragments of a record follow the records of its chunk in lengths.parquet.
-
-    Args:
-        rejects: the measured records and their rejects.
-        fragments: fragments of split records, by ascending `record`, or None.
-        usable_len: tokens of a row; packed records with more tokens get the status `truncated`.
-        workspace: paths of both files.
-        places: place of each record, then of each fragment.
-    """
-    table, reader, status = rejects.table, rejects.reader, rejects.status
-    names_of = (*STATUSES, TRUNCATED, SPLIT, FRAGMENT)
-    cut = names_of.index(TRUNCATED if fragments is None else SPLIT)  # a packed record that is longer than a row
-    paths = [str(source.path) for source in reader.sources]
-    index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
-    path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
-    has_videos = bool(table.num_videos.any())
-    schema = _SCHEMA.append(pa.field("num_videos", pa.int32())) if has_videos else _SCHEMA
-    with (
-        atomic_path(workspace.lengths) as lengths_file,
-        atomic_path(workspace.rejects) as rejects_file,
-        # The other columns have a value of their own in each row; differences of the numbers need few bytes.
-        pq.ParquetWriter(lengths_file, schema, use_dictionary=_FEW_VALUES, column_encoding=_DELTAS) as writer,
-        rejects_file.open("wb") as out,
-    ):
-        # A row group per chunk file: the ids of all records need not fit in memory.
-        for chunk in record_names(table, reader):
-            chunk_status, measured = status[chunk.rows], table.length[chunk.rows]
-            shown = np.where((chunk_status == 0) & (measured > usable_len), cut, chunk_status)
-            source, local, names, images = chunk.source, chunk.local, chunk.names, table.num_images[chunk.rows]
-            rows, lines = chunk.rows, rejects.lines[chunk.rows]
-            if fragments is not None:
-                first, last = np.searchsorted(fragments["record"], [chunk.rows[0], chunk.rows[-1] + 1])
-                of_chunk = fragments[first:last]
-                parent = of_chunk["record"] - chunk.rows[0]
-                source, local, lines = (np.append(own, own[parent]) for own in (source, local, lines))
-                rows = np.append(rows, np.arange(len(table) + first, len(table) + last))
-                names = [*names, *map(fragment_id, [names[i] for i in parent.tolist()], of_chunk["number"].tolist())]
-                measured = np.append(measured, of_chunk["stop"] - of_chunk["start"])
-                images = np.append(images, of_chunk["last_image"] - of_chunk["first_image"])
-                shown = np.append(shown, np.full(len(of_chunk), names_of.index(FRAGMENT)))
-            columns = [
-                dictionary_column(path_of[source], list(index_of), np.int32),
-                numeric_column(local, np.int64),
-                numeric_column(lines, np.int64, valid=lines > 0),
-                string_column(names),
-                numeric_column(measured, np.int32, valid=measured >= 0),
-                numeric_column(images, np.int32),
-                dictionary_column(shown, names_of, np.int8),
-                *places.columns(rows),
-            ]
-            if has_videos:
-                videos = table.num_videos[chunk.rows]  # fragments have no videos
-                columns.append(numeric_column(np.append(videos, [0] * (len(names) - len(videos))), np.int32))
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-            for index in np.flatnonzero(chunk_status).tolist():
-                record = int(chunk.rows[index])
-                rejected = rejects.row(record, int(lines[index]), chunk.names[index], chunk.details[index])
-                out.write(orjson.dumps(rejected._asdict(), option=orjson.OPT_APPEND_NEWLINE))

@@ -26,7 +26,8 @@ from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions, PackOptions, parse_seq_len
 from energon_packed.pipeline.plan import plan_packs, plan_rejects, plan_shards
 from energon_packed.pipeline.reader import RecordReader, open_reader
-from energon_packed.pipeline.rejects import RejectLimits, TableRejects, advice, record_names
+from energon_packed.pipeline.rejects import RejectLimits, advice
+from energon_packed.pipeline.reports import TableRejects, record_names
 from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.workspace import FolderLock, Workspace, work_folder

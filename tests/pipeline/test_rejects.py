@@ -19,7 +19,7 @@ from energon_packed import (
     RejectLimitError,
     SourceConfig,
 )
-from tests.internals import chunks, open_sources, reader, rejects, table, workspace
+from tests.internals import chunks, open_sources, reader, rejects, reports, table, workspace
 
 FRAGMENT = table.FRAGMENT
 OVERLONG = chunks.STATUSES.index("overlong")
@@ -121,7 +121,7 @@ class Input:
             counts={},
         )
         self.reader = reader.RecordReader(sources=sources, sample_class="auto", use_patch_positions=True)
-        self.rejected = rejects.TableRejects(table=self.table, reader=self.reader, status=arrays["status"], **named)
+        self.rejected = reports.TableRejects(table=self.table, reader=self.reader, status=arrays["status"], **named)
         found: list[tuple[int, ...]] = []
         for record, one in enumerate(self.records):
             if one["status"] == "packed" and one["length"] > 50 and not one["num_videos"]:
@@ -143,7 +143,7 @@ def test_reports_list_every_record(tmp_path: Path, seed: int, is_split: bool, vi
     rng = random.Random(seed)
     packs = [rng.choice([-1, *range(12)]) for _ in range(count)]
     samples = [rng.randint(0, 4) if pack >= 0 else 0 for pack in packs]
-    places = rejects.SamplePlaces(
+    places = reports.SamplePlaces(
         np.array(packs, dtype=np.int32),
         np.array(samples, dtype=np.int32),
         np.array([0, 5, 11]),
@@ -151,7 +151,7 @@ def test_reports_list_every_record(tmp_path: Path, seed: int, is_split: bool, vi
         "out",
     )
     folder = workspace.Workspace(tmp_path)
-    rejects.write_reports(data.rejected, fragments, usable_len=50, workspace=folder, places=places)
+    reports.write_reports(data.rejected, fragments, usable_len=50, workspace=folder, places=places)
     expected = []
     ends = [*data.file_starts[1:], len(data.records)]
     for start, end in zip(data.file_starts, ends, strict=True):
@@ -223,10 +223,10 @@ def test_rejects_in_memory_are_those_of_the_file(tmp_path: Path, monkeypatch: py
     for reason in report.counts:
         found = [each._asdict()["row"] for each in data.rejected.rows(reason)]
         assert found == [row["row"] for row in expected if row["reason"] == reason]
-    monkeypatch.setattr(rejects, "MOST_ROWS", 3)
+    monkeypatch.setattr(reports, "MOST_ROWS", 3)
     assert data.rejected.report().rows == report.rows[:3]
     # A sample of the records has no lines.
-    sample = rejects.TableRejects(table=data.table, reader=data.reader, status=data.table.status, is_sample=True)
+    sample = reports.TableRejects(table=data.table, reader=data.reader, status=data.table.status, is_sample=True)
     assert {each.line for each in sample.rows()} == {None}
     assert {each.detail for each in sample.rows("overlong")} == {""}
 
@@ -252,7 +252,7 @@ def test_details_of_samples_that_do_not_fit(tmp_path: Path, values: Any, most: i
     data = Input(tmp_path)
     data.table.length[:], data.table.num_images[:] = 60, 3
     flavor = {"sample_class": "PackedTokensSample"}
-    rejected = rejects.TableRejects(
+    rejected = reports.TableRejects(
         table=data.table,
         reader=data.reader,
         status=data.table.status,
@@ -446,7 +446,7 @@ def test_limits_of_a_table_name_its_first_and_its_longest_record(tmp_path: Path)
     assert "longest" not in data.rejected.summary()
     records.length[15] = 50
     assert "longest" not in data.rejected.summary()
-    sample = rejects.TableRejects(table=records, reader=data.reader, status=counts, is_sample=True)
+    sample = reports.TableRejects(table=records, reader=data.reader, status=counts, is_sample=True)
     assert sample.summary().startswith(
         f"2 x overlong, e.g. a record of {where}: ; 1 x empty, e.g. a record of {where}: "
     )

@@ -3,7 +3,8 @@
 | module | content |
 |---|---|
 | arguments.py | packed_training_arguments, check_training_arguments: arguments that fit packed data |
-| stream.py | TrainerStream, TrainerStreamCallback: a loader as streaming data, resumed exactly |
+| stream.py | TrainerStream: a loader as streaming data |
+| loader_state.py | TrainerStreamCallback: the state of a TrainerStream in checkpoints, resumed exactly |
 | batch_taps.py | BatchTap: values of the batches that the model has used |
 | metrics.py | MetricsCallback: throughput, padding, imbalance and sources in the logs |
 | order.py | OrderLogCallback: the order log of a Trainer over a PackedDataset |
@@ -12,10 +13,11 @@
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
+from energon_packed.integrations.transformers.loader_state import TrainerStreamCallback
 from energon_packed.integrations.transformers.metrics import MetricsCallback
 from energon_packed.integrations.transformers.mixture import MixtureCallback
 from energon_packed.integrations.transformers.order import OrderLogCallback
-from energon_packed.integrations.transformers.stream import TrainerStream, TrainerStreamCallback
+from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.integrations.transformers.trainer import (
     IsolationCheckCallback,
     PackedTrainer,

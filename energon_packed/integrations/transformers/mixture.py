@@ -9,8 +9,8 @@ import torch
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
+from energon_packed.integrations.transformers.loader_state import LoaderState
 from energon_packed.integrations.transformers.metrics import LogCallback
-from energon_packed.integrations.transformers.stream import LoaderState
 from energon_packed.loading.batch import (
     PackedBatch,
     Signal,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from energon_packed.encoding import SampleSource
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
-from energon_packed.integrations.transformers.stream import LoaderState
+from energon_packed.integrations.transformers.loader_state import LoaderState
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.ranks import group_place

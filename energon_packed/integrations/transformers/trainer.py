@@ -19,7 +19,8 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import prepared_loader
 from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
-from energon_packed.integrations.transformers.stream import LoaderState, TrainerStream, TrainerStreamCallback
+from energon_packed.integrations.transformers.loader_state import LoaderState, TrainerStreamCallback
+from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.libraries import private
 from energon_packed.loading.batch import target_losses, target_weights
 from energon_packed.loading.collator import Collator, PaddingFreeCollator, with_weights
