@@ -13,7 +13,6 @@ A state lists the buffered items by their keys, and the position of the distribu
 ahead are not part of the state: they are read again.
 """
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -75,7 +74,7 @@ class BufferedItem:
     Attributes:
         number: index of the item in its shard.
         samples: the samples of the item: EncodedSamples, or what a custom processor returns.
-        size: (tokens, images, patches).
+        size: (tokens, images, patches); zeros if the packer makes rows by the number of items alone.
         squares: sum of the squared sample lengths.
         kind: 0 for text, 1 with images, 2 with videos.
         at: location of its record and its dataset, if it is a record of an input file.
@@ -107,8 +106,13 @@ class BufferedItem:
         self.samples = samples
         self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
-        tokens = images = patches = videos = self.squares = 0
-        for sample in samples:  # a loop needs two thirds of the time of a comprehension for each sum
+        self.size, self.squares, self.kind = (0, 0, 0), 0, 0
+        if packer.rows is None:
+            self._measure(packer)
+
+    def _measure(self, packer: Packer) -> None:
+        tokens = images = patches = videos = 0
+        for sample in self.samples:  # a loop needs two thirds of the time of a comprehension for each sum
             is_encoded = isinstance(sample, EncodedSample)
             length = len(sample.input_ids) if is_encoded and not packer.size_fn else packer.sample_size(sample)
             tokens += length
@@ -153,6 +157,12 @@ class PackBuffer:
         Raises:
             EnergonPackedError: the item fits no row, and `on_drop` raises.
         """
+        if self.packer.rows is not None:
+            self.waiting.append(item)
+            if len(self.waiting) == self.packer.rows:
+                self.ready.append(self.waiting)
+                self.waiting = []
+            return
         if (reject := self.packer.reject_reason(*item.size)) is not None:
             self._on_drop(item, reject)
             return
@@ -175,7 +185,10 @@ class PackBuffer:
             for item in self.waiting:
                 self._on_drop(item, None)
             self.waiting = []
-        if self.waiting:
+        if self.waiting and self.packer.rows is not None:
+            self.ready.append(self.waiting)
+            self.waiting = []
+        elif self.waiting:
             self._form(final=True)
 
     def state(self) -> str:
@@ -297,18 +310,19 @@ class WorkerStream:
         if distributor.schedule is not None:
             position["schedule"] = distributor.schedule.stream_state()
         # Joined as text: the buffer has its items as JSON already, and a pool has hundreds of them in every state.
-        return f"{json.dumps(position)[:-1]}, {self._buffer.state()}}}"
+        return f"{orjson.dumps(position).decode()[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[BufferedItem]) -> Step:
         """Make a batch of a group; without a group, report the items that the end of the epoch dropped."""
-        samples = [sample for item in group for sample in item.samples]
+        # A single row of stored tokens is collated by its columns.
+        samples = group[0].samples if len(group) == 1 else [sample for item in group for sample in item.samples]
         batch = self.roles.collator.collate(samples) if group else None
         self._last = max([self._last, *[item.number for item in group]])
         dropped, self._dropped = self._dropped, []
         try:
             state = self.state()
         except BatchError as error:  # training may never save: the error is raised by `state_dict`
-            state = json.dumps(str(error))
+            state = orjson.dumps(str(error)).decode()
         return Step(self.worker, batch, (self.shard.index, state), [item.name for item in group], dropped)
 
     def _items(self) -> Iterator[_Encoded]:

@@ -22,7 +22,7 @@ from energon_packed.storage import as_path
 
 # Items between two states of Energon's dataset. A state is large (the shuffle buffer), and a resumed dataset reads and
 # skips at most this many packs.
-_CHECKPOINT = 16
+_CHECKPOINT = 64
 
 
 class EnergonDistributor(Distributor):
