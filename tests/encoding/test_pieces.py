@@ -186,10 +186,10 @@ def generated(rng: random.Random, size: int) -> str:
 def test_ids_of_pieces_are_those_of_the_whole_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = ALLOWED[name]()
     backend.add_tokens(list(ADDED))
+    tokenizer = piece_tokenizer(backend)
+    assert tokenizer.obstacle == ""  # the proof needs the places of production
     monkeypatch.setattr(PieceTokenizer, "window", 128)
     monkeypatch.setattr(pieces, "_CHANGES", 4)
-    tokenizer = piece_tokenizer(backend)
-    assert tokenizer.obstacle == ""
     rng = random.Random(name)
     for _ in range(12):
         text = generated(rng, rng.choice([0, 10, 500, 3000]))
