@@ -27,6 +27,7 @@ def run_on_cpu() -> None:
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment, method-assign]
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment, return-value]
     torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_stream = lambda *_: None  # type: ignore[assignment, return-value]
     # The generator of the device is not the generator of the host.
     device = torch.Generator()
     torch.cuda.manual_seed = device.manual_seed  # type: ignore[assignment]

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state, tensor_parallel, utils
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.rerun_state_machine import RerunDataIterator
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.utils import get_thd_batch_on_this_cp_rank
 
 from energon_packed import PaddingFreeCollator
 from tests.integrations.megatron.on_cpu import PackedAttention, run_on_cpu
@@ -123,6 +123,8 @@ def read_batch(iterator: Any) -> dict[str, Any]:
         batch["cu_seqlens"], batch["cu_seqlens_padded"] = bounds, batch.get("cu_seqlens_q_padded", bounds)
         return batch | {"max_seqlen": batch["max_seqlen_q"][None]}
     batch = {} if iterator is None else next(iterator)
+    if hasattr(utils, "get_batch_on_this_tp_rank"):
+        return broadcast_by_core(batch)
     sent: dict[str, Any] = {}
     for kind in set(FIRST_RANK_LOADS.values()):
         names = [name for name, other in FIRST_RANK_LOADS.items() if other == kind]
@@ -133,11 +135,43 @@ def read_batch(iterator: Any) -> dict[str, Any]:
     return sent | {"cu_seqlens_padded": sent["cu_seqlens"] if padded is None else padded[0]}
 
 
-def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    batch = read_batch(iterator)
+def broadcast_by_core(batch: dict[str, Any]) -> dict[str, Any]:
+    """Batch of this rank by the functions of core_v0.19, without context parallelism, as pretrain_gpt.py."""
+    names = (*FIRST_RANK_LOADS, "position_ids", "cu_seqlens_padded", "attention_mask")
+    batch = utils.get_batch_on_this_tp_rank(
+        {name: batch.get(name) for name in names},
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        has_cu_seqlens=True,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=False,
+        cp_size=1,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        micro_batch_size=1,
+        seq_length=SEQ_LEN,
+        mtp_on_this_rank=False,
+    )
+    batch = utils.flatten_batch_for_packed_sequences(batch)
+    bounds, padded = batch["cu_seqlens"][0], batch["cu_seqlens_padded"]
+    return batch | {"cu_seqlens": bounds, "cu_seqlens_padded": bounds if padded is None else padded[0]}
+
+
+def split_over_context_ranks(batch: dict[str, Any]) -> tuple[dict[str, Any], PackedSeqParams]:
+    """Tokens of this rank of a context-parallel group, and the boundaries for attention, as pretrain_gpt.py."""
     kept = {name: batch[name] for name in ("tokens", "labels", "loss_mask")}
-    arguments = (batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["max_seqlen"])
-    kept, params = get_thd_batch_on_this_cp_rank(kept, *arguments)
+    bounds, padded, longest = batch["cu_seqlens"], batch["cu_seqlens_padded"], batch["max_seqlen"]
+    if hasattr(utils, "get_thd_batch_on_this_cp_rank"):  # until core_v0.18
+        return utils.get_thd_batch_on_this_cp_rank(kept, bounds, padded, longest)
+    kept |= {"cu_seqlens": bounds[None], "cu_seqlens_padded": padded[None], "max_seqlen": longest}
+    group = parallel_state.get_context_parallel_group()
+    kept = utils.get_batch_on_this_cp_rank(kept, is_hybrid_cp=False, cp_group=group)
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
+    limits = dict.fromkeys(("max_seqlen_q", "max_seqlen_kv"), int(longest.item()))
+    return kept, PackedSeqParams(qkv_format="thd", **dict.fromkeys(names, padded), **limits, tokens_per_sample=SEQ_LEN)
+
+
+def forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Any]:
+    kept, params = split_over_context_ranks(read_batch(iterator))
     labels = kept["labels"].clamp(min=0)
     losses = model(kept["tokens"], None, None, labels=labels, packed_seq_params=params)
     return losses, partial(sum_loss, kept["loss_mask"])
