@@ -43,11 +43,10 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
     table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
     table.add_row("images", f"{manifest.images:,}")
-    if manifest.images_decoded is not None:
-        by_header = manifest.images - manifest.images_decoded
-        for name, count in (("checked by header", by_header), ("checked by decoding", manifest.images_decoded)):
-            if count:
-                table.add_row(f"  {name}", f"{count:,}")
+    by_header = manifest.images - manifest.images_decoded
+    for name, count in (("checked by header", by_header), ("checked by decoding", manifest.images_decoded)):
+        if count:
+            table.add_row(f"  {name}", f"{count:,}")
     if manifest.videos:
         table.add_row("videos", f"{manifest.videos:,}")
         table.add_row("  selected frames", f"{manifest.frames:,}")

@@ -10,7 +10,7 @@ to the token ids, `_tokenize`, so a measured length is always the encoded length
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -59,10 +59,7 @@ Float32 = npt.NDArray[np.float32]
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA = MediaSize()
 # Part of the fingerprint; increase it when the same input produces different tokens.
-_VERSION = 7
-_DATE_NOTE = "{# energon-packed: always the same date #}"  # in the digest since version 4
-# Up to version 6, special tokens in record text were control tokens, as `allow_special_in_text` still makes them.
-_SPECIAL_IN_TEXT = 6
+_VERSION = 1
 _DIGITS = 12  # characters shown of a fingerprint
 
 
@@ -356,12 +353,12 @@ class ChatEncoder(Processor):
         return replace(conversation, notes=(*others, TIMESTAMPS_WRITTEN))
 
     def fingerprint(self) -> str:
-        """Hex digest of the tokenizer, its template, the image settings and `loss_on`."""
-        return next(self._digests())
+        """Hex digest of the tokenizer, its template, the settings of images and videos, and of text."""
+        return self._digests(self._settings["loss_on"], self._settings["allow_special_in_text"])[0]
 
     def has_fingerprint(self, recorded: str) -> bool:
         """Whether this encoder reads data with the fingerprint `recorded`; also data packed with only a `factor`."""
-        return recorded in self._digests()
+        return recorded in self._digests(self._settings["loss_on"], self._settings["allow_special_in_text"])
 
     def image_settings(self) -> dict[str, str]:
         """Settings of images by name, as JSON; {} without a vision family."""
@@ -378,7 +375,7 @@ class ChatEncoder(Processor):
             packed: `encoder` of packing.json: settings that differ from their default.
             template: `template_fingerprint` of packing.json.
             fingerprint: `tokenizer_fingerprint` of packing.json.
-            images: `image_settings` of packing.json; {} if they are not recorded.
+            images: `image_settings` of packing.json; {} without a vision family.
         """
         known = self._settings
         if "processor_class" in packed:  # an encoder that was made in Python: only its fingerprint is recorded
@@ -403,7 +400,7 @@ class ChatEncoder(Processor):
                 has_image_option |= setting.group == IMAGES and not is_folder
                 was, is_now = ("not set" if value is None else repr(value) for value in (before, now))
                 (folders if is_folder else named).append(f"`{setting.name}` was {was}, now {is_now}")
-        if template and template != self.renderer.template.fingerprint:  # "" also if it is not recorded
+        if template and template != self.renderer.template.fingerprint:
             was, is_now = template[:_DIGITS], self.renderer.template.fingerprint[:_DIGITS] or "none"
             named.append(f"the chat template differs (`template_fingerprint` was {was}, now {is_now})")
         own = self.image_settings()
@@ -413,7 +410,7 @@ class ChatEncoder(Processor):
                 for name in dict.fromkeys([*images, *own])
                 if images.get(name) != own.get(name)
             ]
-        text_settings = packed.get("loss_on"), packed.get("allow_special_in_text", False)
+        text_settings = packed.get("loss_on", self._settings["loss_on"]), packed.get("allow_special_in_text", False)
         if named and fingerprint in self._digests(*text_settings):
             return named  # the tokenizer and the image settings are equal, maybe in another folder
         if not named:
@@ -421,34 +418,27 @@ class ChatEncoder(Processor):
             parts += [] if template else ["its chat template"]
             parts += [] if images else ["the image settings of its folder"]
             verb = "differs" if len(parts) == 1 else "differ"
-            named.append(f"{' or '.join(parts)} (`tokenizer_fingerprint`) {verb}, or an earlier release packed it")
+            named.append(f"{' or '.join(parts)} (`tokenizer_fingerprint`) {verb}")
         return [*named, *folders]
 
-    def _digests(self, loss_on: str | None = None, allow_special: bool | None = None) -> Iterator[str]:
-        """Yield the hex digests of the data that this encoder reads, or would read with other settings of text.
+    def _digests(self, loss_on: str, allow_special_in_text: bool) -> list[str]:
+        """Return the hex digests of the data that this encoder reads with these settings of text.
 
-        The first is its own digest. The others are of data that was packed with the lengths of images only
-        (`length_config`) or without settings of videos, and of data of version 6. Version 6 differs only in samples
-        with special tokens in their text, which are rare, and the loader compares the length of each sample.
+        The first is its own digest. The second is of data that was packed with only a `factor` (`length_config`).
         """
-        source, vision = self.parts.chat_template, self.vision
-        # Left out if they equal the settings of the family, so that fingerprints from before videos stay valid.
-        videos = {"videos": vision.video_config()} if vision and vision.video_config() else {}
-        parts: dict[str, Any] = {
+        vision = self.vision
+        images = [None] if vision is None else [vision.config(), vision.length_config()]
+        parts = {
+            "version": _VERSION,
             "tokenizer": self.text_tokenizer.serialized,
             "special": self.parts.special_tokens,
-            "template": None if source is None else source + _DATE_NOTE,
-            "loss_on": loss_on or self.renderer.loss_on,
+            "template": self.parts.chat_template,
+            "loss_on": loss_on,
+            "allow_special_in_text": allow_special_in_text,
+            "videos": None if vision is None else vision.video_config(),
         }
-        if self.renderer.template.needs_image_parts:  # earlier releases rendered images as strings
-            parts["image_parts"] = True
-        configs = [vision.config(), vision.length_config()] if vision else []
-        images: list[dict[str, Any] | None] = [*[config | videos for config in configs], *(configs if videos else [])]
-        allow_special = self.renderer.special is None if allow_special is None else allow_special
-        versions = [_SPECIAL_IN_TEXT] if allow_special else [_VERSION, _SPECIAL_IN_TEXT]
-        for version, image in product(versions, images or [None]):
-            text = json.dumps({**parts, "version": version, "vision": image}, sort_keys=True, default=str)
-            yield hashlib.sha256(text.encode()).hexdigest()
+        texts = [json.dumps(parts | {"images": config}, sort_keys=True, default=str) for config in images]
+        return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 

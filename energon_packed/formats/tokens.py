@@ -92,7 +92,7 @@ class TokensCodec(Codec):
         if not is_copy:
             targets.append(("labels.npy", _dump(labels)))
         if spans is not None:
-            # Not beside loss_spans: releases without loss weights then refuse the pack.
+            # In place of loss_spans, which would repeat its spans without their weights.
             targets.append(("weighted_spans.npy", _dump(spans, _WEIGHTED_SPAN)))
         elif is_copy:
             targets.append(("loss_spans.npy", _dump(spans_from_mask(supervised))))

@@ -25,7 +25,7 @@ from energon_packed.options import make
 from energon_packed.pipeline.encoders import PretrainedEncoder
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import open_sqlite_index
-from energon_packed.shards.manifest import NewerFormatError
+from energon_packed.shards.manifest import OtherVersionError
 from energon_packed.shards.nv_meta import dataset_folder
 from energon_packed.shards.scan import scan_tar
 from energon_packed.sources.registry import SOURCES
@@ -61,7 +61,7 @@ class PackedFolder:
         """Open a dataset, a tar, or a folder of tars without `.nv-meta`; a damaged packing.json is ignored.
 
         Raises:
-            FormatError: there is no tar and no dataset, or a newer release wrote it.
+            FormatError: there is no tar and no dataset, or it has another format version.
         """
         if not path.exists():
             raise FormatError(f"{path} does not exist. Pass a tar, a dataset folder or a Metadataset YAML.")
@@ -75,8 +75,8 @@ class PackedFolder:
         folder = path.parent if tar else path if any(path.glob("*.tar")) else dataset_folder(path)
         try:
             return cls(folder, PackingManifest.load_if_there(folder), tar)
-        # A damaged packing.json says nothing about the tars, but a newer format may store packs in another way.
-        except NewerFormatError:
+        # A damaged packing.json says nothing about the tars, but another format may store packs in another way.
+        except OtherVersionError:
             raise
         except FormatError:
             return cls(folder, None, tar)

@@ -344,13 +344,8 @@ def read_rows(file: Path) -> Any:
 
 
 def read_counts(rows: Any) -> StringCounts:
-    """Return the counts that `write_rows` stored, from the table of a chunk file.
-
-    Raises:
-        KeyError: an earlier version wrote the file, without counts.
-    """
-    metadata = rows.schema.metadata or {}
-    return {name: Counter(orjson.loads(metadata[name.encode()])) for name in COUNTED}
+    """Return the counts that `write_rows` stored, from the table of a chunk file."""
+    return {name: Counter(orjson.loads(rows.schema.metadata[name.encode()])) for name in COUNTED}
 
 
 def count_strings(conversations: Sequence[Any]) -> StringCounts:
@@ -383,7 +378,6 @@ def is_measured(chunk: Chunk) -> bool:
     try:
         rows = read_rows(chunk.file)
         status = as_numpy(rows["status"], np.int8)
-        read_counts(rows)
         if chunk.keep_tokens:
             size = tokens_size(as_numpy(rows["length"], np.int32))
             if chunk.tokens.stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
@@ -396,14 +390,14 @@ def is_measured(chunk: Chunk) -> bool:
             size = as_numpy(rows["frames_bytes"], np.int32).sum(dtype=np.int64)
             if chunk.frames.stat().st_size != size:
                 return False
-    except (pa.ArrowInvalid, OSError, KeyError):  # damaged, or of an earlier version
+    except (pa.ArrowInvalid, OSError):  # damaged
         return False
     return not np.isin(status, _FIXABLE).any()
 
 
 def has_media(chunk: Chunk) -> bool:
     """Whether a measured chunk has media files."""
-    return _MEDIA in (read_rows(chunk.file).schema.metadata or {})
+    return _MEDIA in read_rows(chunk.file).schema.metadata
 
 
 def tokens_file(rows_file: Path) -> Path:

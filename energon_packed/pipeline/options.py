@@ -333,7 +333,7 @@ class InputOptions(EncoderSettings):
     encoder: Processor | None = None
     check_images: CheckImages = option(
         "header", help="How to check images and videos: by header and structure, or by decoding all of them.",
-        group=IMAGES, choices=("header", "full"), flags=("--check-images", "--check-media"),
+        group=IMAGES, choices=("header", "full"), flags=("--check-images", "--check-media"), decides="tars",
     )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto chooses PackedCaptioningSample if it can store every record, otherwise "
@@ -422,11 +422,8 @@ class InputOptions(EncoderSettings):
         return [replace(c, map=c.map or self.map, adapter=c.adapter or self.adapter) for c in configs]
 
     def reader_fingerprint(self) -> list[Any]:
-        """Values that determine how records are read, for fingerprints: an item for each source."""
-        # The default is left out, so that digests of runs with it never change.
-        weight = [] if self.record_weight == "refuse" else [self.record_weight]
-        links = ["no_links"] if self.no_links else []
-        return [*[config.key(self.seed) for config in self.source_configs], *weight, *links]
+        """Values that determine how records are read, for fingerprints."""
+        return [[config.key(self.seed) for config in self.source_configs], self.record_weight, self.no_links]
 
     @property
     def written(self) -> Mapping[str, tuple[Path, ...]]:
@@ -570,7 +567,7 @@ class PackOptions(RejectOptions):
     )  # fmt: skip
     extract_frames: bool = option(
         False, help="Store the selected frames of video files as JPEG images, in place of the files, so that loaders "
-        "decode no video.", group=OUTPUT,
+        "decode no video.", group=OUTPUT, decides="tars",
     )  # fmt: skip
     max_packs_per_shard: int = option(
         1000, help="Maximum packs in one shard.", group=OUTPUT, minimum=1, decides="tars"
@@ -665,10 +662,7 @@ class PackOptions(RejectOptions):
     def tar_fingerprint_options(self) -> dict[str, Any]:
         """Options that change the bytes of the tars, by name."""
         names = [declaration.name for declaration in declared(type(self)) if declaration.decides == "tars"]
-        # The default is left out, so that digests do not change for runs of releases without this option.
-        names += ["check_images"] if self.check_images != "header" else []
-        names += ["split_overlap"] if self.overlong == "split" else []
-        names += ["extract_frames"] if self.extract_frames else []
+        names += ["split_overlap"] if self.overlong == "split" else []  # otherwise without effect
         return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
 
 

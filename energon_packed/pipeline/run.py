@@ -224,7 +224,7 @@ def _encoder_differences(options: PackOptions, workspace: Workspace) -> list[str
     encoder = options.encoder_loader.load()
     try:
         manifest = PackingManifest.load_if_there(workspace.shards)
-    except FormatError:  # of a damaged folder, or a newer release
+    except FormatError:  # of a damaged folder, or of another format version
         return []
     if manifest is None or not manifest.tokenizer_fingerprint or not isinstance(encoder, ChatEncoder):
         return []

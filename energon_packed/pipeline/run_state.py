@@ -18,10 +18,10 @@ from energon_packed.records.mapping import Adapter
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
 from energon_packed.system import announced
-from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
+from energon_packed.version import FORMAT_VERSION
 
-# Increase it when a release reads or measures the same record differently: old restart state is then not used.
-_MEASURE_VERSION = 13
+# Increase it when the same record is read or measured differently: earlier restart state is then not used.
+_MEASURE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,8 @@ class Fingerprints:
 
     Attributes:
         input: digest of the content of the input files.
-        encoder: digest of tokenizer, template, image settings and loss options; "" if the encoder has no fingerprint.
+        encoder: digest of tokenizer, template, and settings of images, videos and text; "" if the encoder has no
+            fingerprint.
         measure: digest for the measured lengths; includes paths and modification times of the input.
         tars: digest for the bytes of the tars; independent of the path of the input.
         write: digest for the finished shards.
@@ -59,19 +60,13 @@ def compute_fingerprints(
     with announced("computing the fingerprint of the input files"):
         files = digest([source.fingerprint() for source in sources])
     read_as = [(source.reading.config, source.reading.copy) for source in sources]
-    content = [UNWEIGHTED_FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
+    content = [FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
     # `extract_frames` decodes the selected frames: it rejects records whose frames are damaged, and estimates bytes.
     extracts = isinstance(options, PackOptions) and options.extract_frames
     # An encoder without a fingerprint may return other tokens in the next run: a random token prevents any reuse.
-    # Optional values are appended only if set, so that digests of runs without them never change.
     measure = digest(
-        [
-            *content,
-            _MEASURE_VERSION,
-            *([] if encoder else [secrets.token_hex()]),
-            *(["images of frames"] if extracts else []),
-        ],
-        [options.sample_class, options.use_patch_positions, *([options.layout] if options.layout else [])],
+        [*content, _MEASURE_VERSION, None if encoder else secrets.token_hex(), extracts],
+        [options.sample_class, options.use_patch_positions, options.layout],
         image_check(options),
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )

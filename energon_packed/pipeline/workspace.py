@@ -440,11 +440,11 @@ class Workspace:
     def _difference(self) -> str:
         """Name the settings in which the run of the shards differs."""
         saved = self._run_of_shards().get("settings")
-        if not isinstance(saved, dict) or not saved:  # of an earlier release
+        if not isinstance(saved, dict):
             return "input, options or image root differ, or its .work is gone"
         shown: list[str] = []
         for name, value in self.settings.items():
-            if saved.get(name, value) == value:  # earlier releases have saved fewer names
+            if saved.get(name) == value:
                 continue
             if name == ENCODER and (named := self.encoder_differences()):
                 shown += named

@@ -27,7 +27,7 @@ from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError, SourceError
 from energon_packed.files import atomic_write, of_type
 from energon_packed.formats import StoredImage, StoredSample, StoredVideo, codec_for
-from energon_packed.pipeline.chunks import WEIGHTED, MediaFiles, RecordOffsets, TokenReader, read_frames
+from energon_packed.pipeline.chunks import MediaFiles, RecordOffsets, TokenReader, read_frames
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import Plan, kept_frames, kept_tokens
@@ -46,7 +46,6 @@ from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.sources.base import changed_at
 from energon_packed.storage import RemotePath, StorageError, is_remote, map_paths
 from energon_packed.system import raise_resource_error
-from energon_packed.version import oldest_version
 
 Int64 = npt.NDArray[np.int64]
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
@@ -515,15 +514,9 @@ def _manifest(
     options, packs, entries_of = state.options, plan.packs, plan.entries
     encoder = options.encoder_loader.load()
     cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
-    fragments, is_weighted = entries_of.fragments, table.counts["notes"][WEIGHTED] > 0
+    fragments = entries_of.fragments
     num_videos = int(entries_of.num_videos[packs.indices].sum(dtype=np.int64))
     return PackingManifest(
-        format_version=oldest_version(
-            videos=num_videos > 0,
-            timestamps=table.counts["notes"][TIMESTAMPS_WRITTEN] > 0,
-            references=options.media == "reference",
-            weights=is_weighted,
-        ),
         sample_class=options.sample_class,
         layout=options.layout,
         dataset_module=options.dataset_module,
@@ -541,7 +534,7 @@ def _manifest(
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
-        weight_checksum=int(entries_of.weight_checksum[packs.indices].sum()) % 2**63 if is_weighted else None,
+        weight_checksum=int(entries_of.weight_checksum[packs.indices].sum()) % 2**63,
         images=int(entries_of.num_images[packs.indices].sum(dtype=np.int64)),
         images_decoded=int(entries_of.num_decoded[packs.indices].sum(dtype=np.int64)),
         videos=num_videos,

@@ -19,7 +19,7 @@ from energon_packed.files import atomic_write, check_inner, of_type, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
 from energon_packed.storage import as_path
-from energon_packed.version import FORMAT_VERSION, UNWEIGHTED_FORMAT_VERSION, __version__
+from energon_packed.version import FORMAT_VERSION, __version__
 
 FILE_NAME = "packing.json"
 T = TypeVar("T")
@@ -29,8 +29,8 @@ _MOST_ENTRIES = 1000  # of a mapping, such as counts by reason, of which `pack` 
 _MOST_SHOWN = 60  # characters of a value in a message
 
 
-class NewerFormatError(FormatError):
-    """A newer release wrote the manifest; its dataset must not be changed."""
+class OtherVersionError(FormatError):
+    """The manifest has another format version; its dataset must not be changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,8 @@ class SourceEntry:
 class PackingManifest:
     """Counts and settings of a packed dataset.
 
+    packing.json has every field. The defaults are of datasets without packing.json, whose packs are counted.
+
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
         layout: stricter variant of the flavor that was written, or None.
@@ -90,25 +92,22 @@ class PackingManifest:
         packed: samples in all packs: packed records, with each fragment of a split record as a separate sample.
         unused_fields: records with each field that is not read, by field name, the most common first.
         notes: records with each note of the reader, such as an image without a placeholder.
-        ignored_entries: entries of input folders that are not read, by reason; the file has no such key
-            if all are read.
+        ignored_entries: entries of input folders that are not read, by reason.
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
         records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
         packs, tokens, images: totals over all shards; frames of videos are not images, and tokens exclude padding.
-        videos, frames: video files, and their selected frames, over all shards; the file has no such keys without
-            videos.
+        videos, frames: video files, and their selected frames, over all shards.
         extract_frames: packs have the frames of the videos as images, in place of the files.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
-            and structure. None in manifests of earlier versions.
+            and structure.
         check_images: `header`, or `full`, which decodes all images.
-        supervised_tokens: tokens that are targets; None if the encoder does not count them, or in manifests of earlier
-            versions.
-        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; None, and no such key in
-            the file, if all loss weights are 1.
+        supervised_tokens: tokens that are targets; None if the encoder does not count them.
+        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; 0 if all
+            loss weights are 1.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
-        split: requested share of the packs by split; {} in manifests of earlier versions.
+        split: requested share of the packs by split.
         pad_multiple: sample lengths were rounded up to a multiple of this many tokens.
         overlong: handling of samples longer than seq_len: drop, error or truncate.
         media: `copy`, images are in the tars; or `reference`, packs have the location of their images.
@@ -116,15 +115,15 @@ class PackingManifest:
             are in no file of the input; {} without such images.
         media_check: value of each reference that readers compare: `digest` of the bytes, or `time` of change.
         template_fingerprint: SHA-256 of the chat template's Jinja source; "" without one.
-        image_settings: settings of the images by name, as JSON; the file has no such key without a vision family.
-        tokenizer_fingerprint: digest of tokenizer, template, image settings and loss options.
+        image_settings: settings of the images by name, as JSON; {} without a vision family.
+        tokenizer_fingerprint: digest of tokenizer, template, and settings of images, videos and text.
         input_fingerprint: digest of the input files.
         tokenizer_engine: implementation used in this run, `tokenizers` or `fastokens`; "" without tokenization.
         encoder: options to recreate the encoder.
         counters: records measured, strings tokenized, records whose length an earlier run had measured (`reused`),
             `shards_written`, and `shards_reused` from an earlier run.
         loading_code: lines of Python that load the dataset; `path` is its folder. They are for people: nothing runs or
-            prints them, and commands make them again from the settings. [] in manifests of earlier versions.
+            prints them, and commands make them again from the settings.
         sources: all inputs, in order.
         shards: all tars, in order.
 
@@ -134,7 +133,7 @@ class PackingManifest:
         (12, 154, 2048, 1)
     """
 
-    format_version: int = UNWEIGHTED_FORMAT_VERSION
+    format_version: int = FORMAT_VERSION
     tool_version: str = __version__
     sample_class: str
     layout: str | None = None
@@ -153,12 +152,12 @@ class PackingManifest:
     packs: int
     tokens: int
     supervised_tokens: int | None = None
-    weight_checksum: int | None = None
+    weight_checksum: int = 0
     images: int
     videos: int = 0
     frames: int = 0
     extract_frames: bool = False
-    images_decoded: int | None = None
+    images_decoded: int = 0
     check_images: str = "header"
     seq_len: int
     algorithm: str
@@ -195,22 +194,7 @@ class PackingManifest:
 
     def as_dict(self) -> dict[str, Any]:
         """Content of packing.json."""
-        # These keys are newer than the format, and earlier releases refuse them: absent if there is nothing to count.
-        counts = {
-            "ignored_entries": self.ignored_entries,
-            "records_split": self.fragments,
-            "fragments": self.fragments,
-            "media": self.media != "copy",
-            "media_check": self.media != "copy",
-            "weight_checksum": self.weight_checksum is not None,
-            "media_stored": self.media_stored,
-            "videos": self.videos,
-            "frames": self.videos,
-            "extract_frames": self.extract_frames,
-            "loading_code": self.loading_code,
-            "image_settings": self.image_settings,
-        }
-        return {name: item for name, item in asdict(self).items() if counts.get(name, True)}
+        return asdict(self)
 
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""
@@ -222,7 +206,7 @@ class PackingManifest:
         """Read the manifest of a shard folder, or of an output folder with a shard folder `webdataset`.
 
         Raises:
-            FormatError: the manifest is missing, invalid or from a newer version.
+            FormatError: the manifest is missing, invalid or of another version.
         """
         root = as_path(path)
         if root.is_file():
@@ -236,7 +220,7 @@ class PackingManifest:
         """Read the manifest of a shard folder; None if there is no packing.json, as in third-party datasets.
 
         Raises:
-            FormatError: the manifest is invalid or from a newer version.
+            FormatError: the manifest is invalid or of another version.
         """
         file = folder / NV_META / FILE_NAME
         return cls._parse(file) if file.is_file() else None
@@ -246,10 +230,10 @@ class PackingManifest:
         try:
             value = of_type(orjson.loads(file.read_bytes()), dict)
             written = of_type(value["format_version"], int, "format_version")
-            if written > FORMAT_VERSION:  # before `_typed`, which would report the unknown fields of a newer version
-                raise NewerFormatError(
-                    f"{file} has format version {written}, and this release reads up to {FORMAT_VERSION}; upgrade "
-                    "energon-packed, or pack the data again"
+            if written != FORMAT_VERSION:  # before `_typed`, which would report the unknown fields of another version
+                raise OtherVersionError(
+                    f"{file} has format version {written}, and this release reads version {FORMAT_VERSION}. Use the "
+                    "release of energon-packed that packed the data, or pack the data again."
                 )
             manifest = _typed(cls, value)
             check_inner(shard.name for shard in manifest.shards)
@@ -287,6 +271,8 @@ def _typed(cls: type[T], value: Any, location: str = "") -> T:
     known = {field.name for field in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(value.keys() - known):
         raise ValueError(f"{location or 'it'} has an unknown field {_shown(unknown[0])}")
+    if missing := sorted(known - value.keys()):
+        raise ValueError(f"{location or 'it'} has no field {missing[0]!r}")
     return cls(**{name: _value(hints[name], item, f"{location}.{name}".lstrip(".")) for name, item in value.items()})
 
 

@@ -14,7 +14,7 @@ from energon_packed.formats import codec_for, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
 from energon_packed.shards.index import write_tar_index
-from energon_packed.shards.manifest import FILE_NAME, NewerFormatError, PackingManifest
+from energon_packed.shards.manifest import FILE_NAME, OtherVersionError, PackingManifest
 from energon_packed.shards.media_yaml import write_media_yaml
 from energon_packed.shards.nv_meta import SPLITS, split_ranges, write_nv_meta
 from energon_packed.shards.scan import scan_tar
@@ -62,8 +62,8 @@ def make_nv_meta(
 
     Raises:
         FormatError: there is no tar, a tar has faulty members, a key is in two tars, or a pack is not of the flavor.
-            Also if split.yaml is invalid or has splits of other names, or packing.json is of a newer release. Nothing
-            is written in these cases.
+            Also if split.yaml is invalid or has splits of other names, or packing.json has another format version.
+            Nothing is written in these cases.
         ConfigError: the flavor is unknown; a share is less than a shard; or `split` is None, and shards of several
             outputs of `pack` are listed nowhere.
     """
@@ -200,7 +200,7 @@ def _manifest_of(folder: Path, summaries: list[ShardSummary], splits: dict[str, 
     """Return the manifest if it describes these shards; None otherwise."""
     try:
         manifest = PackingManifest.load_if_there(folder)
-    except NewerFormatError:  # cannot be compared, and must not be renamed
+    except OtherVersionError:  # cannot be compared, and must not be renamed
         raise
     except FormatError:
         return None

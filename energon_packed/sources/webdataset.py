@@ -29,7 +29,7 @@ from energon_packed.storage import recent_status
 from energon_packed.tarfiles import open_tar
 
 Int64 = npt.NDArray[np.int64]
-_VERSION = 2  # of kept indexes; 2 changed which members start a key
+_VERSION = 1  # of kept indexes
 _KEYS_IN_A_CHUNK = (64, 512)
 _KEPT_PACKS = 8  # decoded packs that are kept, because their samples are read in sequence
 _LARGEST_SIZE = 2**31 - 1  # `size` is stored as int32; a larger key is found by its address alone

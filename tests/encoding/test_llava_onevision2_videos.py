@@ -277,7 +277,6 @@ def test_lengths_of_the_layout_are_those_of_the_trainer(encoders: Encoders, tmp_
     assert lengths == {str(number): case["length"] + 1 for number, case in enumerate(cases)}
     timestamps = sum(bool(case["fps"]) for case in cases)
     assert result.manifest.notes == {TIMESTAMPS_WRITTEN: timestamps}
-    assert result.manifest.format_version == 4  # earlier releases would encode other lengths
     loaded = PackedDataset(result.shards, encoders.get(16, 3, 1, 10**6))
     assert sum(len(loaded[index]) for index in range(len(loaded))) == len(cases)
 

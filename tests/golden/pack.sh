@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Packs inputs/ with the code in PYTHONPATH, for a new set of golden data: pack.sh FOLDER [NAME ...]
-# Never run it for a folder that is there: what it holds must load as it was written.
+# README.md says when `datasets` may be replaced. `test_golden_datasets.py` reads the lines at the end.
 set -euo pipefail
 cd "$(dirname "$0")"
 folder=$1

@@ -1,49 +1,52 @@
-"""Datasets of earlier releases load as they were written: by both loaders, Energon itself, verify and inspect.
+"""Stored datasets load: by both loaders, Energon itself, verify and inspect; and `pack` writes the same bytes again.
 
-What is in the folders is in README.md. Nothing here writes to them, and no expectation is made from what is read.
+README.md lists the folders. No test writes to them, and no expectation is made from their content.
 """
 
 import json
+import re
+import shlex
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
-from energon_packed import ChatEncoder, ConfigError, FormatError, PackedDataset, PaddingFreeCollator, get_packed_loader
-from tests.internals import PackedFolder, cli, make_nv_meta, verify
+from energon_packed import ChatEncoder, PackedDataset, PaddingFreeCollator, get_packed_loader
+from tests.internals import PackedFolder, cli, verify
 
 HERE = Path(__file__).parent
 EXPECTED = json.loads((HERE / "expected.json").read_text())
-DATASETS = sorted(str(folder.relative_to(HERE)) for folder in HERE.glob("identity-*/*"))
-SHORT = [name for name in DATASETS if "identity-7" in name or name.endswith(("images", "frames", "special"))]
-"""Those for Energon's loaders, each of which takes half a second."""
+PACKED = {
+    name: options
+    for _, name, *options in map(shlex.split, re.findall("^one .*", (HERE / "pack.sh").read_text(), re.M))
+}
+"""Input, flavor and further options of each dataset, by its name."""
+DATASETS = [name for name in PACKED if not name.startswith("weights-")]
 OF_INPUT = {"texts": "t", "images": "i", "positions": "p", "system": "s", "frames": "v", "tokens": "k", "special": "x"}
-PACKED_FROM = {
-    "captions-text": "texts", "captions-images": "images", "captions-positions": "positions", "unpacked": "images",
-    "multimix-text": "system", "multimix-images": "images", "multimix-frames": "frames", "tokens-text": "texts",
-    "tokens-images": "images", "stored": "tokens", "special": "special", "llava-onevision2": "images",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def golden(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy, so that no test writes to the data."""
-    return shutil.copytree(HERE, tmp_path_factory.mktemp("golden") / "golden")
+    return shutil.copytree(HERE / "datasets", tmp_path_factory.mktemp("golden") / "golden")
 
 
 @pytest.fixture(scope="module")
-def golden_encoder(golden: Path) -> ChatEncoder:
-    return ChatEncoder.from_pretrained(golden / "tokenizer")
+def golden_encoder() -> ChatEncoder:
+    return ChatEncoder.from_pretrained(HERE / "tokenizer")
 
 
 def expected_ids(name: str) -> list[str]:
     """Records of the input that a dataset was packed from."""
-    letter = OF_INPUT[PACKED_FROM[name.partition("/")[2]]]
+    letter = OF_INPUT[PACKED[name][0]]
     return sorted(ident for ident in EXPECTED if ident.startswith(letter))
 
 
@@ -71,24 +74,12 @@ def by_loader(folder: Path, encoder: ChatEncoder, **options: Any) -> Iterator[An
     return (sample for batch in get_packed_loader(folder, encoder, **settings, **options) for sample in batch.split())
 
 
-READINGS = [(by_dataset, name) for name in DATASETS] + [(by_loader, name) for name in SHORT]
-
-
-@pytest.mark.parametrize(("read", "name"), [reading for reading in READINGS if reading[1] != "identity-6/special"])
+@pytest.mark.parametrize("name", DATASETS)
+@pytest.mark.parametrize("read", [by_dataset, by_loader])
 def test_tokens_targets_and_image_sizes(
     golden: Path, golden_encoder: ChatEncoder, name: str, read: Callable[..., Iterator[Any]]
 ) -> None:
-    if name.startswith("identity-4"):  # another encoder: loaded where a user says so
-        with pytest.raises(ConfigError, match="or an earlier release packed it.* repack the data"):
-            next(read(golden / name, golden_encoder))
-        options = {"check_encoder": False}
-    else:
-        options = {}
-    if name == "identity-4/special":
-        with pytest.raises(FormatError, match="sample x0 of pack .* has 49 tokens, but 43 were recorded"):
-            list(read(golden / name, golden_encoder, **options))
-        return
-    actual = {sample.id: as_seen(sample) for sample in read(golden / name, golden_encoder, **options)}
+    actual = {sample.id: as_seen(sample) for sample in read(golden / name, golden_encoder)}
     assert sorted(actual) == expected_ids(name)
     assert actual == {ident: EXPECTED[ident]["seen"] for ident in actual}
 
@@ -107,7 +98,7 @@ def test_loss_weights(
     golden: Path, golden_encoder: ChatEncoder, name: str, read: Callable[..., Iterator[Any]]
 ) -> None:
     found = {}
-    for sample in read(golden / "format-2" / f"weights-{name}", golden_encoder):
+    for sample in read(golden / f"weights-{name}", golden_encoder):
         batch = PaddingFreeCollator().collate([sample])
         masked = zip(batch.input_ids[0].tolist(), batch.loss_mask[0].tolist(), strict=True)
         runs = [(weight, [token for token, _ in run]) for weight, run in groupby(masked, key=lambda pair: pair[1])]
@@ -116,33 +107,11 @@ def test_loss_weights(
     assert found == WEIGHTED
 
 
-@pytest.mark.parametrize("read", [by_dataset, by_loader])
-def test_special_tokens_in_old_datasets_stay_control_tokens(
-    golden: Path, golden_encoder: ChatEncoder, read: Callable[..., Iterator[Any]]
-) -> None:
-    folder = golden / "identity-6" / "special"
-    with pytest.raises(FormatError, match="sample x0 of pack .* has 49 tokens, but 43 were recorded: use"):
-        list(read(folder, golden_encoder))
-    as_then = ChatEncoder.from_pretrained(golden / "tokenizer", allow_special_in_text=True)
-    actual = {sample.id: as_seen(sample) for sample in read(folder, as_then)}
-    assert actual == {"x0": EXPECTED["x0"]["seen with special tokens in text"], "x1": EXPECTED["x1"]["seen"]}
-
-
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", DATASETS)
 def test_verify_and_inspect(golden: Path, golden_encoder: ChatEncoder, name: str, tmp_path: Path) -> None:
     folder = shutil.copytree(golden / name, tmp_path / "copy") / "webdataset"
-    failed = [check for check in verify(PackedFolder.open(folder), golden_encoder) if not check.passed]
-    if name.startswith("identity-4"):  # no crude.yaml yet: named, with what makes it
-        (problem,) = failed.pop().problems
-        assert problem == "crude.yaml is missing. Run energon-packed nv-meta."
-        if name == "identity-4/multimix-frames":
-            make_nv_meta(folder)
-            assert all(check.passed for check in verify(PackedFolder.open(folder), golden_encoder))
-    problems = [problem for check in failed for problem in check.problems]
-    if name in ("identity-4/special", "identity-6/special"):
-        assert problems[0] == "special-000000.tar: special_00000000, sample x0 has 49 tokens, 43 are recorded"
-    else:
-        assert not problems
+    checks = verify(PackedFolder.open(folder), golden_encoder)
+    assert [problem for check in checks for problem in check.problems] == []
     shown = CliRunner().invoke(cli, ["inspect", "--json", "--limit", "9", str(golden / name)])
     assert shown.exit_code == 0, shown.output
     samples = [sample for line in shown.stdout.splitlines() for sample in json.loads(line).get("samples", [])]
@@ -157,7 +126,7 @@ class Whole(DefaultTaskEncoder):  # type: ignore[misc]
     decoder = None
 
 
-@pytest.mark.parametrize("name", SHORT)
+@pytest.mark.parametrize("name", DATASETS)
 def test_energon_alone(golden: Path, name: str) -> None:
     def refuse(error: Exception, *rest: Any) -> None:
         raise error
@@ -170,13 +139,38 @@ def test_energon_alone(golden: Path, name: str) -> None:
     for sample in stored:
         expected = EXPECTED[sample.conversation.id]
         names = expected["files"]
-        if name.endswith("/llava-onevision2"):  # images that are no JPEG were converted
+        if name == "llava-onevision2":  # images that are no JPEG were converted
             assert all(image.data.startswith(b"\xff\xd8") for image in sample.images)
             assert len(sample.images) == len(names)
         else:
             assert [image.data for image in sample.images] == [(HERE / "inputs" / file).read_bytes() for file in names]
         arrays = [(HERE / "inputs" / file).read_bytes() for file in expected.get("arrays", [])]
         assert list(sample.patch_positions) == arrays
-        length = len(expected["seen"]["input_ids"])
-        then = {"x0": 43}.get(sample.conversation.id, length) if "identity-7" not in name else length
-        assert sample.length == then
+        assert sample.length == len(expected["seen"]["input_ids"])
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_pack_writes_the_same_again(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE)  # lengths.parquet and rejects.jsonl have the path of the input
+    source, flavor, *options = PACKED[name]
+    arguments = f"pack inputs/{source}.jsonl --tokenizer tokenizer --seq-len 160 --max-packs-per-shard 2 --workers 1"
+    more = ["--output-dir", str(tmp_path), "--sample-class", flavor, "--shard-prefix", name, *options]
+    done = CliRunner().invoke(cli, [*arguments.split(), *more])
+    assert done.exit_code == 0, done.output
+    before = HERE / "datasets" / name
+    assert (tmp_path / "rejects.jsonl").read_bytes() == (before / "rejects.jsonl").read_bytes()
+    tables = [pq.read_table(folder / "lengths.parquet") for folder in (tmp_path, before)]
+    assert tables[0].equals(tables[1])
+    folders = (tmp_path / "webdataset", before / "webdataset")
+    tars, stored = ({file.name: file.read_bytes() for file in folder.glob("*.tar*")} for folder in folders)
+    assert tars.keys() == stored.keys()
+    if name != "llava-onevision2":  # the bytes of converted images depend on the version of Pillow
+        assert tars == stored
+        assert index_rows(tmp_path) == index_rows(before)
+
+
+def index_rows(folder: Path) -> dict[str, list[Any]]:
+    """Rows of all tables of index.sqlite."""
+    with closing(sqlite3.connect(f"file:{folder}/webdataset/.nv-meta/index.sqlite?mode=ro", uri=True)) as database:
+        tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {name: sorted(database.execute(f"SELECT * FROM {name}")) for name in tables}

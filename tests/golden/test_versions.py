@@ -1,4 +1,4 @@
-"""Files of other versions: earlier versions are read or refused with a remedy, newer versions are refused."""
+"""Files of another version are refused in one line with the remedy, and caches of another version are not used."""
 
 import json
 import re
@@ -34,8 +34,8 @@ ITEMS = [{"id": f"s{n}", "input_ids": [n] * 3} for n in range(6)]
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the dataset that the states are of."""
-    return shutil.copytree(HERE / "identity-6" / "captions-text", tmp_path_factory.mktemp("states") / "texts")
+    """A copy of a dataset."""
+    return shutil.copytree(HERE / "datasets" / "captions-text", tmp_path_factory.mktemp("versions") / "texts")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ STATES: dict[str, Callable[[], tuple[Callable[[Any], object], dict[str, Any]]]] 
 
 def golden_loader(num_workers: int = 0) -> PackedLoader:
     encoder = ChatEncoder.from_pretrained(HERE / "tokenizer")
-    return get_packed_loader(HERE / "identity-7" / "captions-text", encoder, num_workers=num_workers)
+    return get_packed_loader(HERE / "datasets" / "captions-text", encoder, num_workers=num_workers)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -70,50 +70,51 @@ def golden_loader(num_workers: int = 0) -> PackedLoader:
 def test_states_of_every_other_version_are_refused(name: str, step: int) -> None:
     load, state = STATES[name]()
     load(state)
-    other = state["version"] + step
+    version = state["version"] + step
     message = (
-        rf"version {other} is not supported \(this release reads version {state['version']}\). Finish the run with"
+        rf"version {version} is not supported \(this release reads version {state['version']}\). Finish the run with"
     )
     with pytest.raises(BatchError, match=message):
-        load(state | {"version": other})
+        load(state | {"version": version})
 
 
-NEWER = (
-    rf"has format version {FORMAT_VERSION + 1}, and this release reads up to {FORMAT_VERSION}; upgrade energon-packed"
+REFUSED = (
+    rf"packing.json has format version \d, and this release reads version {FORMAT_VERSION}\. Use the release of "
+    r"energon-packed that packed the data, or pack the data again\.$"
 )
 
 
-@pytest.fixture
-def newer(texts: Path, tmp_path: Path) -> Path:
-    """A dataset that says that it has the next format version."""
-    out = shutil.copytree(texts, tmp_path / "newer")
+@pytest.fixture(params=[FORMAT_VERSION - 1, FORMAT_VERSION + 1])
+def other(request: pytest.FixtureRequest, texts: Path, tmp_path: Path) -> Path:
+    """A dataset that has another format version."""
+    out = shutil.copytree(texts, tmp_path / "other")
     file = out / "webdataset" / ".nv-meta" / "packing.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": FORMAT_VERSION + 1}))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format_version": request.param}))
     return out
 
 
-def test_python_refuses_a_newer_format(newer: Path, golden_encoder: ChatEncoder) -> None:
+def test_python_refuses_another_format(other: Path, golden_encoder: ChatEncoder) -> None:
     for use in (
-        lambda: PackedDataset(newer, golden_encoder),
-        lambda: get_packed_loader(newer, golden_encoder),
-        lambda: steps_per_epoch(newer),
-        lambda: make_blend([(newer, None)]),
+        lambda: PackedDataset(other, golden_encoder),
+        lambda: get_packed_loader(other, golden_encoder),
+        lambda: steps_per_epoch(other),
+        lambda: make_blend([(other, None)]),
     ):
-        with pytest.raises(FormatError, match=NEWER):
+        with pytest.raises(FormatError, match=REFUSED):
             use()
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect", "report", "metadataset", "nv-meta"])
-def test_commands_refuse_a_newer_format(newer: Path, tmp_path: Path, command: str) -> None:
-    before = {file: file.read_bytes() for file in newer.rglob("*") if file.is_file()}
-    place = {"nv-meta": [newer / "webdataset"], "metadataset": [tmp_path / "mix.yaml", newer]}.get(command, [newer])
+def test_commands_refuse_another_format(other: Path, tmp_path: Path, command: str) -> None:
+    before = {file: file.read_bytes() for file in other.rglob("*") if file.is_file()}
+    place = {"nv-meta": [other / "webdataset"], "metadataset": [tmp_path / "mix.yaml", other]}.get(command, [other])
     done = CliRunner().invoke(cli, [command, *map(str, place)])
     assert isinstance(done.exception, FormatError), done.output
-    assert re.search(NEWER, str(done.exception))
-    assert before == {file: file.read_bytes() for file in newer.rglob("*") if file.is_file()}
+    assert re.search(REFUSED, str(done.exception))
+    assert before == {file: file.read_bytes() for file in other.rglob("*") if file.is_file()}
 
 
-def test_restart_files_of_another_release_are_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_files_of_another_version_are_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"seq_len": 160, "workers": 1, "sample_class": "PackedTokensSample"}
     inputs, tokenizer = HERE / "inputs" / "texts.jsonl", HERE / "tokenizer"
 

@@ -368,8 +368,8 @@ def test_loss_weights_are_compared_with_the_records(
     edit_manifest(outputs[1], lambda value: value.update(weight_checksum=before["weight_checksum"]))
     output = " ".join(run(outputs[1]).output.split())
     assert f"the loss weights in the tars have the checksum {after['weight_checksum']}, and" in output
-    edit_manifest(outputs[1], lambda value: value.update(format_version=1))
-    assert run(outputs[1]).exit_code == 1, "packs of format version 1 have no weights"
+    edit_manifest(outputs[1], lambda value: value.update(weight_checksum=0))
+    assert run(outputs[1]).exit_code == 1, "the records had no weights"
 
 
 def test_utilization_is_computed_from_the_counts(copy: Path) -> None:

@@ -180,7 +180,7 @@ def test_another_encoder_is_noticed(pack_demo: Packer, tokenizer_dir: Path) -> N
         ({"template": "{# #}", "loss_on": "last"},
          "`loss_on` was 'assistant', now 'last', the chat template differs (`template_fingerprint` was {before}, now "
          "{after}), `tokenizer` was {packed!r}, now {folder!r}"),
-        ({"token": "<new>"}, "the tokenizer (`tokenizer_fingerprint`) differs, or an earlier release packed it, "
+        ({"token": "<new>"}, "the tokenizer (`tokenizer_fingerprint`) differs, "
          "`tokenizer` was {packed!r}, now {folder!r}"),
         ({"token": "<new>", "min_pixels": 3136},
          "`min_pixels` was not set, now 3136, `tokenizer` was {packed!r}, now {folder!r}"),

@@ -21,7 +21,6 @@ from energon_packed import (
     DataflowConfig,
     DataflowLoader,
     EncodedSample,
-    FormatError,
     MapDistributor,
     PackedBatch,
     PackedDataset,
@@ -36,7 +35,7 @@ from energon_packed import (
     plan_in_memory,
 )
 from tests.conftest import FLAVORS
-from tests.internals import encode_pack, manifest_module, megatron_batch
+from tests.internals import encode_pack, megatron_batch
 from tests.printed import invoke
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
@@ -167,15 +166,8 @@ def test_every_flavor_and_reader_has_the_same_loss_mask(
     assert masks(collate(encode_pack(one, encoder)) for one in packs) == expected
 
 
-def test_a_dataset_with_loss_weights_is_refused_by_releases_that_would_drop_them(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = PackingManifest.load(stored)
-    assert manifest.format_version == 2
-    assert manifest.notes["loss weights other than 0 and 1"] == 4
-    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", 1)
-    with pytest.raises(FormatError, match="has format version 2, and this release reads up to 1"):
-        PackingManifest.load(stored)
+def test_records_with_loss_weights_are_counted(stored: Path) -> None:
+    assert PackingManifest.load(stored).notes["loss weights other than 0 and 1"] == 4
 
 
 def test_a_dataset_that_is_packed_again_keeps_its_weights(
@@ -258,7 +250,7 @@ def test_weights_of_one_store_nothing(build: Any, tmp_path: Path, encoder: ChatE
     ones = {**TOKENS, "loss_weights": [0.5] * 4 + [1] * 8}  # a weight counts only at targets
     again = build([ones], sample_class="PackedTokensSample", output_dir=tmp_path / "ones" / "out")
     assert {tar.name: tar.read_bytes() for tar in again.shards.glob("*.tar")} == names
-    assert again.manifest.format_version == first.manifest.format_version == 1
+    assert again.manifest.weight_checksum == first.manifest.weight_checksum == 0
     assert encoder.encode(normalize(ones)).loss_weights is None
 
 

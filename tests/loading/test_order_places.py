@@ -279,7 +279,7 @@ def test_imbalances_are_those_of_the_steps(
 
 
 def test_the_order_of_a_saved_position_does_not_change() -> None:
-    """A later release continues the states of an earlier release with the same items."""
+    """A state continues with the same items, whatever changed in the code since it was saved."""
     order = order_of(balance=TOKENS)
     first = order.segment(2, 2)
     found = order.numbers(range(ITEMS), 1, 7, [first, first.continued(5, order.segment(3, 1))])

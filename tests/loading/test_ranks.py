@@ -84,7 +84,7 @@ def test_tokens_need_no_encoder(text_tokenizer_dir: Path, pack_demo: Packer, tmp
         get_packed_loader(pack_demo().shards, None)
 
 
-@pytest.mark.parametrize("change", ["newer", "cut"])
+@pytest.mark.parametrize("change", ["other", "cut"])
 def test_a_manifest_that_cannot_be_read_is_no_missing_one(
     pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path, change: str
 ) -> None:
@@ -92,9 +92,9 @@ def test_a_manifest_that_cannot_be_read_is_no_missing_one(
     shutil.copytree(pack_demo().shards, copy)
     manifest = copy / ".nv-meta" / "packing.json"
     text = manifest.read_text()
-    newer = json.dumps(json.loads(text) | {"format_version": 99})
-    manifest.write_text(newer if change == "newer" else text[:200])
-    message = "has format version 99" if change == "newer" else "is not a packing manifest"
+    other = json.dumps(json.loads(text) | {"format_version": 99})
+    manifest.write_text(other if change == "other" else text[:200])
+    message = "has format version 99" if change == "other" else "is not a packing manifest"
     for use in (
         lambda: get_packed_loader(copy, encoder),
         lambda: PackedDataset(copy, encoder),

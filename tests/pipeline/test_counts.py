@@ -13,6 +13,7 @@ from energon_packed import (
     ChatEncoder,
     Conversation,
     EncodedSample,
+    FormatError,
     Measurement,
     Message,
     PackingManifest,
@@ -21,7 +22,7 @@ from energon_packed import (
     RejectLimitError,
     pack,
 )
-from tests.internals import chunks, cli, count_strings, index_stage, measure_stage, most_common, result_table, table
+from tests.internals import cli, count_strings, index_stage, most_common, result_table
 from tests.internals import reader as reader_module
 from tests.printed import invoke, printed_json
 
@@ -88,28 +89,20 @@ def test_long_lists_are_cut_with_a_count(build: Any) -> None:
     assert (len(many), many["(others)"]) == (201, 101)
 
 
-def test_a_chunk_without_counts_is_measured_again(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as earlier:
-        earlier.setattr(chunks, "COUNTED", ())
-        earlier.setattr(table, "COUNTED", ())
-        earlier.setattr(measure_stage, "COUNTED", ())
-        earlier.setattr(index_stage, "most_common", lambda counts: {})
-        with pytest.raises(KeyError):
-            build([{"messages": TURNS}] * 5)
-    assert build([{"messages": TURNS}] * 5).manifest.counters["measured"] == 5
-
-
-def test_a_manifest_of_an_earlier_version_loads(build: Any) -> None:
+def test_a_manifest_has_every_field(build: Any) -> None:
     result = build([{"messages": TURNS}])
     file: Path = result.shards / ".nv-meta" / "packing.json"
-    value = json.loads(file.read_text())
-    assert value["format_version"] == 1
-    assert (value.pop("unused_fields"), value.pop("notes")) == ({}, {})
-    for name in ("supervised_tokens", "template_fingerprint", "split", "sources"):
-        del value[name]
-    file.write_text(json.dumps(value))
-    loaded = PackingManifest.load(result.shards)
-    assert (loaded.notes, loaded.sources, loaded.supervised_tokens) == ({}, [], None)
+    whole = json.loads(file.read_text())
+    assert whole["format_version"] == 1
+    for name in whole.keys() - {"format_version"}:
+        file.write_text(json.dumps({key: value for key, value in whole.items() if key != name}))
+        with pytest.raises(FormatError, match=f"is not a packing manifest: it has no field '{name}'"):
+            PackingManifest.load(result.shards)
+    for name in ("sources", "shards"):
+        (entry,) = whole[name]
+        file.write_text(json.dumps(whole | {name: [dict(list(entry.items())[:-1])]}))
+        with pytest.raises(FormatError, match=rf"{name}\[0\] has no field '{list(entry)[-1]}'"):
+            PackingManifest.load(result.shards)
 
 
 def test_sources_are_counted_one_by_one_up_to_a_limit(
@@ -178,7 +171,7 @@ def test_folder_entries_that_are_not_read_are_printed_and_stored(
     (folder / "a.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
     alone = build(inputs=[folder])
     file = alone.shards / ".nv-meta" / "packing.json"
-    assert "ignored_entries" not in json.loads(file.read_text())
+    assert json.loads(file.read_text())["ignored_entries"] == []
     assert "not read" not in shown(alone)
     for name in ("README.md", "b.avro", *(f"images/{n}.png" for n in range(20))):
         (folder / name).touch()

@@ -419,12 +419,11 @@ class VisionFamily(ABC):
         """Settings that determine lengths and pixels, for fingerprints; only lengths if `ambiguous_layouts`."""
         if self.ambiguous_layouts:
             return self.length_config()
-        # The default is left out, so that fingerprints from before this setting stay valid.
-        order = {} if self.patch_order == "auto" else {"patch_order": self.patch_order}
         return {
             "family": type(self).__name__,
             "image_processor": json.loads(self.image_processor.to_json_string()),
-        } | order
+            "patch_order": self.patch_order,
+        }
 
     def video_config(self) -> dict[str, Any]:
         """Settings of videos that differ from the published models, for fingerprints; {} if none does."""
@@ -622,7 +621,7 @@ class Qwen25VLVision(Qwen2VLVision):
         )
 
     def config(self) -> dict[str, Any]:
-        """Settings that determine lengths and pixels; both classes were one, so that the name must not differ."""
+        """Settings that determine lengths and pixels; of Qwen2-VL, as the families differ only in positions."""
         config = super().config()
         return config | {"family": Qwen2VLVision.__name__} if "family" in config else config
 

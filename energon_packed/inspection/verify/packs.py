@@ -40,7 +40,6 @@ from energon_packed.records import Conversation, VideoReference
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import scan_tar
-from energon_packed.version import UNWEIGHTED_FORMAT_VERSION
 
 if _HAS_ENERGON := has_energon():  # otherwise, there is no encoder
     import torch
@@ -290,7 +289,7 @@ def contents_checks(
         for tar in contents:
             check.add(getattr(tar, name))
     # Not every image was decoded while packing, so a bad image in an intact tar was bad in the input.
-    if manifest is not None and (manifest.images_decoded or 0) < manifest.images:
+    if manifest is not None and manifest.images_decoded < manifest.images:
         joined.images.remedy = "check-images"
     if manifest is not None and manifest.check_images != "full":
         joined.videos.remedy = "check-images"
@@ -449,11 +448,11 @@ def _sums(
     for name, recorded in totals.items():
         if total[name] != recorded:
             check.fail(f"the tars have {total[name]:,} {name}, packing.json has {recorded:,}")
-    weights = 0 if manifest.format_version == UNWEIGHTED_FORMAT_VERSION else manifest.weight_checksum
-    if not not_encoded and weights is not None and total["weights"] % 2**63 != weights:
+    weights = total["weights"] % 2**63
+    if not not_encoded and weights != manifest.weight_checksum:
         check.fail(
-            f"the loss weights in the tars have the checksum {total['weights'] % 2**63}, and the loss weights of the "
-            f"records, in packing.json, have {weights}"
+            f"the loss weights in the tars have the checksum {weights}, and the loss weights of the records, in "
+            f"packing.json, have {manifest.weight_checksum}"
         )
     actual = manifest.tokens / max(manifest.packs * manifest.seq_len, 1)
     if abs(actual - manifest.utilization) > 1e-5:  # it is stored with six decimals

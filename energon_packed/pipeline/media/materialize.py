@@ -20,16 +20,13 @@ from energon_packed.formats import codec_for
 from energon_packed.formats.references import MEDIA_PART, MediaRoot, complete_parts, moved_folders
 from energon_packed.metadatasets import read_split
 from energon_packed.options import refuse_remote
-from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.engine import LocalEngine, Progress
-from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.index import write_tar_index
 from energon_packed.shards.nv_meta import dataset_folder, write_nv_meta
 from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.tar import ShardRows, ShardSummary, TarShardWriter
 from energon_packed.storage import as_path, is_remote
-from energon_packed.version import oldest_version
 
 _REPORTS = ("lengths.parquet", "rejects.jsonl")
 
@@ -151,13 +148,6 @@ def _write_index(
         replace(entry, bytes=summary.size, sha256=summary.sha256)
         for entry, summary in zip(manifest.shards, summaries, strict=True)
     ]
-    has_weights = manifest.notes.get(WEIGHTED, 0) > 0
-    has_timestamps = manifest.notes.get(TIMESTAMPS_WRITTEN, 0) > 0
-    version = oldest_version(
-        videos=manifest.videos > 0, timestamps=has_timestamps, references=False, weights=has_weights
-    )
-    copied = replace(
-        manifest, media="copy", media_check="digest", media_stored={}, format_version=version, shards=entries
-    )
+    copied = replace(manifest, media="copy", media_check="digest", media_stored={}, shards=entries)
     copied.save(shards)
     return copied

@@ -1,3 +1,0 @@
-# Written by energon-packed.
-from energon_packed.flavors.packed_tokens import part_filter as part_filter
-from energon_packed.flavors.packed_tokens import sample_loader as sample_loader
