@@ -60,7 +60,6 @@ PLACES = {
     "TransportMessage": "loading.dataflow.transport:Message",
     "round_robin": "loading.dataflow.transport:round_robin",
     "messages": "loading.dataflow.transport:messages",
-    "read_state": "loading.energon.states:read_state",
     "replay": "loading.monitoring.replay:replay",
     # records: roots that refuse links, which only readers of data files make
     "ImageRoot": "records.media:ImageRoot",
@@ -254,7 +253,6 @@ PLACES = {
     "streams": "files",
     "make_nv_meta": "shards.repair:make_nv_meta",
     "scan_tar": "shards.scan:scan_tar",
-    "manifest_module": "shards.manifest",
     "ShardReader": "shards.reader:ShardReader",
     "TarShardWriter": "shards.tar:TarShardWriter",
     "atomic_path": "files:atomic_path",
