@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -166,6 +167,25 @@ def test_a_distributor_that_ignores_where_it_begins_raises() -> None:
     resumed.load_state_dict(loader.state_dict())
     with pytest.raises(BatchError, match=r"Deaf.items must yield item 2 next, got item 0: data would be repeated"):
         list(resumed)
+
+
+def test_a_state_has_integers_of_any_size() -> None:
+    """The state of NumPy's generator, for example, is two integers of 128 bits."""
+
+    class Random(Gap):
+        def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+            bits = np.random.PCG64(0)
+            first, bits.state = start or (0, bits.state)
+            for number in range(first, 4):
+                drawn = int(bits.random_raw() % len(FEATURES))
+                yield Item(number, FEATURES[drawn], resume_state=[number + 1, bits.state])
+
+    loader = DataflowLoader(Random([]), batch_size=1)
+    expected = [signature(batch) for batch in DataflowLoader(Random([]), batch_size=1)]
+    next(iter(loader))
+    resumed = DataflowLoader(Random([]), batch_size=1)
+    resumed.load_state_dict(loader.state_dict())
+    assert [signature(batch) for batch in resumed] == expected[1:]
 
 
 def stream() -> Iterator[dict[str, Any]]:

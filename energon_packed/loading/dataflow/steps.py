@@ -14,13 +14,12 @@ With other ranks or workers, the shards of the current epoch stay as they are, a
 after the other: no item is lost or repeated. From the next epoch on, there is a shard for each new worker.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
-
-import orjson
 
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import BatchError, EnergonPackedError
@@ -294,7 +293,7 @@ class StreamSteps:
 
     def ended(self, position: StreamPosition) -> list[int]:
         """Return the shards that have no more items, so that no worker reads them again."""
-        return [shard for shard, text in position.shards if orjson.loads(text)["ended"]]
+        return [shard for shard, text in position.shards if json.loads(text)["ended"]]
 
     def length(self) -> int:
         """Return the number of steps of this rank in one epoch.
@@ -331,7 +330,7 @@ class StreamSteps:
         """
         shards = []
         for shard, text in sorted(position.shards):
-            state = orjson.loads(text)
+            state = json.loads(text)
             if isinstance(state, str):
                 raise BatchError(state)
             shards.append([shard, state])
@@ -388,7 +387,7 @@ class StreamSteps:
             state["step"],
             state["next_worker"],
             state["num_shards"],
-            tuple((int(index), orjson.dumps(inner).decode()) for index, inner in state["shards"]),
+            tuple((int(index), json.dumps(inner)) for index, inner in state["shards"]),
             self._mark(),
         )
 
@@ -403,7 +402,7 @@ class StreamSteps:
         states = dict(position.shards)
         # Every `count`-th shard: with as many workers as shards, each worker has the shard of its index.
         for index in range(self.rank * self.num_workers + worker, position.num_shards, self.count):
-            state = orjson.loads(states[index]) if index in states else None
+            state = json.loads(states[index]) if index in states else None
             shard = ShardSpec(index=index, num_shards=position.num_shards, epoch=position.epoch, seed=self.seed)
             if state is None or not state["ended"]:
                 yield from WorkerStream(self.roles, shard, state, worker)

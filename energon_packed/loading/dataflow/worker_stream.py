@@ -13,6 +13,7 @@ A state lists the buffered items by their keys, and the position of the distribu
 ahead are not part of the state: they are read again.
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -310,7 +311,11 @@ class WorkerStream:
         if distributor.schedule is not None:
             position["schedule"] = distributor.schedule.stream_state()
         # Joined as text: the buffer has its items as JSON already, and a pool has hundreds of them in every state.
-        return f"{orjson.dumps(position).decode()[:-1]}, {self._buffer.state()}}}"
+        try:
+            text = orjson.dumps(position).decode()
+        except TypeError:  # integers of more than 64 bits, as in the states of NumPy's generators
+            text = json.dumps(position)
+        return f"{text[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[BufferedItem]) -> Step:
         """Make a batch of a group; without a group, report the items that the end of the epoch dropped."""
