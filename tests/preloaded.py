@@ -21,6 +21,7 @@ _MODULES = (
     "megatron.energon.cli.main",
     *PRELOADED,
     "megatron.core.parallel_state",
+    "transformers.trainer",
 )
 
 for _name in _MODULES:

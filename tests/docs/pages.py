@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.processes import CONTEXT, become_main, energon_packed  # noqa: E402
+from tests.processes import CONTEXT, become_main, energon_packed, run_python  # noqa: E402
 from tests.storage import start_store  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -39,6 +39,7 @@ _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
 # The folder of a page, in errors that name absolute paths; some files come from the folder of a fixture.
 _TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/\S*?/(?=demo-out/|lights/)")
+_SCRIPT = re.compile(r"python (\w+\.py)((?: [\w-]+)*)(?: > (\S+))?(?: 2> (\S+))?")
 _OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*?)(2>&1 )?((?<= )[|>](?!\|)[^&;$`]*)?")
 
 
@@ -209,7 +210,14 @@ def _bash(command: str, folder: Path, stdin: str = "") -> subprocess.CompletedPr
 
 def _run(command: str, folder: Path) -> str:
     own = _OWN_COMMAND.fullmatch(command.replace("\\\n", ""))
-    if own is None:
+    if script := _SCRIPT.fullmatch(command):  # without importing torch and Transformers
+        code = f"import runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_path({script[1]!r}, run_name='__main__')"
+        done = run_python(code, script[1], *script[2].split(), cwd=folder, env=_environment())
+        for file, text in ((script[3], done.stdout), (script[4], done.stderr)):
+            if file:
+                (folder / file).write_text(text, encoding="utf-8")
+        done.stdout = "" if script[3] else done.stdout
+    elif own is None:
         done = _bash(command, folder)
     else:  # without starting an interpreter
         done = energon_packed(*shlex.split(own[1]), cwd=folder, env=_environment())
