@@ -240,7 +240,10 @@ class PackingManifest:
         except (KeyError, ValueError) as error:
             if isinstance(error, FormatError):  # a ValueError, too: it has its message already
                 raise
-            raise FormatError(f"{file} is not a packing manifest: {visible(str(error))}") from error
+            reason = visible(str(error))
+            raise FormatError(
+                f"{file} is not a packing manifest: {reason}. Copy it again, or pack the data again."
+            ) from error
         # Values that later code uses as names or sizes, which would fail there with an unrelated error.
         if manifest.sample_class not in CODECS:
             raise FormatError(

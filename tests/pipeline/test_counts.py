@@ -96,7 +96,7 @@ def test_a_manifest_has_every_field(build: Any) -> None:
     assert whole["format_version"] == 1
     for name in whole.keys() - {"format_version"}:
         file.write_text(json.dumps({key: value for key, value in whole.items() if key != name}))
-        with pytest.raises(FormatError, match=f"is not a packing manifest: it has no field '{name}'"):
+        with pytest.raises(FormatError, match=f"is not a packing manifest: it has no field '{name}'. Copy it"):
             PackingManifest.load(result.shards)
     for name in ("sources", "shards"):
         (entry,) = whole[name]
