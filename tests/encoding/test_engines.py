@@ -3,6 +3,9 @@
 import json
 import os
 import pickle
+import random
+import sys
+import unicodedata
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +24,7 @@ QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+EXAMPLES = int(os.environ.get("ENERGON_PACKED_FUZZ", "400"))  # strings; `make hard` sets more
 UNEQUAL = rf"(?:a(?=b)|{QWEN})"  # fastokens 0.3.5 takes U+180E for white space, as PCRE2 does
 
 
@@ -125,13 +129,81 @@ def test_texts_longer_than_the_compared_texts_use_tokenizers() -> None:
     assert found.cu_seqlens[-1] == len(found.input_ids)
 
 
+WORDS = (
+    "the", "The", "tokens", "WE'LL", "they'D", "isn\u2019t", "'s", "'RE", "'\u017fa", "\u212a", "Größe", "İstanbul",
+    "ﬁne", "日本語", "ｶﾅ", "한국어", "\u1100\u1161\u11a8", "العربية", "हिन्दी", "ไทย", "Ελλάδα", "1", "42", "12345678",
+    "١٢", "½", "ⅷ",
+    "e\u0301", "A\u030a\u0301", "\u0301", "👍🏽", "👩\u200d👧", "🇩🇪", "❤\ufe0f", "\u200b", "\ufeff", "\x00", "\x1b[0m",
+    "...", "!?", "((", "{'a': [1]}", "=>", "--", "\\n", "<p>", "<|", "|>", "x**2", "_", "#", "https://a.b/c?d=e&f",
+    " ", "  ", "   ", "\t", "\n", "\n\n", "\r\n", " \n ", "\u00a0", "\u2003", "\u3000", "\u180e", "\x85", "\u2028",
+)  # fmt: skip
+
+
+def fuzzed_texts(backend: Any, rng: random.Random, count: int) -> list[str]:
+    """Random strings of words, spaces, added tokens, parts of them, and any characters of Unicode."""
+    added = [token.content for token in backend.get_added_tokens_decoder().values()]
+    words = [*WORDS, *[" "] * 12, *added, *[token[:-1] for token in added], *[token.upper() for token in added]]
+
+    def part() -> str:
+        if rng.random() < 0.8:
+            return rng.choice(words)
+        # Code points of a random block, so that letters of one script stand together.
+        start = rng.choice((0x20, 0xA0, 0x300, 0x600, 0x900, 0x1100, 0x2000, 0x3000, 0x4E00, 0xAC00, 0xFF00, 0x1F300))
+        start += rng.randrange(0x200)
+        some = [chr(start + rng.randrange(0x40)) for _ in range(rng.randrange(1, 5))]
+        return "".join([character for character in some if unicodedata.category(character) != "Cs"])
+
+    return ["".join([part() for _ in range(rng.randrange(24))]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("make", [lambda: byte_level(None), lambda: byte_level(QWEN), with_bos, with_added])
+@pytest.mark.parametrize("special", [False, True])
+def test_random_texts_have_the_same_tokens_with_both(make: Any, special: bool) -> None:
+    tokenizer, rng = TextTokenizer(make(), "fastokens"), random.Random(17)
+    for start in range(0, EXAMPLES, 200):
+        texts = fuzzed_texts(tokenizer.backend, rng, min(200, EXAMPLES - start))
+        found = tokenizer.encode(texts, [None] * len(texts), special=special)
+        assert tokenizer.engine == "fastokens"
+        for text, ids in zip(texts, np.split(found.input_ids, found.cu_seqlens[1:-1]), strict=True):
+            assert ids.tolist() == tokenizer.backend.encode(text, add_special_tokens=special).ids, repr(text)
+
+
+def test_random_texts_find_the_difference_of_an_unequal_tokenizer(unequal: Any) -> None:
+    texts = [text for text in fuzzed_texts(unequal, random.Random(1), 400) if engines.is_compared(text)]
+    with pytest.raises(EngineMismatch, match="u180e"):
+        engines.compare_engines(unequal, FastokensEngine(unequal.to_str()), texts)
+
+
 def test_without_fastokens_its_name_is_an_error(unequal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "fastokens", None)  # as if no wheel exists for this platform
-    assert TextTokenizer(unequal).engine == "tokenizers"
+    monkeypatch.setitem(sys.modules, "fastokens", None)  # as if no wheel exists for this platform
     with pytest.raises(ConfigError, match="fastokens is not installed; run pip install fastokens"):
         TextTokenizer(unequal, "fastokens")
     with pytest.raises(ConfigError, match="`tokenizer_engine` must be one of auto, .*, got 'tokie'"):
         TextTokenizer(unequal, "tokie")  # type: ignore[arg-type]
+
+
+def test_without_fastokens_texts_are_tokenized_by_tokenizers(
+    text_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    records = [{"messages": [message.as_dict() for message in chat.messages]} for chat in chats(1500)]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    written = []
+    for engine in ("fastokens", "tokenizers"):
+        if engine == "tokenizers":
+            monkeypatch.setitem(sys.modules, "fastokens", None)
+        tokenizer = TextTokenizer(with_bos())
+        tokenizer.prepare_fork()
+        tokenizer.encode(["a text"] * 4096, [None] * 4096)  # many enough to load fastokens
+        assert tokenizer.encode(["é"], [None]).input_ids.tolist() == tokenizer.backend.encode("é").ids[1:]
+        assert tokenizer.engine == engine
+        assert ("fastokens is not installed" in caplog.text) == (engine == "tokenizers")
+        out = tmp_path / engine
+        options: dict[str, Any] = {"seq_len": 2048, "workers": 2, "shard_prefix": "x"}
+        result = pack(tmp_path / "d.jsonl", output_dir=out, tokenizer=text_tokenizer_dir, **options)
+        assert engine == "fastokens" or result.manifest.tokenizer_engine == "tokenizers"
+        written.append([file.read_bytes() for file in sorted([*result.shards.glob("*.tar"), result.lengths])])
+    assert written[0] == written[1]
 
 
 def test_other_kinds_of_tokenizers_keep_tokenizers() -> None:
