@@ -3,7 +3,7 @@
     Conversation ──rendering──► text + supervised spans ──tokenizer──► TokenBatch ──vision/──► EncodedSample
 
 processor.py has the base class, chat.py the ChatEncoder (settings.py, pretrained.py: what it is loaded from),
-sample.py the result. Text: template.py and turns.py (through Jinja), skeleton.py and purity.py (without Jinja, if that
+sample.py the result. Text: template.py and turns.py (through Jinja), skeleton.py and tracer.py (without Jinja, if that
 is proved), rendering.py (selects one of them), completeness.py (rejects what a template drops), special_text.py
 (special tokens as text). Tokens: tokenizer.py, with engines.py, and pieces.py for long documents.
 """

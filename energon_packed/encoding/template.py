@@ -21,7 +21,6 @@ from itertools import pairwise
 from typing import Any, NoReturn
 
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.purity import ContentGuard, content_guard
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
@@ -114,7 +113,6 @@ class ChatTemplate:
         # In some tokenizers, </tool_call> and </think> are added but not special: they do not end a turn.
         self._special = tokenizer.special_added_tokens
         self.is_tagged = bool(self.source and _GENERATION.search(self.source))
-        self._guard = None if self.source is None or self.is_tagged else content_guard(self.source)
         self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
         self._fault: str | None = None  # why the template cannot be used; "" if it can, None before it was tried
 
@@ -126,14 +124,13 @@ class ChatTemplate:
     def join(self, roles: tuple[str, ...], contents: Sequence[str]) -> tuple[str, list[Span]] | None:
         """Render messages with only a role and a content without Jinja, as `render_with_spans`; None if Jinja must."""
         skeleton = self.skeleton(roles)
-        return skeleton.join_with_spans(contents) if skeleton is not None and self.joins(contents) else None
+        return None if skeleton is None or not skeleton.guard.accepts(contents) else skeleton.join_with_spans(contents)
 
     def skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
-        """Return the fixed text around the contents of these roles.
+        """Return the fixed text around the contents of messages that have only these roles and contents.
 
-        It is valid for messages that have only a role and a content, if `joins` accepts the contents. None if the
-        template does more than join contents, does not accept these roles, or does not determine the text of the
-        assistant; `render` and `render_with_spans` then report the problem of each conversation.
+        None if the template does more than join contents, does not accept these roles, or does not determine the text
+        of the assistant; `render` and `render_with_spans` then report the problem of each conversation.
         """
         if roles not in self._skeletons:
             if len(self._skeletons) >= _MOST_SKELETONS:
@@ -141,43 +138,64 @@ class ChatTemplate:
             self._skeletons[roles] = self._make_skeleton(roles)
         return self._skeletons[roles]
 
-    def joins(self, contents: Sequence[str]) -> bool:
-        """Whether the template puts these contents into a skeleton unchanged."""
-        return self._joined.accepts(contents)
-
-    @cached_property
-    def _joined(self) -> ContentGuard:
-        guard = self._guard
-        assert guard is not None, "there is no skeleton without a guard"
-        # A content that starts like the rest of the prompt would be mistaken for it when turns are located.
-        rest = self._shape.prompt[len(self._shape.header) :].strip()
-        return replace(guard, literals=(*guard.literals, rest)) if rest else guard
-
     def prepare(self) -> None:
-        """Compute the shape of turns, which every conversation needs, so that forked processes inherit it."""
-        if self._guard is not None:
-            self.joins(())
+        """Analyze the template with a plain question and answer, so that forked processes inherit the results."""
+        self.skeleton(("user", "assistant"))
 
     def _make_skeleton(self, roles: tuple[str, ...]) -> Skeleton | None:
-        if self._guard is None or roles[0] == "assistant":
+        if self.source is None or self.is_tagged or roles[0] == "assistant":
             return None
+        from energon_packed.encoding.tracer import NotJoined, Tracer
+
+        tracer = Tracer(self._dated, self._variables)
+
+        def render(messages: Messages, prompt: bool) -> str:
+            """Render by Transformers and by the tracer, which thereby watches everything that the spans depend on."""
+            try:
+                text = self.render(messages, prompt=prompt)
+            except RecordError:
+                if self._traced(tracer, messages, prompt) is not None:
+                    raise NotJoined from None
+                raise
+            if self._traced(tracer, messages, prompt) != text:
+                raise NotJoined
+            return text
+
         try:
             marked = [{"role": role, "content": marker(turn)} for turn, role in enumerate(roles)]
-            skeleton = Skeleton.from_marked(*self.render_with_spans(marked), self._added)
+            text = render(marked, False)
+            finder = TurnFinder(text, marked, render, self._shape)
+            spans = [finder.span(turn) or self._reject(turn) for turn in _answers(marked)]
+            # A content could be mistaken for the rest of the prompt, or for the end of its turn.
+            rest, end = self._shape.prompt[len(self._shape.header) :].strip(), self._shape.end
+            guard = tracer.guard
+            guard = replace(guard, literals=(*guard.literals, *filter(None, (rest, end))))
+            skeleton = Skeleton.from_marked(text, spans, self._added, guard)
             if skeleton is None or sorted(skeleton.order) != list(range(len(roles))):
                 return None  # the template drops or repeats a content
             return skeleton if self._renders_as(skeleton, roles) else None
-        except (TemplateError, RecordError):
+        except (TemplateError, RecordError, NotJoined, OutOfTime):
+            return None
+
+    def _traced(self, tracer: Any, messages: Messages, prompt: bool) -> str | None:
+        """Text of messages by the tracer; None if the template rejects them."""
+        from jinja2.exceptions import TemplateError as JinjaError
+
+        try:
+            with memory_limit(RENDER_MEMORY), time_limit(RENDER_LIMIT):
+                text: str = tracer.render([self._adapted(message) for message in messages], prompt=prompt)
+                return text
+        except (JinjaError, *_RECORD_ERRORS):
             return None
 
     def _renders_as(self, skeleton: Skeleton, roles: tuple[str, ...]) -> bool:
         """Whether Jinja renders the same text for contents that a template might change.
 
-        A test in addition to the proof of `content_guard`: a wrong skeleton would change training data silently.
+        A test in addition to the proof of `Tracer`: a wrong skeleton would change training data silently.
         """
         for shift in range(len(_PROBES)):
             probes = [_PROBES[(turn + shift) % len(_PROBES)] for turn in range(len(roles))]
-            contents = [probe if self.joins([probe]) else "Ab cD" for probe in probes]
+            contents = [probe if skeleton.guard.accepts([probe]) else "Ab cD" for probe in probes]
             messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
             if self.render(messages) != skeleton.join_with_spans(contents)[0]:
                 return False

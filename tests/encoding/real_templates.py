@@ -17,7 +17,7 @@ from tests.internals import TODAY, ChatTemplate, Renderer, TokenizerParts
 
 BAR = "\uff5c"
 """The full-width bar in DeepSeek's tokens."""
-_SPECIAL = re.compile(
+SPECIAL = re.compile(
     rf"<{BAR}[^{BAR}<>{{}}\s]+{BAR}>|"
     r"<\|[^|<>{}\s\"']+\|>|<[a-z_]+\|>|<\|[a-z_]+>|\[/?INST\]|\[gMASK\]|<sop>|</s>"
     r"|<(?:start|end)_of_(?:turn|utterance|image)>|<image>"
@@ -43,7 +43,7 @@ def source(name: str) -> str:
 def tokenizer_of(base: Any, template: str) -> Any:
     """A tokenizer with a template and the special tokens that it writes."""
     tokenizer = copy.deepcopy(base)
-    special = sorted({*_SPECIAL.findall(template), "<|begin_of_text|>", "<|endoftext|>"})
+    special = sorted({*SPECIAL.findall(template), "<|begin_of_text|>", "<|endoftext|>"})
     tokenizer.add_special_tokens({"additional_special_tokens": special})
     tokenizer.add_tokens(_ADDED)
     tokenizer.bos_token, tokenizer.eos_token = "<|begin_of_text|>", "<|endoftext|>"

@@ -1,6 +1,7 @@
 """Real chat templates: their text is Transformers', and what the model generates after its prompt is supervised."""
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.encoding.real_templates import (
     BAR,
     OTHERS,
     PLAIN,
+    SPECIAL,
     TOOLS,
     by_transformers,
     families,
@@ -30,6 +32,7 @@ from tests.internals import ChatTemplate, content_places, supervised_turns
 from tests.internals import turns as turns_module
 
 FAMILIES = families()
+EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "30")), 2000)  # conversations of each family
 _ALTERNATE = "starts with assistant, assistant after system, two answers"
 _CALLS = "steps, text and calls, two calls, values, reasoning and calls"
 _REASONING = "reasoning, reasoning last, reasoning before"
@@ -270,48 +273,31 @@ def test_dropped_reasoning_rejects_the_record_and_others_are_packed(base: Any, t
 
 
 LOOKED_FOR = (
-    "</think>",
-    "<think>",
-    "<thi",
-    "<tool_response>",
-    "</tool_response>",
-    "/nothink",
-    "<|im_end|>",
-    "<end_of_turn>",
+    *("</think>", "<think>", "<thi", "<tool_response>", "</tool_response>", "/nothink", "<|im_end|>", "<end_of_turn>"),
+    *(" ", "\n", "\t", "a", "b c", "<", "{{ 1 }}", "\ue0fe0\ue0ff"),
 )
-CONTENTS = st.lists(
-    st.sampled_from((*LOOKED_FOR, " ", "\n", "\t", "a", "b c", "<", "{{ 1 }}", "\ue0fe0\ue0ff")), max_size=4
+RENDERED = (
+    *("glm4moe", "lfm2_2_5", "lfm2_2_5_v2", "lfm2_2_5_vl"),  # answers without an end, or tags
+    *("nemotron_3_5_lightning", "nemotron_3_nano", "nemotron_3_super", "nemotron_3_ultra"),  # strip joined contents
 )
-JOINED = (
-    *(
-        "deepseek_r1_distill",
-        "deepseekv3",
-        "gemma",
-        "gemma3",
-        "llama3",
-        "phi3",
-        "phi3_5",
-        "qwen2_5",
-        "qwen2_5_vl",
-        "qwen3",
-    ),
-    *("qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "qwen3_vl"),
-)
+JOINED = sorted(set(FAMILIES) - set(RENDERED))
 
 
 @pytest.mark.parametrize("family", JOINED)
 def test_skeletons_equal_jinja(base: Any, family: str) -> None:
     chat = renderer_of(base, source(family)).template
     odd = set()
+    words = st.sampled_from((*LOOKED_FOR, *sorted(set(SPECIAL.findall(source(family))))))
+    contents_of = st.lists(words, max_size=4).map("".join)
 
-    @settings(max_examples=30, deadline=None, derandomize=True)
+    @settings(max_examples=EXAMPLES, deadline=None, derandomize=True)
     @example(contents=["a", "<think>\nb"])  # as the prompt of DeepSeek-R1 ends
-    @given(contents=st.lists(CONTENTS.map("".join), min_size=2, max_size=6).filter(lambda one: len(one) % 2 == 0))
+    @given(contents=st.lists(contents_of, min_size=2, max_size=6).filter(lambda one: len(one) % 2 == 0))
     def check(contents: list[str]) -> None:
         roles = tuple(("user", "assistant")[turn % 2] for turn in range(len(contents)))
         skeleton = chat.skeleton(roles)
         assert skeleton is not None
-        contents = [content if chat.joins([content]) else "ab" for content in contents]
+        contents = [content if skeleton.guard.accepts([content]) else "ab" for content in contents]
         messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=True)]
         assert skeleton.join_with_spans(contents) == chat.render_with_spans(messages)
         odd.update(contents)
@@ -320,7 +306,7 @@ def test_skeletons_equal_jinja(base: Any, family: str) -> None:
     assert len(odd) > 8
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(JOINED)))
+@pytest.mark.parametrize("family", RENDERED)
 def test_other_templates_are_rendered(base: Any, family: str) -> None:
     assert renderer_of(base, source(family)).template.skeleton(("user", "assistant")) is None
 

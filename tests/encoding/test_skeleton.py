@@ -1,5 +1,7 @@
 """Text joined from a skeleton is the text that Jinja renders, and so are the supervised characters."""
 
+import copy
+import pickle
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from tests.internals import (
     ContentGuard,
     Skeleton,
     TokenizerParts,
-    content_guard,
     marker,
 )
 
@@ -67,6 +68,20 @@ def test_a_skeleton_joins_what_jinja_renders(template_of: object, source: str) -
     check()
 
 
+def test_a_template_that_was_analyzed_can_be_copied_and_sent_to_workers(template_of: object) -> None:
+    template = template_of(LLAMA)  # type: ignore[operator]
+    skeleton = template.skeleton(("user", "assistant"))
+    for copied in (pickle.loads(pickle.dumps(template)), copy.deepcopy(template)):
+        assert skeleton == copied.skeleton(("user", "assistant"))
+        assert copied.skeleton(("user", "assistant") * 2) is not None  # not analyzed yet
+
+
+@pytest.mark.parametrize("source", [LLAMA, CHATML_TEMPLATE])
+def test_contents_with_the_token_that_ends_a_turn_are_rendered(template_of: object, source: str) -> None:
+    skeleton = template_of(source).skeleton(("user", "assistant"))  # type: ignore[operator]
+    assert not skeleton.guard.accepts(["a", "b<|im_end|>"])
+
+
 @pytest.mark.parametrize(
     ("source", "roles"),
     [
@@ -82,10 +97,10 @@ def test_no_skeleton_where_text_depends_on_more_than_roles(
 
 
 def test_contents_may_be_left_out_and_repeated() -> None:
-    skeleton = Skeleton.from_marked(f"<{marker(1)}|{marker(0)}|{marker(1)}>.", [(1, 12)], (">.", "|"))
+    skeleton = Skeleton.from_marked(f"<{marker(1)}|{marker(0)}|{marker(1)}>.", [(1, 12)], (">.", "|"), ContentGuard())
     assert skeleton is None  # the span ends inside a content
     text = f"<{marker(1)}|{marker(0)}|{marker(1)}>."
-    skeleton = Skeleton.from_marked(text, [(1, len(text))], (">.",))
+    skeleton = Skeleton.from_marked(text, [(1, len(text))], (">.",), ContentGuard())
     assert skeleton is not None
     assert skeleton.join_with_spans(["a", "bb", "unused"]) == ("<bb|a|bb>.", [(1, 10)])
 
@@ -93,8 +108,6 @@ def test_contents_may_be_left_out_and_repeated() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        "{% set c %}{{ m.content }}{% endset %}{{ c | trim }}",
-        "{% filter trim %}{{ m.content }}{% endfilter %}",
         "{{ m.content }}{{ loop.previtem.content | upper if loop.previtem }}",
         "{{ m.content }}{% if loop.nextitem is defined %}{% set n = loop.nextitem %}{{ n.content | trim }}{% endif %}",
     ],
@@ -103,4 +116,3 @@ def test_contents_that_are_changed_behind_a_name_are_noticed(template_of: object
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
     source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     assert template_of(source).skeleton(("user", "assistant")) is None  # type: ignore[operator]
-    assert content_guard(source) != ContentGuard()
