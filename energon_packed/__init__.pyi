@@ -68,7 +68,6 @@ from .loading.distributors.energon import EnergonDistributor as EnergonDistribut
 from .loading.distributors.mixture import MixtureDistributor as MixtureDistributor
 from .loading.distributors.rank_partitioned import RankPartitionedDistributor as RankPartitionedDistributor
 from .loading.energon.config import LoaderConfig as LoaderConfig
-from .loading.energon.loader import PackedLoader as PackedLoader
 from .loading.energon.packed_loader import get_packed_loader as get_packed_loader
 from .loading.energon.task_encoder import PackedTaskEncoder as PackedTaskEncoder
 from .loading.joint import JointLoader as JointLoader

@@ -49,9 +49,9 @@ def redist(folder: Path, output_folder: Path, world_size: int, output: Output) -
     for rank, state in enumerate(new):
         name = f"{match[1]}{rank:0{len(match[2])}d}{match[3]}"
         write_state(output_folder / name, StateFile(state, saved[0].megatron))
-    workers = new[0]["identity"]["num_workers"]
+    workers = new[0]["num_workers"]
     output.console.print(
-        f"ranks x workers: {len(saved)} x {saved[0].state['identity']['num_workers']} -> {world_size} x {workers}, in "
+        f"ranks x workers: {len(saved)} x {saved[0].state['num_workers']} -> {world_size} x {workers}, in "
         f"{output_folder}; continue with num_workers={workers}",
         soft_wrap=True,
     )

@@ -3,7 +3,7 @@
 | input | use |
 |---|---|
 | torch DataLoader over a PackedDataset | `accelerator.prepare`, with any `split_batches` |
-| PackedLoader, DataflowLoader, PackedIterableDataset | `prepare_loader` |
+| DataflowLoader | `prepare_loader` |
 
 `accelerator.prepare` would shard the batches of a rank over ranks again. `prepare_loader` adds only the other services
 of accelerate: the device, the end of an epoch for `accelerator.accumulate`, a state for `register_for_checkpointing`,
@@ -67,7 +67,7 @@ def prepare_loader(
 
     Args:
         accelerator: created before the loader, as it initializes the process group.
-        loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
+        loader: DataflowLoader of this rank.
         to_inputs: converts a batch to the inputs of the model; by default `transformers_inputs()`, which needs equal
             loss weights.
 

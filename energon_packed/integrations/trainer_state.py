@@ -31,7 +31,7 @@ class ConsumedBatches:
     after the last batch that it has *used*. No batch is read again, and memory grows only with the unused batches.
 
     Args:
-        loader: PackedLoader, DataflowLoader, PackedIterableDataset, JointLoader, or another iterable with `state_dict`
+        loader: DataflowLoader, JointLoader, or another iterable with `state_dict`
             and `load_state_dict`, that resumes after the last batch and starts a new epoch after the last batch of
             an epoch.
         order_log: folder of the order log, in which only used batches are recorded; None leaves the log of the loader.
@@ -124,7 +124,7 @@ class GatheredLoader:
     `gather_state`, and the step of this iteration.
 
     Args:
-        loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank.
+        loader: DataflowLoader of this rank.
         steps: batches of an iteration; a loader that ends earlier continues with its next epoch. By default the
             batches of an epoch of the loader.
         to_inputs: converts a batch to the item that iterating yields; by default `transformers_inputs()`, which needs
@@ -211,13 +211,12 @@ def _check_has(loader: Any, *names: str) -> None:
     if missing := [name for name in names if not hasattr(loader, name)]:
         raise ConfigError(
             f"`loader` must have {missing[0]} to resume, got a {type(loader).__name__}. Pass the loader of "
-            "get_packed_loader, a DataflowLoader or a PackedIterableDataset."
+            "get_packed_loader, or a DataflowLoader."
         )
 
 
 def exact_steps(loader: Any) -> int | None:
     """Return the batches of this rank in one epoch of a loader; None if the number is not known in advance."""
-    loader = getattr(loader, "loader", loader)  # of a PackedIterableDataset
     try:
         return len(loader)
     except TypeError:

@@ -94,8 +94,6 @@ class FailureLog:
     Args:
         limit: failures of this rank that are skipped; the next failure raises. 0 raises the first failure, with its
             location. None skips all.
-        unchanged: raises DataChangedError for sources whose files changed since they were opened. Such an error is
-            not a failure of a sample, and is never skipped. None does not check.
         context: start method of the workers, or a context of multiprocessing; None for the default.
         readers: readers of the records that are loaded.
 
@@ -107,7 +105,6 @@ class FailureLog:
     def __init__(
         self,
         limit: int | None = 0,
-        unchanged: Callable[[Any], None] | None = None,
         context: Any = None,
         readers: Sequence[RecordReader] = (),
     ) -> None:
@@ -116,8 +113,6 @@ class FailureLog:
         self.planned = RejectReport()
         self._readers = readers
         self._is_whole = False
-        self._unchanged = unchanged
-        self._fatal: Exception | None = None
         shared = multiprocessing.get_context(context) if context is None or isinstance(context, str) else context
         # Two arrays with the same reasons: the limit counts failures, and not samples that the settings drop.
         self._counts = shared.Array("q", len(_REASONS))
@@ -241,7 +236,7 @@ class FailureLog:
             self._dropped[_REASONS.index(reason)] += 1
 
     def handle(self, error: Exception, sample: Any, sources: Any = None) -> None:
-        """Count and log a failure; the sample is skipped on return. Energon's `global_error_handler`.
+        """Count and log a failure; the sample is skipped on return.
 
         Raises:
             BatchError: there are more than `limit` failures; with a limit of 0, the error itself.
@@ -249,26 +244,23 @@ class FailureLog:
             ResourceError: memory, open files or the disk fail; this is never skipped.
             ConfigError: a package is missing or has changed, or a setting does not fit; this is never skipped.
         """
-        if error is self._fatal:  # raised below, inside the pack that Energon now reports as failed
-            raise error
         sources = sources or _field(sample, "__sources__")
         key, source = _key(sample), _source(sources)
-        self._refuse_other_causes(error, sources, source or key)
+        self._refuse_other_causes(error, source or key)
         with self._counts.get_lock():
             self._counts[_REASONS.index(_reason(error))] += 1
             total = sum(self._counts[:])
         self._rows.add(-1, source, -1, key, _reason(error), str(error)[:MOST_DETAIL])
         _log.error("sample %s%s failed to load: %s: %s", key, source and f" of {source}", type(error).__name__, error)
         if self.limit == 0:
-            self._fatal = add_location(error, key, source)
-            raise self._fatal from (error if self._fatal is not error else None)
+            fatal = add_location(error, key, source)
+            raise fatal from (error if fatal is not error else None)
         if self.limit is not None and total > self.limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
-            self._fatal = BatchError(
+            raise BatchError(
                 f"{total} samples failed to load, more than `max_failures` {self.limit} ({by_reason}); "
                 f"the last is {key}: {error}. Fix the data or raise `max_failures`."
-            )
-            raise self._fatal from error
+            ) from error
 
     def _move_window(self, records: int, *, rejected: bool) -> tuple[int, int]:
         """Add records to the window; return its records, and the rejected among them."""
@@ -292,19 +284,11 @@ class FailureLog:
         rows = [row for row in self.rows if row["reason"] == reason]
         return example_of(Rejected(**rows[0])) if rows else "see `failures.rows`"
 
-    def _refuse_other_causes(self, error: Exception, sources: Any, place: str) -> None:
+    def _refuse_other_causes(self, error: Exception, place: str) -> None:
         """Raise if files changed, resources fail, or a package or setting is wrong: the cause is not the sample."""
         is_fatal = isinstance(error, DataChangedError | ConfigError)
         if (fatal := error if is_fatal else resource_error(error, place)) is not None:
-            self._fatal = fatal
             raise fatal from (error if fatal is not error else None)
-        if self._unchanged is None:
-            return
-        try:
-            self._unchanged(sources)
-        except DataChangedError as changed:
-            self._fatal = changed
-            raise changed from error
 
 
 class _SharedLines:
@@ -374,6 +358,11 @@ def reraise_with_location(error: Exception, sample: Any, sources: Any = None) ->
         Exception: the error.
     """
     raise add_location(error, _key(sample), _source(sources or _field(sample, "__sources__"))) from error
+
+
+def named(sample: Any, sources: Any = None) -> dict[str, Any]:
+    """Return key and sources of a sample, a raw sample, or the first of a list, for `FailureLog.handle`."""
+    return {"__key__": _key(sample), "__sources__": sources or _field(sample, "__sources__")}
 
 
 def remedy_of(error: EnergonPackedError, folder: str) -> str:

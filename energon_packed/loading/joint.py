@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from energon_packed.errors import ConfigError, EnergonPackedError
 from energon_packed.loading.monitoring.order_log import log_order
 from energon_packed.loading.state import (
     GATHERED,
+    Position,
     check_identity,
     check_state,
     damage_named,
@@ -27,20 +28,6 @@ StopAt = Literal["first", "all", "never"]
 _NAME = "JointLoader"  # in states, of subclasses too
 
 
-class JointPosition(NamedTuple):
-    """A position of a JointLoader.
-
-    Attributes:
-        step: number of batches that were drawn.
-        ended: names of the loaders that ended in this epoch.
-        loaders: position of each loader, by name.
-    """
-
-    step: int
-    ended: tuple[str, ...]
-    loaders: dict[str, Any]
-
-
 class JointLoader:
     """Draw each batch from one of several loaders; each has its own data, packer and collator.
 
@@ -52,7 +39,7 @@ class JointLoader:
     continues after the last batch that any iterator returned: `next(iter(joint))` uses a batch.
 
     Args:
-        loaders: DataflowLoader, PackedIterableDataset, PackedLoader, or others with `state_dict`, by name.
+        loaders: DataflowLoaders, or others with `state_dict`, by name.
         weights: expected share of the steps of each loader by name; they are normalized. Loaders with the weight 0 are
             left out.
         seed: seed of the draws.
@@ -149,22 +136,29 @@ class JointLoader:
         loader = self.loaders[name]
         return iter(loader.rest_of_epoch() if hasattr(loader, "rest_of_epoch") else loader)
 
-    def position(self) -> JointPosition:
-        """The position after the last batch that was returned: small, for a later `state_dict(position)`."""
-        inner = {name: position_of(loader) for name, loader in self.loaders.items()}
-        return JointPosition(self._step, tuple(self._ended), inner)
+    def position(self) -> Position:
+        """The position after the last batch that was returned: small, for a later `state_dict(position)`.
 
-    def state_dict(self, position: JointPosition | None = None) -> dict[str, Any]:
+        Its parts are, by name, the position of each loader and whether the loader ended in this epoch.
+        """
+        parts = {name: (position_of(loader), name in self._ended) for name, loader in self.loaders.items()}
+        return Position(self._epoch, self._step, parts)
+
+    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """Return the state of all loaders after the last batch, in plain types.
 
         Args:
             position: after an earlier batch, for a trainer that reads ahead.
         """
         here = position or self.position()
-        inner = {name: state_at(loader, here.loaders[name]) for name, loader in self.loaders.items()}
+        inner = {name: state_at(loader, here.parts[name][0]) for name, loader in self.loaders.items()}
         # A joint state belongs to a rank if the state of one of its loaders does.
         places = [(state["rank"], state["world_size"]) for state in inner.values() if "rank" in state]
-        plain = {"step": here.step, "ended": list(here.ended), "loaders": inner}
+        plain = {
+            "step": here.step,
+            "ended": [name for name, (_, ended) in here.parts.items() if ended],
+            "loaders": inner,
+        }
         return make_state(_NAME, self._identity(), plain, places[0] if places else None)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.errors import ConfigError
+from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.loading.costs.model import CostModel
 from energon_packed.packing.balance import Float64, Int64, StepImbalance, balanced_steps
 
@@ -191,6 +191,13 @@ class Order:
         """Read one item."""
         read: Callable[[int], Any] = getattr(self.dataset, "item", None) or self.dataset.__getitem__
         return read(number)
+
+    def item_or_error(self, number: int) -> Any:
+        """Read one item, or return the error of reading it: `max_failures` decides whether it is raised."""
+        try:
+            return self.item(number)
+        except (FormatError, RecordError) as error:
+            return error
 
     @property
     def read_ahead(self) -> int:

@@ -5,8 +5,8 @@
 | EncodedSample, EncodedRow, list of EncodedSamples | itself |
 | features, `{"input_ids", ...}` | one sample |
 | record of a known record format, Conversation | one sample, encoded together with the others |
-| pack of a dataset (PackSample) | its samples |
-| Reject | the error of a record that could not be read |
+| pack of a dataset (PackSample), or Packs | its samples |
+| Reject, Failure, exception | the error of a record or pack that could not be read |
 | anything else | `processor.encode(item)`: any sample, for a custom collator |
 
 A Processor that `reads` any items encodes features and records of no known format, too, and with `raw` all items.
@@ -117,6 +117,12 @@ class RecordAt(NamedTuple):
     id: str | None
 
 
+class Packs(tuple[PackSample, ...]):
+    """An item that is a row of several packs, which the distributor chose."""
+
+    __slots__ = ()
+
+
 class WithSource(NamedTuple):
     """An item with the dataset that it comes from.
 
@@ -131,34 +137,66 @@ class WithSource(NamedTuple):
     at: RecordAt | None = None
 
 
-Encoded = Sequence[EncodedSample] | EnergonPackedError  # samples of other types are for custom collators
+class Failure(NamedTuple):
+    """A sample that cannot be used.
+
+    Attributes:
+        error: the reason.
+        pack: the pack that contains it, or its `__key__` and `__sources__`; None if it is the item.
+    """
+
+    error: Exception
+    pack: PackSample | Mapping[str, Any] | None = None
 
 
-def encode_items(values: Sequence[Any], processor: Processor) -> list[Encoded]:
-    """Encode items; the result of an item that cannot be used is its error.
+class Encoded(NamedTuple):
+    """Result of encoding an item.
+
+    Attributes:
+        samples: its samples; samples of other types are for custom collators.
+        failures: its samples that cannot be used.
+    """
+
+    samples: Sequence[EncodedSample] = ()
+    failures: Sequence[Failure] = ()
+
+    @classmethod
+    def failed(cls, error: Exception) -> "Encoded":
+        """Result of an item that cannot be used."""
+        return cls((), (Failure(error),))
+
+
+def encode_items(values: Sequence[Any], processor: Processor, *, check_lengths: bool = True) -> list[Encoded]:
+    """Encode items.
 
     Args:
         values: items of distributors, as in the table of this module, each perhaps in a WithSource.
         processor: encodes the conversations of all items together.
+        check_lengths: a sample of a pack whose length differs from the recorded length is a failure.
     """
     # Conversations last and together: `encode_many` tokenizes them in one batch.
-    results: list[Any] = [None] * len(values)
+    results: list[Encoded] = [Encoded()] * len(values)
     conversations: dict[int, Conversation] = {}
     for i, value in enumerate(values):
         item = value.value if isinstance(value, WithSource) else value
         item = item if _is_for(processor, item) else _without_processor(item)
-        if isinstance(item, EnergonPackedError) or _is_encoded(item):
-            results[i] = item
+        if isinstance(item, Failure | Exception):
+            results[i] = Encoded((), (item if isinstance(item, Failure) else Failure(item),))
+        elif _is_encoded(item):
+            results[i] = Encoded(item)
         elif isinstance(item, Conversation) and processor.reads != "raw":
             conversations[i] = item
+        elif isinstance(item, PackSample | Packs):
+            packs = item if isinstance(item, Packs) else (item,)
+            results[i] = _encode_packs(packs, processor, check_lengths=check_lengths)
         else:
             results[i] = _encode_single(item, processor)
     encoded = processor.encode_many(list(conversations.values())) if conversations else []
     for i, sample in zip(conversations, encoded, strict=True):
-        results[i] = RecordError.of(sample) if isinstance(sample, Reject) else [sample]
+        results[i] = Encoded.failed(RecordError.of(sample)) if isinstance(sample, Reject) else Encoded([sample])
     return [
-        [sample.of(value.source) if isinstance(sample, EncodedSample) else sample for sample in result]
-        if isinstance(value, WithSource) and not isinstance(result, EnergonPackedError)
+        result._replace(samples=[s.of(value.source) if isinstance(s, EncodedSample) else s for s in result.samples])
+        if isinstance(value, WithSource)
         else result
         for value, result in zip(values, results, strict=True)
     ]
@@ -174,7 +212,9 @@ def _is_for(processor: Processor, value: Any) -> bool:
     """Return whether a processor gets an item as it is."""
     if isinstance(value, Conversation):
         return True
-    if processor.reads == "conversations" or isinstance(value, EncodedSample | EncodedRow | Reject | PackSample):
+    if processor.reads == "conversations" or isinstance(
+        value, EncodedSample | EncodedRow | Reject | PackSample | Packs
+    ):
         return False
     return processor.reads == "raw" or (isinstance(value, Mapping) and not _is_record(value))
 
@@ -220,9 +260,25 @@ def is_divisible(value: Any) -> bool:
     return isinstance(value, Conversation) and not value.messages
 
 
+def _encode_packs(packs: Sequence[PackSample], processor: Processor, *, check_lengths: bool) -> Encoded:
+    """Encode one pack, or the packs of a row; a bad sample is left out, and the other samples stay."""
+    failures: list[Failure] = []
+
+    def on_failure(error: Exception, pack: Any) -> None:
+        failures.append(Failure(error, pack))
+
+    rows: list[Sequence[EncodedSample]] = []
+    for pack in packs:
+        try:
+            rows.append(encode_pack(pack, processor, check_lengths=check_lengths, on_failure=on_failure))
+        except EnergonPackedError as error:
+            on_failure(error, pack)
+    return Encoded(rows[0] if len(rows) == 1 else [sample for row in rows for sample in row], failures)
+
+
 def _encode_single(value: Any, processor: Processor) -> Encoded:
-    """Encode a pack or a value of another type."""
+    """Encode a value of another type."""
     try:
-        return encode_pack(value, processor) if isinstance(value, PackSample) else [processor.encode(value)]
+        return Encoded([processor.encode(value)])
     except EnergonPackedError as error:
-        return error
+        return Encoded.failed(error)

@@ -9,10 +9,8 @@
 
 import hashlib
 import logging
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Unpack
 
 import numpy as np
@@ -21,18 +19,15 @@ import torch
 from energon_packed.encoding import EncodedSample, SampleSource
 from energon_packed.encoding.fragments import fragment_id, fragment_of
 from energon_packed.errors import ConfigError, RecordError, Reject
-from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
 from energon_packed.loading.costs.model import RowSizes
-from energon_packed.loading.dataflow.loader import DataflowLoader, LoaderOptions, Position
+from energon_packed.loading.dataflow.loader import DataflowLoader, LoaderOptions
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
-from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.features import hf_dataset
-from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Sizes
-from energon_packed.loading.ranks import check_not_resharded, refuse_dispatch, resolve_rank
+from energon_packed.loading.ranks import refuse_dispatch
 from energon_packed.options import check_type
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
@@ -295,8 +290,8 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     )
 
 
-class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
-    """Iterable dataset that streams the records of a config as PackedBatches; every iteration is one epoch.
+class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any]):
+    """DataflowLoader that streams the records of a config as PackedBatches; every iteration is one epoch.
 
         for batch in PackedIterableDataset(DataflowConfig.from_yaml("pack.yaml"), num_workers=4):
             ...
@@ -322,70 +317,16 @@ class PackedIterableDataset(torch.utils.data.IterableDataset[PackedBatch]):
     def __init__(self, config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> None:
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
-        self.config = config
-        self._rank_arguments = (options.get("rank"), options.get("world_size"))
         # Before the loader forks its workers, which inherit the loaded encoder.
         prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))
         fingerprint = compute_fingerprints(config, reader.sources, None).input
-        self.loader = DataflowLoader(
+        super().__init__(
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
             config.encoder_loader.load(),
             config.packer(),
             **_with_defaults(config, options),
         )
-        self.loader.failures.limits = config.limits
-
-    def __iter__(self) -> Iterator[PackedBatch]:
-        """Iterate over the rest of the current epoch; after its last batch, over the next epoch.
-
-        Raises:
-            RejectLimitError: more records are rejected than `strict`, `overlong`, `max_failures` or `max_reject_rate`
-                allow.
-            ConfigError: it is read in a worker process of another loader, or accelerate shards or dispatches it again.
-        """
-        refuse_dispatch()
-        check_not_resharded(resolve_rank(*self._rank_arguments)[1])
-        if torch.utils.data.get_worker_info() is not None:
-            raise ConfigError(
-                "A PackedIterableDataset cannot run in a DataLoader worker: each worker would read everything. "
-                "Iterate it directly, and set its own `num_workers`."
-            )
-        return iter(self.loader)
-
-    def rest_of_epoch(self) -> Iterator[PackedBatch]:
-        """Iterate over the rest of the current epoch, as `DataflowLoader.rest_of_epoch`."""
-        return self.loader.rest_of_epoch()
-
-    @property
-    def order_log(self) -> OrderLog | None:
-        """Log of the consumed batches, as of DataflowLoader."""
-        return self.loader.order_log
-
-    def log_order(self, folder: str | Path) -> None:
-        """Write a line for each batch into this folder, as DataflowLoader."""
-        self.loader.log_order(folder)
-
-    @property
-    def failures(self) -> FailureLog:
-        """Records of the current epoch that were rejected: `counts` by reason, and the first `rows`."""
-        return self.loader.failures
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Rank and world size of this process."""
-        return self.loader.place
-
-    def position(self) -> Position:
-        """The position after the last batch, as `DataflowLoader.position`."""
-        return self.loader.position()
-
-    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """Return the loader state, as `DataflowLoader.state_dict`."""
-        return self.loader.state_dict(position)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a loader state, as `DataflowLoader.load_state_dict`."""
-        self.loader.load_state_dict(state)
+        self.failures.limits = config.limits
 
 
 def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> DataflowLoader:
@@ -395,7 +336,7 @@ def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) 
         for batch in loader:                            # one epoch of PackedBatch, a row each
             ...
 
-    With `streaming: true` it returns the loader of a `PackedIterableDataset`, with `streaming: false` a loader over
+    With `streaming: true` it returns a `PackedIterableDataset`, with `streaming: false` a loader over
     `plan_in_memory(config)`, whose length is known. Rejected records are in `loader.failures` in both cases.
 
     Args:
@@ -407,7 +348,7 @@ def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) 
     """
     check_type("config", config, DataflowConfig, "Pass DataflowConfig.from_yaml(FILE).")
     if config.streaming:
-        return PackedIterableDataset(config, **options).loader
+        return PackedIterableDataset(config, **options)
     dataset = plan_in_memory(config)
     distributor = MapDistributor(dataset, shuffle=config.shuffle)
     loader = DataflowLoader(distributor, **_with_defaults(config, options))

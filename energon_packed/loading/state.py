@@ -11,7 +11,6 @@ A state of a single rank also has "rank" and "world_size"; `gather_state` collec
 |---|---|---|
 | DataflowLoader over items with a global order | epoch, step, segments | exact: every item is read once |
 | DataflowLoader over a stream | position in each shard of the stream | each shard continues in a new worker |
-| PackedLoader (Energon) | position of each Energon worker | `epochs=None`, if ranks x workers stays the same |
 | JointLoader | positions of its loaders | as its loaders |
 
 An epoch ends at its last batch, whether a loop reaches the end of the iterator or counts steps (`iterate_epoch`).
@@ -19,6 +18,7 @@ An epoch ends at its last batch, whether a loop reaches the end of the iterator 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
 from typing import Any, NoReturn
@@ -30,8 +30,24 @@ STATE_VERSION = 1
 """Version of the states of all loaders."""
 GATHERED = "ranks"
 """Key of the states of all ranks in the dict that `gather_state` returns."""
-_DATA_KEYS = ("dataset", "distributor_dataset", "distributor_content")
+_DATA_KEYS = ("distributor_dataset", "distributor_content")
 _WEIGHT_KEYS = ("weights", "distributor_weights", "distributor_blend_weights", "blend_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The position of a loader after a batch: small, for a later `state_dict(position)`.
+
+    Attributes:
+        epoch: from 0.
+        step: batches of the epoch so far.
+        parts: positions in the data: the segments of a global order (`order.Segment`), the shards of a stream
+            (`dataflow.steps.Shards`), or the position of each loader of a JointLoader.
+    """
+
+    epoch: int
+    step: int
+    parts: Any
 
 
 def refuse_as_dataset(loader: str) -> NoReturn:
@@ -191,8 +207,10 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], *, allow_changed_
     if allow_changed_weights:
         saved, now = _without_weights(saved), _without_weights(now)
     names = [name for name, value in now.items() if saved.get(name) != value]
-    if len(names) > 1 and "dataset" in names:
-        names.remove("dataset")  # its fingerprint contains the settings, so it differs as well and explains nothing
+    if len(names) > 1 and "distributor_dataset" in names:
+        names.remove(
+            "distributor_dataset"
+        )  # its fingerprint contains the settings, so it differs as well and explains nothing
     if not names:
         return
     differ = "; ".join(_difference(name, saved.get(name), now[name]) for name in names)
@@ -205,9 +223,8 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], *, allow_changed_
             f"The dataset changed since the state was saved ({differ}). Restore the original dataset, or start "
             "without the state."
         )
-    redist = "Redistribute it with `energon-packed state redist`, or restore" if "world_size" in names else "Restore"
     raise BatchError(
-        f"The saved state does not match this loader: {differ}. {redist} it with the same settings and data, or start "
+        f"The saved state does not match this loader: {differ}. Restore it with the same settings and data, or start "
         "without it."
     )
 

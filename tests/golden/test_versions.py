@@ -21,7 +21,6 @@ from energon_packed import (
     JointLoader,
     MapDistributor,
     PackedDataset,
-    PackedLoader,
     get_packed_loader,
     pack,
     steps_per_epoch,
@@ -60,7 +59,7 @@ STATES: dict[str, Callable[[], tuple[Callable[[Any], object], dict[str, Any]]]] 
 }
 
 
-def golden_loader(num_workers: int = 0) -> PackedLoader:
+def golden_loader(num_workers: int = 0) -> DataflowLoader:
     encoder = ChatEncoder.from_pretrained(HERE / "tokenizer")
     return get_packed_loader(HERE / "datasets" / "captions-text", encoder, num_workers=num_workers)
 

@@ -268,8 +268,21 @@ def test_gathered_states_of_energon_loaders_change_ranks(folder: Path) -> None:
     again = get_packed_loader(folder, rank=1, world_size=2, num_workers=1)
     again.load_state_dict(gathered)
     assert next(iter(again)).ids == next(iter(ranks[1])).ids
-    with pytest.raises(BatchError, match="must divide the .* got 3"):
+    with pytest.raises(BatchError, match="without end with 2 shards must have at most as many workers, got 3"):
         get_packed_loader(folder, rank=1, world_size=3, num_workers=1).load_state_dict(gathered)
+
+
+def test_an_exact_epoch_of_an_energon_loader_continues_with_any_number_of_ranks(folder: Path) -> None:
+    def new_loader(**place: Any) -> Any:
+        return get_packed_loader(folder, epochs=1, num_workers=0, shuffle_buffer_size=3, **place)
+
+    two = Ranks(new_loader, 2)
+    seen = two.take(2)
+    three = Ranks(new_loader, 3, two.state())
+    seen += three.take(1)
+    one = Ranks(new_loader, 1, three.state())
+    assert seen + one.take() == ALL
+    assert one.take() == ALL
 
 
 def test_streams_that_cannot_change_ranks_raise() -> None:

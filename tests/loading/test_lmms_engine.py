@@ -191,7 +191,7 @@ def config_of(text: str) -> DataflowConfig:
 )
 def test_a_yaml_file_loads_as_written(project: Path, text: str, is_stream: bool, rows: int, ids: set[str]) -> None:
     loader = get_raw_loader(config_of(text))
-    assert isinstance(loader._roles.distributor, MapDistributor) != is_stream
+    assert isinstance(loader.roles.distributor, MapDistributor) != is_stream
     batches = list(loader)
     assert {ident for batch in batches for ident in batch.ids} == ids
     assert len(batches) == rows

@@ -76,7 +76,7 @@ class Slow:
 
 def trained(loader: DataflowLoader, steps: range, late: float = 0) -> tuple[list[Any], list[Any]]:
     """(signatures, states behind the update) of batches after each of which the mixture learns."""
-    mixture: Any = loader._roles.distributor
+    mixture: Any = loader.roles.distributor
     found, states = [], []
     for step, batch in zip(steps, loader, strict=False):
         time.sleep(late if step % 5 == 0 else 0)

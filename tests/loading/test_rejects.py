@@ -335,7 +335,7 @@ def test_a_mixture_names_the_rows_of_each_source(options: Options, tmp_path: Pat
     other = tmp_path / "other.jsonl"
     other.write_text(f"{json.dumps(GOOD)}\n" * 3 + "[1]\n")
     of_each = [given, given | {"inputs": (str(other),)}]
-    roles = [PackedIterableDataset(DataflowConfig(**one)).loader._roles for one in of_each]
+    roles = [PackedIterableDataset(DataflowConfig(**one)).roles for one in of_each]
     mixture = MixtureDistributor([one.distributor for one in roles], [1, 1])
     loader = DataflowLoader(mixture, roles[0].processor, PoolPacker(256, overlong="drop"), max_failures=9)
     assert list(loader)

@@ -61,11 +61,10 @@ def test_the_rest_of_the_epoch_is_identical_from_every_step(
         )
 
     loader = new_loader()
-    iterator = iter(loader)
     states, expected = [loader.save_state_rank()], []
-    for batch in iterator:
+    for batch in loader:
         expected.append(signature(batch))
-        states.append(saved(iterator.save_state_rank()))
+        states.append(saved(loader.save_state_rank()))
     following = [signature(batch) for batch in loader]
     assert len(set(expected)) == len(expected) > 3
     assert following != expected
@@ -93,11 +92,10 @@ def test_every_state_restores_in_a_new_process(
 ) -> None:
     shards = pack_demo(sample_class="PackedTokensSample", seq_len=2048).shards
     loader = get_packed_loader(shards, encoder, epochs=1, num_workers=num_workers, shuffle_buffer_size=5)
-    iterator = iter(loader)
     states, expected = [loader.save_state_rank()], []
-    for batch in iterator:
+    for batch in loader:
         expected.append(f"{batch.__key__[0]}:{int(batch.input_ids.sum())}")
-        states.append(iterator.save_state_rank())
+        states.append(loader.save_state_rank())
     following = [f"{batch.__key__[0]}:{int(batch.input_ids.sum())}" for batch in loader]
     torch.save(states, tmp_path / "states.pt")
     arguments = [tmp_path / "states.pt", shards, tokenizer_dir, num_workers, SMALL["max_pixels"]]
@@ -138,13 +136,11 @@ def test_endless_loaders_resume_over_epochs(pack_demo: Packer, encoder: ChatEnco
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_workers": 1}, "num_workers 0 saved, 1 now"),
-        ({"micro_batch_size": 2}, "match this loader: micro_batch_size 1 saved, 2 now. Restore"),
-        ({"rank": 0, "world_size": 2}, "world_size 1 saved, 2 now"),
+        ({"micro_batch_size": 2}, "match this loader: packer_batch_size 1 saved, 2 now; .* Restore"),
         ({"seed": 4}, "seed 0 saved, 4 now"),
-        ({"shuffle_buffer_size": 7}, "match this loader: shuffle_buffer_size 64 saved, 7 now. Restore"),
-        ({"epochs": None}, "match this loader: epochs 1 saved, None now. Restore"),
-        ({"shuffle": False}, "match this loader: shuffle True saved, False now. Restore"),
+        ({"shuffle_buffer_size": 7}, "match this loader: distributor_shuffle_buffer_size 64 saved, 7 now. Restore"),
+        ({"epochs": None}, "match this loader: distributor_epochs 1 saved, None now. Restore"),
+        ({"shuffle": False}, "match this loader: distributor_shuffle True saved, False now. Restore"),
     ],
 )
 def test_another_loader_is_refused(
@@ -160,7 +156,7 @@ def test_another_loader_is_refused(
 def test_a_state_of_complete_epochs_is_refused_without_them(pack_demo: Packer, encoder: ChatEncoder) -> None:
     shards = pack_demo(sample_class="PackedTokensSample").shards
     state = get_packed_loader(shards, encoder, num_workers=0, complete_epochs=True).save_state_rank()
-    with pytest.raises(BatchError, match="match this loader: complete_epochs True saved, False now. Restore"):
+    with pytest.raises(BatchError, match="distributor_complete_epochs True saved, False now. Restore"):
         get_packed_loader(shards, encoder, num_workers=0).restore_state_rank(state)
 
 
@@ -211,14 +207,13 @@ def test_ranks_can_end_together(pack_demo: Packer, encoder: ChatEncoder, choice:
     world_size = next(n for n in range(2, 9) if result.manifest.packs % n)
     options = {"epochs": 1, "num_workers": num_workers, "world_size": world_size}
     for rank in range(world_size):
-        # Energon's loader of a rank ends with the packs of the rank.
-        own = list(get_packed_loader(result.shards, encoder, rank=rank, epoch_end=choice, **options).energon_loader)
         even = list(get_packed_loader(result.shards, encoder, rank=rank, epoch_end=choice, **options))
         packs = result.manifest.packs
         assert len(even) == (-(-packs // world_size) if choice == "repeat" else packs // world_size)
-        assert [signature(batch) for batch in even][: len(own)] == [signature(batch) for batch in own][: len(even)]
+        own = [batch for batch in even if batch.has_targets]
+        assert len(own) >= packs // world_size
         for batch in even[len(own) :]:
-            assert torch.equal(batch.input_ids, own[-1].input_ids)
+            assert any(torch.equal(batch.input_ids, other.input_ids) for other in own)
             assert (batch.labels == -100).all()
 
 
@@ -236,5 +231,6 @@ def test_a_repeating_rank_resumes_at_its_end(pack_demo: Packer, encoder: ChatEnc
     resumed = loader(short)
     resumed.restore_state_rank(saved(first.save_state_rank()))
     assert [signature(batch)[0] for batch in resumed] == [signature(batch)[0] for batch in iterator]
-    (last,) = [batch for batch in loader(short)][len(batches) :]
-    assert torch.equal(last.input_ids, list(loader(short))[len(batches) - 1].input_ids)
+    *own, last = loader(short)
+    assert len(own) == len(batches)
+    assert any(torch.equal(last.input_ids, batch.input_ids) for batch in own)

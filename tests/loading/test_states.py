@@ -173,9 +173,12 @@ def test_a_damaged_state_of_any_shape_is_one_line() -> None:
     ("saved", "message"),
     [
         ({"seed": 5}, r"^The saved state does not match this loader: seed 5 saved, 0 now. Restore it with the same"),
-        ({"dataset": "x"}, r"^The dataset changed since the state was saved \(dataset x saved, .* now\). Restore"),
-        ({"dataset": "x", "seed": 5}, r"does not match this loader: seed 5 saved, 0 now. Restore it"),
-        ({"seed": 5, "num_workers": 3}, r"num_workers 3 saved, 0 now; seed 5 saved, 0 now. Restore it"),
+        (
+            {"distributor_dataset": "x"},
+            r"^The dataset changed since the state was saved \(distributor_dataset x saved, .* now\). Restore",
+        ),
+        ({"distributor_dataset": "x", "seed": 5}, r"does not match this loader: seed 5 saved, 0 now. Restore it"),
+        ({"seed": 5, "distributor_split": "val"}, r"seed 5 saved, 0 now; distributor_split val saved, train now. Re"),
     ],
 )
 def test_what_differs_of_an_energon_loader_is_named(folder: Path, saved: dict[str, Any], message: str) -> None:
@@ -184,13 +187,14 @@ def test_what_differs_of_an_energon_loader_is_named(folder: Path, saved: dict[st
     state = after(loader, 1)
     with pytest.raises(BatchError, match=message) as raised:
         loader.load_state_dict(state | {"identity": state["identity"] | saved})
-    assert ("dataset x" in str(raised.value)) == (set(saved) == {"dataset"})
+    assert ("dataset x" in str(raised.value)) == (set(saved) == {"distributor_dataset"})
 
 
 def test_another_number_of_ranks_of_an_energon_loader_is_redistributed(folder: Path) -> None:
     state = after(get_packed_loader(folder, epochs=1, num_workers=0, rank=1, world_size=2), 1)
     with pytest.raises(
-        BatchError, match="world_size 2 saved, 1 now; rank 1 saved, 0 now. Redistribute it with `energon"
+        BatchError,
+        match=r"only rank 1 of 2, .*Load the result of gather_state\(loader\), or run `energon-packed state",
     ):
         get_packed_loader(folder, epochs=1, num_workers=0, rank=0, world_size=1).load_state_dict(state)
 

@@ -1,6 +1,5 @@
 """Trouble while a job trains: one clear error, or the data that it began with. No hang, no mixture, no short epoch."""
 
-import contextlib
 import gc
 import json
 import multiprocessing
@@ -39,7 +38,7 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from tests.internals import StoredTokens, WorkerResultQueue, cli, end_workers, lost_worker, transport, watched
+from tests.internals import StoredTokens, cli, end_workers, lost_worker, transport, watched
 
 RECORDS, NEW = 24, 5000  # tokens of records that replace others begin at NEW
 HANG = 240  # seconds: what takes longer is a hang, also on a slow machine
@@ -232,7 +231,7 @@ def test_packing_again_under_a_job_mixes_nothing(tmp_path: Path, reader: Reader,
         assert re.search(f"{tmp_path}.* was (replaced or changed|removed or replaced) while it was in use", raised)
     else:
         assert seen == WHOLE
-        assert reader in (by_dataflow, by_distributor)  # they read ahead: all files are open already
+        assert reader is not by_dataset  # the others read ahead: all files are open already
     if state is not None:
         with pytest.raises(
             BatchError, match=r"The dataset changed since the state was saved \(.* saved, .* now\). Restore"
@@ -251,7 +250,7 @@ def test_packing_again_between_epochs_is_refused(tmp_path: Path) -> None:
     packed(tmp_path, NEW)
     with pytest.raises(DataChangedError):
         next(stream)
-    with pytest.raises(WorkerError, match="the loader failed before .*Create a new loader, and load"):
+    with pytest.raises(DataChangedError):
         loader.state_dict()
 
 
@@ -273,9 +272,14 @@ def test_a_shard_that_is_cut_while_it_is_open_ends_no_process(tmp_path: Path, re
     seen = tokens(next(iterator))
     for tar in path.glob("*.tar"):
         in_place(tar, b"")
-    with pytest.raises(DataChangedError, match="bytes before, 0 now"):
+    try:
         seen |= read_all(iterator)
-    assert seen.items() <= WHOLE.items()
+    except DataChangedError as error:
+        assert "bytes before, 0 now" in str(error)
+        assert seen.items() <= WHOLE.items()
+    else:
+        assert reader is by_energon  # it reads ahead: the packs are in memory already
+        assert seen == WHOLE
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -291,10 +295,6 @@ def test_a_corrupt_sample_is_named_or_counted(tmp_path: Path, reader: Reader, wo
     if reader is by_dataset:
         return  # torch's DataLoader has no policy: its dataset raises
     batches = reader(path, workers, max_failures=1)
-    if reader is by_distributor:  # Energon reads packs there: what it cannot read is named
-        with pytest.raises(FormatError, match=f"{path}.*tar, pack x_.*json"):
-            read_all(batches)
-        return
     assert read_all(batches) == {key: value for key, value in WHOLE.items() if key != "r13"}
     assert sum(batches.failures.counts.values()) == 1
 
@@ -325,11 +325,7 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
     if states:
         fresh.load_state_dict(states[-1])
     assert [tokens(batch) for batch in fresh] == whole[len(states) :]
-    if reader is by_energon:  # its state is in the workers
-        with pytest.raises(WorkerError, match="the loader failed before"):
-            batches.state_dict()
-    else:
-        assert [tokens(batch) for batch in batches] == whole[len(read) :]
+    assert [tokens(batch) for batch in batches] == whole[len(read) :]
 
 
 @pytest.mark.parametrize("reader", RESUMING)
@@ -448,51 +444,6 @@ def test_storage_that_hangs_is_one_error_after_the_timeout(tmp_path: Path, reade
     ):
         read_all(batches)
     assert not multiprocessing.active_children()  # or Python would wait for them when it exits
-
-
-def test_a_stopped_worker_keeps_no_state_waiting(tmp_path: Path) -> None:
-    loader = get_packed_loader(packed(tmp_path), num_workers=2, timeout=5)
-    iterator = iter(loader)
-    next(iterator)
-    for child in multiprocessing.active_children():
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match="did not return its state within `timeout` .5 s"):
-        loader.state_dict()
-
-
-def test_a_worker_that_dies_while_it_tells_its_state_is_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its answer holds tensors, which are fetched from its memory."""
-    loader = get_packed_loader(packed(tmp_path), num_workers=2)
-    iterator = iter(loader)
-    next(iterator)
-    children = multiprocessing.active_children()
-
-    def cut_off(answers: WorkerResultQueue) -> Any:
-        for child in children:
-            child.kill()
-        raise EOFError
-
-    monkeypatch.setattr(WorkerResultQueue, "get", cut_off)
-    message = r"worker process of .* exited unexpectedly \(EOFError\).*last saved state"
-    with torch_notices_no_death(), pytest.raises(WorkerError, match=message):
-        loader.state_dict()
-    with pytest.raises(WorkerError, match="the loader failed before"):
-        next(iterator)
-
-
-def test_a_worker_that_died_keeps_no_state_waiting(tmp_path: Path) -> None:
-    loader = get_packed_loader(packed(tmp_path), num_workers=2)
-    iterator = iter(loader)
-    next(iterator)
-    with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
-        for child in multiprocessing.active_children():
-            child.kill()
-        with contextlib.suppress(RuntimeError):  # torch raises wherever the main process is just then
-            time.sleep(5)
-        loader.state_dict()
 
 
 def test_a_timeout_without_workers_is_refused(tmp_path: Path) -> None:

@@ -25,7 +25,16 @@ from energon_packed import (
     SampleSource,
     SimpleBatcher,
 )
-from tests.internals import FailureLog, LoaderParts, PlannedSteps, RecordAt, StoredTokens, StreamSteps, WithSource
+from tests.internals import (
+    FailureLog,
+    Layout,
+    LoaderParts,
+    PlannedSteps,
+    RecordAt,
+    StoredTokens,
+    StreamSteps,
+    WithSource,
+)
 from tests.loading.flows import feature
 
 ITEMS = 23
@@ -90,7 +99,8 @@ def planned(
 ) -> Any:
     """Steps of a layout: ranks, rows, workers."""
     ranks, rows, workers = layout
-    return PlannedSteps(parts(MapDistributor(data, **options), SimpleBatcher(rows), end), rank, ranks, workers, seed)
+    roles = parts(MapDistributor(data, **options), SimpleBatcher(rows), end)
+    return PlannedSteps(roles, Layout(rank, ranks, workers, rows), seed)
 
 
 def order_of(epoch: int, seed: int) -> list[int]:
@@ -131,7 +141,7 @@ def test_each_step_has_its_items_or_a_row_of_another_rank(case: int) -> None:
         used = [place for place in mine if number(place) not in bad]
         assert (step.worker, step.state, step.ended) == (n % workers, None, False)
         assert (step.items, step.dropped) == (used, [place for place in mine if place not in used])
-        assert (position.epoch, position.step, position.segments) == (epoch, index + 1, at_first.segments)
+        assert (position.epoch, position.step, position.parts) == (epoch, index + 1, at_first.parts)
         others = [[p for p in places(index, other) if number(p) not in bad] for other in range(ranks)]
         shown = used or next((one for one in others if one), [])
         if not shown:
@@ -241,7 +251,9 @@ def test_a_position_that_no_loader_has_is_refused(change: dict[str, Any]) -> Non
 def test_other_data_or_weights_are_refused() -> None:
     plan = planned(DATA, (2, 1, 1))
     state = saved(plan, plan.begin(0))
-    assert plan.identity() == {f"distributor_{name}": value for name, value in plan.distributor.identity().items()}
+    assert plan.identity() == {
+        f"distributor_{name}": value for name, value in plan.roles.distributor.identity().items()
+    }
     with pytest.raises(BatchError, match="distributor_items 22 saved, 23 now"):
         resumed(plan, state | {"identity": state["identity"] | {"distributor_items": 22}})
     weights = {"distributor_blend_weights": [1, 2]}
@@ -292,7 +304,8 @@ def stream(
     """Steps of a layout: ranks, workers. `data` may be a distributor."""
     distributor = data if hasattr(data, "can_seek") else IterableDistributor(data)
     ranks, workers = layout
-    return StreamSteps(parts(distributor, packer or SimpleBatcher(2), end), rank, ranks, workers, 4)
+    roles = parts(distributor, packer or SimpleBatcher(2), end)
+    return StreamSteps(roles, Layout(rank, ranks, workers, roles.packer.rows), 4)
 
 
 def rows_of(shard: int, num_shards: int, rows: int, end: str, order: Sequence[int] = range(ITEMS)) -> list[list[str]]:
@@ -314,8 +327,8 @@ def test_a_worker_reads_its_shards_and_continues_at_every_step(case: int) -> Non
 
     plan = new()
     start = plan.begin(2)
-    assert (start.epoch, start.step, start.next_worker, start.num_shards, start.shards) == (2, 0, 0, count, ())
-    assert (plan.place, start.mark) == ((rank, ranks), None)
+    assert (start.epoch, start.step, *start.parts) == (2, 0, count, 0, (), False, None)
+    assert plan.place == (rank, ranks)
     start = resumed(plan, saved(plan, start) | {"next_worker": first, "num_shards": num_shards})
     expected: list[Any] = []
     waiting = deque(
@@ -338,11 +351,11 @@ def test_a_worker_reads_its_shards_and_continues_at_every_step(case: int) -> Non
         assert len(step.items) == len(steps[-1][2] or ())
         assert end == "drop" or not len(step.dropped)
         shards |= dict([step.state]) if step.state else {}
-        assert (position.epoch, position.num_shards, position.mark) == (2, num_shards, None)
+        assert (position.epoch, position.parts.num_shards, position.parts.mark) == (2, num_shards, None)
         assert position.step == sum(row is not None for *_, row in steps)
-        assert position.next_worker == (step.worker + 1) % workers
-        assert len(position.shards) == len(shards)
-        assert dict(position.shards) == shards
+        assert position.parts.next_worker == (step.worker + 1) % workers
+        assert len(position.parts.states) == len(shards)
+        assert dict(position.parts.states) == shards
         positions.append(position)
     assert steps == expected
     for n in rng.permutation(len(positions))[:6]:
@@ -353,7 +366,7 @@ def test_a_worker_reads_its_shards_and_continues_at_every_step(case: int) -> Non
         assert not ended & {shard for shard, _ in left}
         again = new()
         state = saved(plan, position)
-        if any(position.shards) or num_shards != count or not position.step:
+        if any(position.parts.states) or num_shards != count or not position.step:
             following = resumed(again, state)
             assert saved(again, following) == state
             assert [
@@ -385,9 +398,9 @@ def test_changed_ranks_and_workers_finish_the_shards(case: int, packer: str) -> 
                 assert saved(plan, position) == states[rank]
                 assert states[rank]["shards"] == [[n, kept[n]] for n in sorted(kept)]
                 continue
-            assert (position.epoch, position.step, position.num_shards) == (0, most, num_shards)
-            assert position.next_worker == 0
-            assert sorted((n, json.loads(text)) for n, text in position.shards) == sorted(own.items())
+            assert (position.epoch, position.step, position.parts.num_shards) == (0, most, num_shards)
+            assert position.parts.next_worker == 0
+            assert sorted((n, json.loads(text)) for n, text in position.parts.states) == sorted(own.items())
         before, states = layout, []
         for rank, (plan, position) in enumerate(zip(plans, positions, strict=True)):
             if position.epoch:  # finished before, and the same ranks and workers
@@ -455,7 +468,7 @@ def test_ranks_in_different_epochs_cannot_change(change: dict[str, Any]) -> None
 def test_weights_that_changed_in_the_epoch_cannot_change_ranks() -> None:
     first, second = started((2, 1))
     for schedule in ({}, {"learner": {}}, {"learner": {"updates": 0}}):
-        assert resumed(stream((3, 2)), first, second | {"schedule": schedule}).num_shards == 2
+        assert resumed(stream((3, 2)), first, second | {"schedule": schedule}).parts.num_shards == 2
     changed = {"schedule": {"learner": {"updates": 1}}}
     for states in ((first, second | changed), (first | changed, second)):
         with pytest.raises(BatchError, match=r"changed during this epoch, .*\(2 ranks x 1 workers saved, 3 x 2 now\)"):
@@ -469,7 +482,7 @@ def test_an_iterator_and_a_stream_without_end_limit_the_workers() -> None:
         )
         plan = stream((2, 1), data=IterableDistributor(iter(DATA)))
         if not steps:
-            assert resumed(plan, *states).num_shards == 2
+            assert resumed(plan, *states).parts.num_shards == 2
         else:
             with pytest.raises(BatchError, match=r"one-shot iterator .*\(1 ranks x 2 workers saved, 2 x 1 now\)"):
                 resumed(plan, *states)
@@ -484,7 +497,7 @@ def test_an_iterator_and_a_stream_without_end_limit_the_workers() -> None:
             with pytest.raises(BatchError, match=r"at most as many workers, got 3 \(1 ranks x 2 workers saved, 3 x 1"):
                 resumed(plan, *states)
         else:
-            assert resumed(plan, *states).num_shards == (3 if layout == (3, 1) else 2)
+            assert resumed(plan, *states).parts.num_shards == (3 if layout == (3, 1) else 2)
 
 
 def test_a_packer_out_of_order_over_an_iterator_is_refused_when_the_state_is_saved() -> None:
@@ -505,10 +518,10 @@ def test_a_packer_out_of_order_over_an_iterator_is_refused_when_the_state_is_sav
 )  # fmt: skip
 def test_a_position_in_shards_that_no_loader_has_is_refused(change: dict[str, Any]) -> None:
     (state,) = started((1, 2), 2)
-    assert resumed(stream((1, 2)), state).next_worker == 0
-    assert resumed(stream((1, 2)), state | {"next_worker": 1}).next_worker == 1
+    assert resumed(stream((1, 2)), state).parts.next_worker == 0
+    assert resumed(stream((1, 2)), state | {"next_worker": 1}).parts.next_worker == 1
     assert resumed(stream((1, 2)), state | {"shards": [], "num_shards": 1}).step == 2
-    assert resumed(stream((1, 2)), state | {"shards": [], "step": 0}).shards == ()
+    assert resumed(stream((1, 2)), state | {"shards": [], "step": 0}).parts.states == ()
     shards = [list(shard) for shard in state["shards"]]
     if "twice" in change:
         change = {"shards": [*shards, shards[0]]}
@@ -584,7 +597,7 @@ def test_the_weights_of_a_mixture_continue_or_are_replaced() -> None:
 
     plan = stream(data=mixture(3, 1))
     schedule = plan.roles.distributor.schedule
-    assert plan.begin(0).mark.base == [0.75, 0.25]
+    assert plan.begin(0).parts.mark.base == [0.75, 0.25]
     schedule.start_epoch()
     position, positions, states = plan.begin(0), [], []
     steps = []
@@ -599,8 +612,8 @@ def test_the_weights_of_a_mixture_continue_or_are_replaced() -> None:
     assert list(states[2])[-1] == "schedule"
     same = stream(data=mixture(3, 1))
     following = resumed(same, states[2])
-    assert (following.mark.handed, following.mark.base) == ({0: 3}, [0.75, 0.25])
-    assert "schedule" in json.loads(following.shards[0][1])
+    assert (following.parts.mark.handed, following.parts.mark.base) == ({0: 3}, [0.75, 0.25])
+    assert "schedule" in json.loads(following.parts.states[0][1])
     assert saved(same, following) == states[2]
     same.roles.distributor.schedule.start_epoch()
     assert [step.batch and step.batch.ids for step in same.steps(following, 0)] == steps[3:]
@@ -608,10 +621,10 @@ def test_the_weights_of_a_mixture_continue_or_are_replaced() -> None:
     with pytest.raises(BatchError, match="weights 3:1 saved, 1:1 now"):
         resumed(other, states[2])
     changed = resumed(other, states[2], allow=True)
-    assert (changed.mark.handed, changed.mark.base) == ({}, [0.5, 0.5])
+    assert (changed.parts.mark.handed, changed.parts.mark.base) == ({}, [0.5, 0.5])
     ((_, inner),) = states[2]["shards"]
-    assert [(n, json.loads(text)) for n, text in changed.shards] == [
+    assert [(n, json.loads(text)) for n, text in changed.parts.states] == [
         (0, {name: value for name, value in inner.items() if name != "schedule"})
     ]
     del states[2]["schedule"]
-    assert resumed(stream(data=mixture(3, 1)), states[2]).mark.handed == {}
+    assert resumed(stream(data=mixture(3, 1)), states[2]).parts.mark.handed == {}

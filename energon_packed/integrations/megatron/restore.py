@@ -26,7 +26,6 @@ from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
 from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.dataflow.loader import DataflowLoader
-from energon_packed.loading.energon.loader import PackedLoader
 from energon_packed.loading.energon.states import read_state
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics
 
@@ -42,7 +41,7 @@ class MegatronIterator(Iterator[dict[str, Any]]):
 
     def __init__(
         self,
-        loader: PackedLoader | DataflowLoader,
+        loader: DataflowLoader,
         layout: Layout,
         *,
         with_pixels: bool = True,

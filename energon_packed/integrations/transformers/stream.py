@@ -31,7 +31,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     finished row, so the loader decides the batch size. The stream does not end: `max_steps` ends the training.
 
     Args:
-        loader: PackedLoader, DataflowLoader or PackedIterableDataset of this rank; or a function that returns it,
+        loader: DataflowLoader of this rank; or a function that returns it,
             called on first use, since TrainingArguments initializes the process group that a loader needs.
         order_log: folder in which every used batch is recorded; by default the folder of the loader.
 

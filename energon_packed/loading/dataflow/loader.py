@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,19 +24,18 @@ import torch
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
-from energon_packed.loading.dataflow.steps import PlannedPosition, PlannedSteps, StreamPosition, StreamSteps
+from energon_packed.loading.dataflow.steps import Steps
 from energon_packed.loading.dataflow.transport import Message, guarded, messages, round_robin
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
-from energon_packed.loading.distributors.base import Distributor
-from energon_packed.loading.distributors.datasets import MapDistributor
+from energon_packed.loading.distributors.base import Distributor, Layout
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end
-from energon_packed.loading.even_ranks import EvenRanks
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
-from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank
+from energon_packed.loading.ranks import check_not_resharded, check_rank, refuse_dispatch, resolve_rank
 from energon_packed.loading.state import (
+    Position,
     check_state,
     damage_named,
     is_left,
@@ -67,6 +66,7 @@ class Settings:
     seed: int = 0
     max_failures: int | None = 0
     epoch_end: EpochEnd = "repeat"
+    check_lengths: bool = True
     allow_changed_weights: bool = False
     order_log: str | Path | None = None
 
@@ -94,6 +94,7 @@ class RunOptions(TorchOptions, total=False):
     seed: int
     max_failures: int | None
     epoch_end: EpochEnd
+    check_lengths: bool
     allow_changed_weights: bool
     order_log: str | Path | None
 
@@ -150,26 +151,25 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         in_flight: messages of a worker that torch requests in advance.
     """
 
-    def __init__(self, steps: PlannedSteps | StreamSteps, in_flight: int) -> None:
+    def __init__(self, steps: Steps, in_flight: int) -> None:
         self.plan = steps
         self.in_flight = in_flight
         self.counts = torch.zeros((2, steps.num_workers), dtype=torch.int64)  # of `messages`
         self._epoch = torch.zeros(1, dtype=torch.int64)
         for shared in (self.counts, self._epoch):  # seen by persistent workers
             torch.Tensor.share_memory_(shared)  # type: ignore[no-untyped-call]
-        self._start: Any = None
+        self._start = steps.begin(0)
         self._by_loader = False
 
     @contextmanager
-    def starting_at(self, position: Any) -> Iterator[None]:
+    def starting_at(self, position: Position) -> Iterator[None]:
         """Set the start position of an iteration that is made in this context.
 
         Workers that run already see only its epoch: they start an epoch together, at its first step.
         """
         self._epoch[0] = position.epoch
-        # A mark keeps every later update of a mixture in memory, and workers do not need it.
-        self._start = replace(position, mark=None) if isinstance(position, StreamPosition) else position
-        self.plan.roles.failures.start(is_whole=not position.step and not getattr(position, "shards", ()))
+        self._start = self.plan.detached(position)
+        self.plan.roles.failures.start(is_whole=not self.plan.is_started(position))
         self.counts.zero_()
         self._by_loader = True
         try:
@@ -185,7 +185,7 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
             )
         info = torch.utils.data.get_worker_info()
         epoch = int(self._epoch[0])
-        start: Any = self._start if self._start.epoch == epoch else self.plan.begin(epoch)
+        start = self._start if self._start.epoch == epoch else self.plan.begin(epoch)
         # Torch reads the first message from worker 0, so the worker that makes the first step must be worker 0.
         turn = 0 if info is None else info.id
         steps = self.plan.steps(start, turn)
@@ -195,7 +195,7 @@ class WorkerSteps(torch.utils.data.IterableDataset[Any]):
         gc.freeze()  # objects of the main process are not searched for garbage in every collection
         gc.set_threshold(100_000)
         one_by_one = self.plan.roles.distributor.schedule is not None  # a schedule counts requested steps
-        worker = (turn + getattr(start, "next_worker", 0)) % self.plan.num_workers
+        worker = (turn + self.plan.first_worker(start)) % self.plan.num_workers
         return messages(guarded(steps, turn), worker, self.counts, self.in_flight, one_by_one=one_by_one)
 
 
@@ -217,7 +217,6 @@ def _end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True, name=_end_with_parent.__name__).start()
 
 
-Position = PlannedPosition | StreamPosition
 _NAME = "DataflowLoader"
 """Name in loader states, also in states of subclasses."""
 
@@ -248,8 +247,9 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             - `max_failures`: samples of this rank that may fail to load in an epoch; 0 raises the first failure.
             - `epoch_end`: the packs that do not fill the last step of all ranks. "repeat", the default: a rank without
               a batch gets a row without targets, so every item counts once; "drop": the step is left out on all ranks,
-              with a warning; "error": ConfigError. The ranks of a stream exchange before each batch whether they have
-              a batch, so every rank must iterate the loader.
+              with a warning; "error": ConfigError. The ranks of a stream of unknown length exchange before each batch
+              whether they have a batch, so every rank must iterate the loader.
+            - `check_lengths`: a sample of a pack fails if its length differs from the recorded length.
             - `allow_changed_weights`: accept a state with other weights of a mixture or blend, and draw the rest by
               the new weights.
             - `order_log`: folder in which every step is recorded (`energon-packed order check` reads it).
@@ -259,6 +259,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
     Attributes:
         failures: samples of the current epoch that failed or were dropped: `counts` by reason, and the first `rows`.
         order_log: log of the consumed batches, or None.
+        roles: distributor, processor, packer and collator.
 
     accelerator.prepare returns it unchanged, as it is sharded over ranks already; see `integrations.accelerate`.
 
@@ -298,23 +299,22 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             of_torch = _without_worker_options(of_torch)
         context = of_torch.get("multiprocessing_context")
         self.failures = FailureLog(settings.max_failures, context=context, readers=distributor.readers)
-        self._roles = LoaderParts(
+        self.roles = LoaderParts(
             distributor,
             processor or StoredTokens(),
             packer or PlannedPacker(),
             collator or PaddingFreeCollator(),
             self.failures,
             settings.epoch_end,
+            settings.check_lengths,
         )
         self._settings = settings
         self._rank, self._world_size = resolve_rank(settings.rank, settings.world_size)
-        # Rows of known items need no packing at run time: their steps follow from epoch and step alone.
-        planned = isinstance(distributor, MapDistributor) and self._roles.packer.rows is not None
-        common = (self._roles, self._rank, self._world_size, max(1, num_workers), settings.seed)
-        self._plan: PlannedSteps | StreamSteps = PlannedSteps(*common) if planned else StreamSteps(*common)
+        layout = Layout(self._rank, self._world_size, max(1, num_workers), self.roles.packer.rows)
+        self._plan = Steps.of(self.roles, layout, settings.seed)
         self.order_log: OrderLog | None = None
         self._step: Step | None = None  # of the batch that is about to be yielded
-        self._position: Any = self._plan.begin(0)
+        self._position = self._plan.begin(0)
         self._yielded = 0  # batches of the epoch
         self._empty_epochs = 0  # in succession
         self._restores = 0  # states that were loaded
@@ -338,33 +338,47 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
         Raises:
             ConfigError: two epochs in succession have no batch, the process group changed since the loader was
-                created, or another tool splits the batches over ranks again.
+                created, another tool splits or dispatches the batches over ranks
+                again, or a worker of another DataLoader reads the loader.
         """
         return iterate_epoch(self.rest_of_epoch, empty=int(self._position.step > 0))
 
     def rest_of_epoch(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch: no batch after its last batch.
 
+        With `complete_epochs` of the distributor, the next epochs follow without end.
+
         Raises:
             ConfigError: as iterating.
         """
         check_rank((self._rank, self._world_size), self._settings.rank, self._settings.world_size)
         check_not_resharded(self._world_size)
+        refuse_dispatch()
+        if torch.utils.data.get_worker_info() is not None:
+            raise ConfigError(
+                f"A {type(self).__name__} cannot run in a DataLoader worker: each worker would read everything. "
+                "Iterate it directly, and set its own `num_workers`."
+            )
+        while (yield from self._rest()) and self.roles.distributor.complete_epochs:
+            pass
+
+    def _rest(self) -> Generator[Any, None, bool]:
+        """Yield the remaining batches of the current epoch, and return whether the next epoch is the current epoch."""
         self._plan.check_rest(self._position, warns=not (self._rank or self._is_warned))
         self._is_warned = True
         started = (self.epoch, self._restores)
-        ranks: EvenRanks | None = getattr(self._plan, "ranks", None)
-        for batch in self._own_batches() if ranks is None else ranks.even(self._own_batches()):
+        for batch in self._plan.even(self._position, self._own_batches()):
             self._yielded += 1
-            if ranks is not None:  # counts rows of other ranks as well, so that all ranks are at the same step
-                self._position = replace(self._position, step=self._yielded)
+            if self._step is None:  # a row without targets, which counts so that all ranks are at the same step
+                self._position = replace(self._position, step=self._position.step + 1)
             self._log(batch)
             yield batch
             if is_left(started, (self.epoch, self._restores)):
-                return
-        if self.order_log is not None and isinstance(self._plan, StreamSteps):
-            self.order_log.add((self._position.epoch, self._position.step), None, end=True)
+                return False
+        if self.order_log is not None:
+            self._plan.log_end(self.order_log, self._position)
         self._end_epoch()
+        return True
 
     def _own_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the items of this rank, each after the position moved to it."""
@@ -386,13 +400,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         step, self._step = self._step, None
         if self.order_log is None:
             return
-        more: dict[str, Any] = {}
-        if step is not None:  # None: a row of another rank
-            more = {"items": step.items, "dropped": step.dropped}
-            if step.state is not None:
-                more |= {"shard": step.state[0], "num_shards": self._position.num_shards, "end": batch is None}
-            elif isinstance(self._plan, PlannedSteps):
-                more["end"] = step.ended and step.worker == 0
+        more = {} if step is None else self._plan.log_entries(self._position, step)  # None: a row without targets
         if batch is not None or more.get("end") or more.get("dropped"):
             self.order_log.add((self._position.epoch, self._position.step), batch, **more)
 
@@ -407,7 +415,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             with dataset.starting_at(self._position):
                 self._steps = watched(super().__iter__(), type(self).__name__)
             if self.num_workers:
-                self._steps = round_robin(self._steps, getattr(self._position, "next_worker", 0), dataset.counts)
+                self._steps = round_robin(self._steps, self._plan.first_worker(self._position), dataset.counts)
         return self._steps
 
     def _next_of(self, steps: Iterator[Any]) -> Any:
@@ -422,6 +430,10 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         """Raise ConfigError: a loader is not a map-style dataset."""
         refuse_as_dataset(type(self).__name__)
 
+    def __bool__(self) -> bool:
+        """Return True: a loader without a known length is true as well."""
+        return True
+
     def __len__(self) -> int:
         """Return the number of batches of this rank in one epoch.
 
@@ -433,7 +445,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """Index of the epoch of the next batch, from 0."""
-        return int(self._position.epoch)
+        return self._position.epoch
 
     @property
     def place(self) -> tuple[int, int]:
@@ -442,7 +454,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     def position(self) -> Position:
         """Return the position after the last yielded batch: a small object, for a later `state_dict`."""
-        return self._position  # type: ignore[no-any-return]
+        return self._position
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
         """Return the state after the last yielded batch, in plain types.
@@ -455,7 +467,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             BatchError: a packer buffers samples that the distributor cannot read again.
         """
         here = position or self._position
-        plain = self._plan.to_plain(here)  # type: ignore[arg-type]
+        plain = self._plan.to_plain(here)
         if self.order_log is not None:
             plain |= self.order_log.state((here.epoch, here.step))
         return make_state(_NAME, self._identity(), plain, self._plan.place)
@@ -479,33 +491,32 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             allow = self._settings.allow_changed_weights
             self._position = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
             if self.order_log is not None:
-                ended = [] if isinstance(self._plan, PlannedSteps) else self._plan.ended(self._position)
-                self.order_log.restore(states, (self._position.epoch, self._position.step), ended)
+                at = (self._position.epoch, self._position.step)
+                self.order_log.restore(states, at, self._plan.ended(self._position))
         self._yielded = self._position.step
         self._restores += 1
         self._iterator = self._steps = None
 
+    save_state_rank, restore_state_rank = state_dict, load_state_dict  # names of Energon's savable loaders
+
     def log_order(self, folder: str | Path) -> None:
         """Write a line for each batch into this folder; `order_log` of the constructor."""
-        workers = 0 if isinstance(self._plan, PlannedSteps) else self.num_workers
-        self.order_log = OrderLog(folder, self.place, self._order_facts, workers=workers)
+        self.order_log = OrderLog(folder, self.place, self._order_facts, workers=self._plan.log_workers)
 
     def _order_facts(self) -> dict[str, Any]:
-        distributor = self._roles.distributor
-        facts: dict[str, Any] = {
+        distributor = self.roles.distributor
+        return {
             "loader": _NAME,
-            "identity": digest(self._identity(), self._roles.packer.rows),
+            "identity": digest(self._identity(), self.roles.packer.rows),
             "repeats": distributor.repeats or distributor.infinite,
             "learns": self._schedule is not None,
+            **self._plan.log_facts(),
         }
-        if isinstance(self._plan, PlannedSteps):
-            facts |= {"size": len(self._plan.order), "endless": self._plan.order.repeat}
-        return facts
 
     @cached_property
     def _processor(self) -> str:
         """Digest of the settings that decide tokens; computed once, as it reads megabytes of tokenizer."""
-        return self._roles.processor.fingerprint()
+        return self.roles.processor.fingerprint()
 
     def _identity(self) -> dict[str, Any]:
         """Return the data and settings that a loader must share with a state to continue from it."""

@@ -24,20 +24,30 @@ import orjson
 
 from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
-from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, EnergonPackedError, RecordError, Reject
+from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, RecordError, Reject
+from energon_packed.flavors import PackSample
+from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.packers.base import Packer, Sizes, kind_of, unfit
-from energon_packed.loading.process import RecordAt, WithSource, encode_items, is_divisible
+from energon_packed.loading.process import (
+    Encoded,
+    Failure,
+    Packs,
+    RecordAt,
+    WithSource,
+    encode_items,
+    is_divisible,
+)
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.system import no_collecting
 
 
 class LoaderParts(NamedTuple):
-    """The four roles of a dataflow, its log of failures, and its option `epoch_end`."""
+    """The four roles of a dataflow, its log of failures, and its options `epoch_end` and `check_lengths`."""
 
     distributor: Distributor
     processor: Processor
@@ -45,6 +55,7 @@ class LoaderParts(NamedTuple):
     collator: Collator
     failures: FailureLog
     epoch_end: EpochEnd = "repeat"
+    check_lengths: bool = True
 
 
 class Step(NamedTuple):
@@ -59,6 +70,7 @@ class Step(NamedTuple):
             item that was split into N is `"INDEX#K/N"`.
         dropped: indices of the items that were used up without a batch since the last step.
         ended: the worker has no more steps in this epoch.
+        packs: keys of the packs in the batch, if the items are packs.
     """
 
     worker: int
@@ -67,6 +79,7 @@ class Step(NamedTuple):
     items: Sequence[int | str]
     dropped: Sequence[int | str]
     ended: bool = False
+    packs: Sequence[str] = ()
 
 
 class BufferedItem:
@@ -82,9 +95,10 @@ class BufferedItem:
         ref: number and key of the item (and index of the fragment) as JSON: the state after every step lists them, so
             they are made once.
         name: the number; for a fragment, `"NUMBER#K/N"`.
+        pack: key of the pack that the item is, or None.
     """
 
-    __slots__ = ("at", "kind", "name", "number", "ref", "samples", "size", "squares")
+    __slots__ = ("at", "kind", "name", "number", "pack", "ref", "samples", "size", "squares")
 
     def __init__(
         self,
@@ -94,16 +108,18 @@ class BufferedItem:
         packer: Packer,
         at: tuple[RecordAt, str] | None = None,
         fragment: tuple[int, int] | None = None,
+        pack: str | None = None,
     ) -> None:
         """Wrap the samples of an item.
 
         Args:
-            key, number, samples, at: of the item.
+            key, number, samples, at, pack: of the item.
             packer: has the size of other samples than EncodedSamples.
             fragment: index of the fragment, and number of fragments; None for a complete item.
         """
         self.number = number
         self.at = at
+        self.pack = pack
         self.samples = samples
         self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
@@ -222,11 +238,19 @@ def _refs(group: Iterable[BufferedItem]) -> str:
     return f"[{', '.join([item.ref for item in group])}]"
 
 
-_Encoded = tuple[int, Any, Sequence[BufferedItem], tuple[Any, ...]]
-"""Number and resume state of an item, its samples (an entry for each fragment), and arguments of `count_failure`.
+class _EncodedItem(NamedTuple):
+    """An item of a shard, encoded; without its value, which is large.
 
-An item that cannot be used has the arguments; an item of zero samples has neither.
-"""
+    Attributes:
+        number, position: of the item.
+        entries: its samples: an entry for each fragment; none if it cannot be used, or has no samples.
+        failures: arguments of `count_failures`; () if all its samples can be used.
+    """
+
+    number: int
+    position: Any
+    entries: Sequence[BufferedItem]
+    failures: tuple[Any, ...]
 
 
 class WorkerStream:
@@ -245,8 +269,8 @@ class WorkerStream:
         self.roles = roles
         self.shard = shard
         self.worker = worker
-        state = state or {"cursor": 0, "number": 0, "last": -1, "ready": [], "waiting": []}
-        self._resume_state: Any = state["cursor"]
+        state = state or {"position": 0, "number": 0, "last": -1, "ready": [], "waiting": []}
+        self._position: Any = state["position"]
         self._number = int(state["number"])
         self._last = int(state["last"])  # the highest item index in a batch
         self._ended = False  # a shard that ended is not read again
@@ -273,17 +297,17 @@ class WorkerStream:
         ready = self._buffer.ready
         while ready:
             yield self._step(ready.popleft())
-        for number, resume_state, fragments, failure in self._items():
+        for number, position, entries, failures in self._items():
             # Before a row is yielded, so that the state of the row continues after the item that completed it.
-            self._resume_state, self._number = resume_state, number + 1
-            if failure:
-                count_failure(self.roles.failures, *failure)
-            if not fragments:
+            self._position, self._number = position, number + 1
+            if failures:
+                count_failures(self.roles.failures, *failures)
+            if not entries:
                 self._dropped.append(number)
             dropped = len(self._dropped)
-            for fragment in fragments:  # all of them, because the state continues after the item
-                self._buffer.push(fragment)
-            if fragments and len(self._dropped) == dropped:
+            for entry in entries:  # all of them, because the state continues after the item
+                self._buffer.push(entry)
+            if entries and len(self._dropped) == dropped:
                 self.roles.failures.use(1)
             while ready:
                 yield self._step(ready.popleft())
@@ -307,14 +331,14 @@ class WorkerStream:
                 f"{type(distributor).__name__} reads a one-shot iterator. Use SequentialPacker or SimpleBatcher, or "
                 "pass data that can be read again (a dataset, or a function that returns an iterator)."
             )
-        position = {"cursor": self._resume_state, "number": self._number, "last": self._last, "ended": self._ended}
+        state = {"position": self._position, "number": self._number, "last": self._last, "ended": self._ended}
         if distributor.schedule is not None:
-            position["schedule"] = distributor.schedule.stream_state()
+            state["schedule"] = distributor.schedule.stream_state()
         # Joined as text: the buffer has its items as JSON already, and a pool has hundreds of them in every state.
         try:
-            text = orjson.dumps(position).decode()
+            text = orjson.dumps(state).decode()
         except TypeError:  # integers of more than 64 bits, as in the states of NumPy's generators
-            text = json.dumps(position)
+            text = json.dumps(state)
         return f"{text[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[BufferedItem]) -> Step:
@@ -322,42 +346,43 @@ class WorkerStream:
         # A single row of stored tokens is collated by its columns.
         samples = group[0].samples if len(group) == 1 else [sample for item in group for sample in item.samples]
         batch = self.roles.collator.collate(samples) if group else None
+        packs = [item.pack for item in group if item.pack is not None]
+        if packs and isinstance(batch, PackedBatch):
+            batch.__key__ = packs
         self._last = max([self._last, *[item.number for item in group]])
         dropped, self._dropped = self._dropped, []
         try:
             state = self.state()
         except BatchError as error:  # training may never save: the error is raised by `state_dict`
             state = orjson.dumps(str(error)).decode()
-        return Step(self.worker, batch, (self.shard.index, state), [item.name for item in group], dropped)
+        items = [item.name for item in group]
+        return Step(self.worker, batch, (self.shard.index, state), items, dropped, packs=packs)
 
-    def _items(self) -> Iterator[_Encoded]:
+    def _items(self) -> Iterator[_EncodedItem]:
         """Yield the encoded items of the shard, `read_ahead` of them encoded together."""
-        stream = self._rest or self.roles.distributor.read(self.shard, self._resume_state, self._number)
+        stream = self._rest or self.roles.distributor.read(self.shard, self._position, self._number)
         while chunk := self._next_chunk(stream):
             yield from chunk
 
-    def _next_chunk(self, stream: Iterator[Item]) -> list[_Encoded]:
+    def _next_chunk(self, stream: Iterator[Item]) -> list[_EncodedItem]:
         with no_collecting():  # records are gone before it ends
             items = list(islice(stream, self.roles.distributor.read_ahead))
-            encoded = self._encode([item.value for item in items])
-        chunk: list[_Encoded] = []
-        for (number, value, key, resume_state), result in zip(items, encoded, strict=True):
-            if isinstance(result, EnergonPackedError):
-                failure = (result, item_name(value, number), record_of(value))
-                chunk.append((number, resume_state, (), failure))
-            else:
-                chunk.append((number, resume_state, _buffered(key, number, value, result, self.roles.packer), ()))
-        return chunk
+            return self._encode(items)
 
-    def _encode(self, values: list[Any]) -> list[list[Sequence[EncodedSample]] | EnergonPackedError]:
-        """Return the samples of each value, truncated or split if the packer requests it, or an error.
-
-        A value has one entry, or an entry for each fragment.
-        """
-        return [
-            result if isinstance(result, EnergonPackedError) else _fitted(result, value, self.roles.packer)
-            for result, value in zip(encode_items(values, self.roles.processor), values, strict=True)
-        ]
+    def _encode(self, items: Sequence[Item]) -> list[_EncodedItem]:
+        """Encode items; their samples are truncated or split if the packer requests it."""
+        roles = self.roles
+        values = [item.value for item in items]
+        results = encode_items(values, roles.processor, check_lengths=roles.check_lengths)
+        encoded = []
+        for item, result in zip(items, results, strict=True):
+            try:
+                entries = _fitted(result.samples, item.value, roles.packer) if result.samples else []
+            except RecordError as error:
+                entries, result = [], Encoded.failed(error)
+            failures = failures_of(result, item.value, item.number)
+            encoded.append(_EncodedItem(item.number, item.position, _buffered(item, entries, roles.packer), failures))
+        return encoded
 
     def _drop(self, item: BufferedItem, reject: Reject | None) -> None:
         """Count an item that fits no row, or that is part of a dropped last batch."""
@@ -379,14 +404,13 @@ class WorkerStream:
         if not refs:
             return
         distributor, keys = self.roles.distributor, {number: key for number, key, *_ in refs}
-        numbers = list(keys)
         if distributor.can_seek:
             values = distributor.read_many(self.shard, list(keys.values()))
-            self._fill(saved, dict(zip(numbers, values, strict=True)))
+            self._fill(saved, [Item(n, value, key) for (n, key), value in zip(keys.items(), values, strict=True)])
             return
         # A one-shot iterator can be saved only if no later item is in a batch: it is read from the first buffered
         # item on, and `_items` continues with the same iterator.
-        first = min(numbers)
+        first = min(keys)
         stream = distributor.read(self.shard, first, first)
         items = list(islice(stream, self._number - first))
         if len(items) < self._number - first:
@@ -394,37 +418,42 @@ class WorkerStream:
                 f"the stream must have {self._number} items, as when the state was saved, got {first + len(items)}. "
                 "Pass the same data."
             )
-        buffered = set(numbers)
-        self._fill(saved, {item.number: item.value for item in items if item.number in buffered})
+        self._fill(saved, [item for item in items if item.number in keys])
         self._rest = stream
 
-    def _fill(self, saved: list[Any], values: dict[int, Any]) -> None:
-        keys = {number: key for group in saved for number, key, *_ in group}
-        buffered: dict[int, list[BufferedItem]] = {}
-        for (number, value), result in zip(values.items(), self._encode(list(values.values())), strict=True):
-            if isinstance(result, EnergonPackedError):
-                raise BatchError(f"item {number} of the saved state cannot be encoded any more: {result}")
-            buffered[number] = _buffered(keys[number], number, value, result, self.roles.packer)
+    def _fill(self, saved: list[Any], items: Sequence[Item]) -> None:
+        buffered: dict[int, Sequence[BufferedItem]] = {}
+        for number, _, entries, failures in self._encode(items):
+            if not entries:
+                reason = failures[0][0].error if failures else "it has no samples"
+                raise BatchError(f"item {number} of the saved state cannot be encoded any more: {reason}")
+            buffered[number] = entries
         groups = [[buffered[number][fragment[0] if fragment else 0] for number, _, *fragment in g] for g in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
 
 
-def count_failure(failures: FailureLog, error: EnergonPackedError, name: str, at: tuple[RecordAt, str] | None) -> None:
-    """Count an item that cannot be used, or raise if a limit of the loader is exceeded.
+def failures_of(result: Encoded, value: Any, number: int) -> tuple[Any, ...]:
+    """Return the arguments of `count_failures` for an item; () if all its samples can be used."""
+    return (result.failures, item_name(value, number), record_of(value)) if result.failures else ()
+
+
+def count_failures(log: FailureLog, failures: Sequence[Failure], name: str, at: tuple[RecordAt, str] | None) -> None:
+    """Count the samples of an item that cannot be used, or raise if a limit of the loader is exceeded.
 
     Args:
-        failures: of the loader.
-        error: why it cannot be used.
+        log: of the loader.
+        failures: samples of the item.
         name: of the item.
         at: location of its record, and its dataset; None for items that are not records of an input file.
     """
-    if isinstance(error, RecordError) and at is not None:
-        failures.reject(*at, error.reject)
-    elif isinstance(error, RecordError) and error.reason in REQUESTED_REJECTS:
-        failures.drop(error.reason.value)
-    else:
-        failures.handle(error, {"__key__": name})
+    for error, pack in failures:
+        if isinstance(error, RecordError) and at is not None:
+            log.reject(*at, error.reject)
+        elif isinstance(error, RecordError) and error.reason in REQUESTED_REJECTS:
+            log.drop(error.reason.value)
+        else:
+            log.handle(error, {"__key__": name} if pack is None else pack)
 
 
 def record_of(value: Any) -> tuple[RecordAt, str] | None:
@@ -443,32 +472,37 @@ def item_name(value: Any, number: int) -> str:
     return f"{ident or f'item {number}'}{dataset}"
 
 
-def _buffered(
-    key: Any, number: int, value: Any, entries: list[Sequence[EncodedSample]], packer: Packer
-) -> list[BufferedItem]:
-    """Return the entries of an item, one for each fragment, without entries that have no sample."""
-    at = record_of(value)
-    if len(entries) == 1:
-        return [BufferedItem(key, number, entries[0], packer, at)] if entries[0] else []
-    count = len(entries)
-    return [BufferedItem(key, number, entry, packer, at, (index, count)) for index, entry in enumerate(entries)]
+def _buffered(item: Item, entries: Sequence[Sequence[EncodedSample]], packer: Packer) -> list[BufferedItem]:
+    """Return the entries of an item, one for each fragment."""
+    at, count = record_of(item.value), len(entries)
+    pack = pack_name(item.value)
+    return [
+        BufferedItem(item.key, item.number, entry, packer, at, (index, count) if count > 1 else None, pack)
+        for index, entry in enumerate(entries)
+    ]
 
 
-def _fitted(
-    samples: Sequence[EncodedSample], value: Any, packer: Packer
-) -> list[Sequence[EncodedSample]] | EnergonPackedError:
-    """Truncate or split the sample of an item, if the packer requests it; a pack of several samples stays as it is."""
+def pack_name(value: Any) -> str | None:
+    """Return the key of an item that is a pack, or a row of packs; None for other items."""
+    if isinstance(value, Packs):
+        value = value[0]
+    return str(value.__key__) if isinstance(value, PackSample) else None
+
+
+def _fitted(samples: Sequence[EncodedSample], value: Any, packer: Packer) -> list[Sequence[EncodedSample]]:
+    """Truncate or split the sample of an item, if the packer requests it; a pack of several samples stays as it is.
+
+    Raises:
+        RecordError: the sample cannot be truncated or split.
+    """
     longest = packer.longest
     if longest is None or packer.overlong not in ("truncate", "split") or len(samples) != 1:
         return [samples]
     sample = samples[0]
     if not isinstance(sample, EncodedSample) or len(sample) <= longest:
         return [samples]
-    try:
-        if packer.overlong == "truncate":
-            return [[sample.truncated(longest)]]
-        if not is_divisible(value):
-            return [samples]  # `PackBuffer` drops it
-        return [[fragment_of(sample, fragment)] for fragment in split_sample(sample, longest, packer.split_overlap)]
-    except RecordError as error:
-        return error
+    if packer.overlong == "truncate":
+        return [[sample.truncated(longest)]]
+    if not is_divisible(value):
+        return [samples]  # `PackBuffer` drops it
+    return [[fragment_of(sample, fragment)] for fragment in split_sample(sample, longest, packer.split_overlap)]

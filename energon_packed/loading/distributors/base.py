@@ -1,6 +1,6 @@
 """A shard of an epoch to a resumable stream of its items.
 
-Item is an index, a value and where to continue; Distributor is the base class. A subclass implements `items`.
+Item is an index, a value and the position after it; Distributor is the base class. A subclass implements `items`.
 """
 
 from abc import ABC, abstractmethod
@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from energon_packed.errors import BatchError
 from energon_packed.loading.distributors.schedule import WeightSchedule
+from energon_packed.loading.epoch_end import EpochEnd
+from energon_packed.loading.order import Order
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.pipeline.reader import RecordReader
 
@@ -20,7 +22,7 @@ class Item(NamedTuple):
         number: index in the shard, from 0 in each epoch.
         value: input of a Processor: a record, a Conversation, a pack, or encoded samples.
         key: argument of `Distributor.item` that reads it again; by default its number.
-        resume_state: argument of `Distributor.items` that continues after it; by default the next number.
+        position: argument of `Distributor.items` that continues after it; by default the next number.
 
     Examples:
         >>> Item(0, {"text": "A document."}).value
@@ -30,14 +32,29 @@ class Item(NamedTuple):
     number: int
     value: Any
     key: Any = None
-    resume_state: Any = None
+    position: Any = None
+
+
+class Layout(NamedTuple):
+    """Ranks, workers and rows of a loader.
+
+    Attributes:
+        rank, world_size: data-parallel rank and world size.
+        num_workers: workers of a rank, at least 1: without worker processes, the main process is the worker.
+        rows: items of a step on a rank; None if a packer decides.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 1
+    rows: int | None = 1
 
 
 class Distributor(ABC):
     """Base class that assigns the items of an epoch to ranks and workers; implement `items(shard, start)`.
 
-    Every item of an epoch belongs to exactly one shard, in an order that a seed decides. Keys and resume states are
-    plain (numbers, strings, lists, dicts with string keys), as loader states contain them.
+    Every item of an epoch belongs to exactly one shard, in an order that a seed decides. Keys and positions are plain
+    (numbers, strings, lists, dicts with string keys), as loader states contain them.
 
     Attributes:
         can_seek: items after the current item can be read again. False for one-shot iterators: such a stream cannot
@@ -47,6 +64,10 @@ class Distributor(ABC):
         read_ahead: items that are read and encoded together.
         readers: readers of its records, for reports of rejected records; () for other items.
         schedule: weights that may change during an epoch; None if they do not change.
+        order: global order of its items. If a packer makes rows by the number of items alone, DataflowLoader computes
+            the items of each step from it; otherwise, and without an order, each worker packs the stream of its shard.
+        complete_epochs: a loader repeats epochs without end, each complete.
+        has_packs: its items are packs; the order log has their keys, if they are rows.
 
     Examples:
         >>> class Squares(Distributor):
@@ -63,6 +84,9 @@ class Distributor(ABC):
     read_ahead: int = 32
     readers: Sequence[RecordReader] = ()
     schedule: WeightSchedule | None = None
+    order: Order | None = None
+    complete_epochs: bool = False
+    has_packs: bool = False
 
     @abstractmethod
     def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
@@ -70,7 +94,7 @@ class Distributor(ABC):
 
         Args:
             shard: index, epoch and seed.
-            start: 0 for the start of the epoch, else the `resume_state` of the item before the first item to yield.
+            start: 0 for the start of the epoch, else the `position` of the item before the first item to yield.
         """
 
     def item(self, shard: ShardSpec, key: Any) -> Any:
@@ -85,12 +109,24 @@ class Distributor(ABC):
         """Return the number of items of a shard in one epoch, or None if it is not known."""
         return None
 
+    def steps_of_epoch(self, layout: Layout, epoch_end: EpochEnd) -> int | None:
+        """Return the steps of an epoch, the same on all ranks; None if they are not known in advance.
+
+        Args:
+            layout: ranks, workers and rows of the loader.
+            epoch_end: items that do not fill the last step of all ranks.
+
+        Raises:
+            ConfigError: `epoch_end` is `error`, and the items do not fill the last step; or a rank has no item.
+        """
+        return None
+
     def identity(self) -> dict[str, Any]:
         """Return what a saved state and the distributor that continues from it must share, in plain types."""
         return {"distributor": type(self).__name__}
 
     def read(self, shard: ShardSpec, start: Any = 0, number: int = 0) -> Iterator[Item]:
-        """Yield `items` with keys and resume states filled in, and check their numbers.
+        """Yield `items` with keys and positions filled in, and check their numbers.
 
         Args:
             shard, start: as for `items`.
@@ -107,7 +143,7 @@ class Distributor(ABC):
                     "gaps, and start at `start`."
                 )
             number += 1
-            if item.key is None or item.resume_state is None:
+            if item.key is None or item.position is None:
                 key = item.number if item.key is None else item.key
-                item = Item(item.number, item.value, key, number if item.resume_state is None else item.resume_state)
+                item = Item(item.number, item.value, key, number if item.position is None else item.position)
             yield item

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from energon_packed.errors import BatchError, ConfigError, FormatError, RecordError
+from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.costs.model import Balance, cost_model
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.order import Order, Segment
@@ -37,9 +37,6 @@ class MapDistributor(Distributor):
         accumulation: steps whose gradients the trainer accumulates, which are aligned together; for `balance`.
         repeat: one epoch after the other without end, so that every rank has an item at every step.
 
-    Attributes:
-        order: the global order of the items.
-
     Raises:
         ConfigError: `balance` is unknown, the dataset has no `row_sizes()`, `accumulation` is below 1, or `repeat` is
             set for an empty dataset.
@@ -49,6 +46,8 @@ class MapDistributor(Distributor):
         >>> [item.value for item in distributor.items(ShardSpec(index=0, num_shards=2), 0)]
         ['a', 'c']
     """
+
+    order: Order
 
     def __init__(
         self,
@@ -86,19 +85,12 @@ class MapDistributor(Distributor):
             )
         number = int(start)
         while self.infinite or shard.index + number * shard.num_shards < len(self.order):
-            yield Item(number, self.read_item(self._index(shard, number)))
+            yield Item(number, self.order.item_or_error(self._index(shard, number)))
             number += 1
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
         """Read items again by their indices in the shard."""
         return [self.order.item(self._index(shard, int(key))) for key in keys]
-
-    def read_item(self, index: int) -> Any:
-        """Return an item of the dataset, or the error of reading it: `max_failures` decides whether it is raised."""
-        try:
-            return self.order.item(index)
-        except (FormatError, RecordError) as error:
-            return error
 
     def count(self, shard: ShardSpec) -> int | None:
         """Return the number of items of a shard; None with `repeat`."""
@@ -206,14 +198,14 @@ class FileShardDistributor(Distributor):
         self.shuffle_within = shuffle_within
 
     def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
-        """Yield the items of the shard's parts; a resume state is [position of the part, its used items, number]."""
+        """Yield the items of the shard's parts; a position is [position of the part, its used items, number]."""
         place, used, number = start or (0, 0, 0)
         mine = self._mine(shard)
         for at in range(place, len(mine)):
             skip = used if at == place else 0
             for row, value in enumerate(self._rows(shard, int(mine[at]))):
                 if row >= skip:
-                    yield Item(number, value, key=[at, row], resume_state=[at, row + 1, number + 1])
+                    yield Item(number, value, key=[at, row], position=[at, row + 1, number + 1])
                     number += 1
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:

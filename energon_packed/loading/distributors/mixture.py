@@ -172,7 +172,7 @@ class MixtureDistributor(Distributor):
         return {index: math.fsum(by_index[index]) / len(by_index[index]) for index in sorted(by_index)}
 
     def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
-        """Yield items by draw; a resume state lists (epoch, resume state, number, ended) of each distributor."""
+        """Yield items by draw; a position lists (epoch, position, number, ended) of each distributor."""
         state = start or {"number": 0, "of": [[shard.epoch, 0, 0, False] for _ in self.distributors]}
         number, children = int(state["number"]), [list(child) for child in state["of"]]
         streams: list[Iterator[Item] | None] = [None] * len(children)
@@ -187,9 +187,9 @@ class MixtureDistributor(Distributor):
                 children[index][3] = True
                 continue
             epoch = children[index][0]
-            children[index] = [epoch, item.resume_state, item.number + 1, False]
-            resume_state = {"number": number + 1, "of": [list(child) for child in children]}
-            yield Item(number, item.value, key=[index, epoch, item.key], resume_state=resume_state)
+            children[index] = [epoch, item.position, item.number + 1, False]
+            position = {"number": number + 1, "of": [list(child) for child in children]}
+            yield Item(number, item.value, key=[index, epoch, item.key], position=position)
             number += 1
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
@@ -219,9 +219,9 @@ class MixtureDistributor(Distributor):
 
     def _next(self, index: int, shard: ShardSpec, children: list[Any], streams: list[Any]) -> Item | None:
         """Return the next item of a distributor; None if it ended and does not repeat, or has no items."""
-        epoch, resume_state, number, _ = children[index]
+        epoch, position, number, _ = children[index]
         if streams[index] is None:
-            streams[index] = self.distributors[index].read(replace(shard, epoch=epoch), resume_state, number)
+            streams[index] = self.distributors[index].read(replace(shard, epoch=epoch), position, number)
         item: Item | None = next(streams[index], None)
         if item is None and self.repeat and number > 0:
             children[index] = [epoch + 1, 0, 0, False]

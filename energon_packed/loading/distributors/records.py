@@ -42,7 +42,7 @@ class RecordDistributor(Distributor):
         self._sample_sources = [SampleSource(str(source.path), {}) for source in reader.sources]
 
     def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
-        """Yield conversations; a resume state is [position of the chunk, its used records, number]."""
+        """Yield conversations; a position is [position of the chunk, its used records, number]."""
         self._opened.check_all()
         place, used, number = start or (0, 0, 0)
         mine = self._mine(shard)
@@ -51,8 +51,8 @@ class RecordDistributor(Distributor):
             skipped = used if at == place else 0
             records = islice(self._records(shard, part, source, first, stop), skipped, None)
             for after, record in enumerate(records, skipped + 1):
-                key, resume_state = [source, record.address, record.size], [at, after, number + 1]
-                yield Item(number, self._value(source, record), key, resume_state)
+                key, position = [source, record.address, record.size], [at, after, number + 1]
+                yield Item(number, self._value(source, record), key, position)
                 number += 1
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:

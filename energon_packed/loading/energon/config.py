@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from energon_packed.errors import ConfigError
 from energon_packed.formats.references import moved_folders
@@ -139,8 +139,3 @@ class LoaderConfig:
     def one_pass(self) -> bool:
         """Whether Energon's dataset ends after one pass over the data."""
         return self.epochs is not None or self.complete_epochs
-
-    def order_fingerprint(self) -> dict[str, Any]:
-        """Return the settings that decide the order of batches, beside seed, batch size, ranks and workers."""
-        names = ("split", "epochs", "complete_epochs", "shuffle", "shuffle_buffer_size", "packing_buffer_size")
-        return {name: getattr(self, name) for name in names} | {"drop_last": self.epoch_end == "drop"}

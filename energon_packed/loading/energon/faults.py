@@ -1,13 +1,10 @@
-"""Errors of Energon to errors that name the damaged file, or the worker process that does not answer.
+"""Errors of Energon to errors that name the damaged file.
 
 Energon does not validate its files, and fails with the first error that the damage causes: `ReadError: bad checksum`,
 `issubclass() arg 1 must be a class`. Only after such an error, `raise_with_file_name` checks the files one by one.
-`patch_result_queue` makes a request for the states of worker processes fail if a worker has died.
 """
 
 import ast
-import queue
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -18,10 +15,9 @@ import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta, get_info_shard_files
 
-from energon_packed.errors import EnergonPackedError, FormatError, WorkerError
+from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.files import read_yaml
-from energon_packed.libraries import ENERGON, private
-from energon_packed.loading.failures import dead_workers, in_one_line
+from energon_packed.loading.failures import in_one_line
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits
 from energon_packed.metadatasets import NV_META
 from energon_packed.shards.nv_meta import shards_in_split
@@ -32,7 +28,6 @@ from energon_packed.system import raise_resource_error
 
 NAME = "the loader of get_packed_loader"
 _FUNCTIONS = ("sample_loader", "part_filter")  # names in dataset.yaml
-_SECONDS = 1.0  # between two checks of the worker processes
 
 
 @contextmanager
@@ -47,7 +42,6 @@ def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | No
     Raises:
         FormatError: a file is damaged; the message names it and the remedy.
         DataChangedError: a file was replaced, changed or removed.
-        WorkerError: a worker process died, or does not answer.
     """
     try:
         yield
@@ -146,52 +140,3 @@ def _defined(file: Path) -> set[str]:
         elif isinstance(node, ast.FunctionDef):
             names.add(node.name)
     return names
-
-
-class WorkerResultQueue:
-    """Replacement of a `result_queue` of Energon's loader, whose `get` would wait for a dead worker indefinitely.
-
-    Args:
-        inner: the queue.
-        loader: Energon's loader.
-        timeout: seconds; 0 waits as long as the workers live.
-    """
-
-    def __init__(self, inner: Any, loader: Any, timeout: float) -> None:
-        self._inner = inner
-        self._loader = loader
-        self._timeout = timeout
-
-    def put(self, value: Any) -> None:
-        """Put a value into the queue."""
-        self._inner.put(value)
-
-    def get(self) -> Any:
-        """Return the next value.
-
-        Raises:
-            WorkerError: a worker died, or does not answer in time.
-        """
-        start = time.monotonic()
-        while True:
-            try:
-                return self._inner.get(timeout=_SECONDS)
-            except queue.Empty:
-                pass
-            if dead := dead_workers(private(self._loader, "_iterator", "torch")):
-                raise WorkerError(
-                    f"the loader has no state: a worker process (pid {dead[0]}) exited unexpectedly. Load the last "
-                    "saved state in a new loader."
-                )
-            if 0 < self._timeout < time.monotonic() - start:
-                raise WorkerError(
-                    f"A worker did not return its state within `timeout` ({self._timeout:g} s): storage hangs, or "
-                    "samples are slow. Resume from the last saved state."
-                )
-
-
-def patch_result_queue(loader: Any, timeout: float) -> None:
-    """Make Energon's loader wait for its workers only while they live; call it before they start."""
-    # In place: the loader and its workers share this list.
-    queues = private(loader, "result_queues", ENERGON)
-    queues[:] = [WorkerResultQueue(inner, loader, timeout) for inner in queues]

@@ -5,27 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Unpack
 
+import torch
+
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
+from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.distributors.energon import EnergonDistributor
 from energon_packed.loading.energon.config import LoaderConfig, LoaderSettings
-from energon_packed.loading.energon.loader import PackedLoader
-from energon_packed.loading.energon.ranks import check_every_worker_has_packs, epoch_steps
-from energon_packed.loading.energon.source import EnergonSource, worker_config_of
-from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
-from energon_packed.loading.even_ranks import EvenRanks
-from energon_packed.loading.failures import FailureLog
-from energon_packed.loading.manifests import (
-    LoadedSplit,
-    OpenedSplits,
-    common_seq_len,
-    loaded_splits,
-    processor_for,
-    repeats_packs,
-)
-from energon_packed.loading.monitoring.order_log import log_order
+from energon_packed.loading.energon.ranks import check_every_worker_has_packs
+from energon_packed.loading.manifests import LoadedSplit, common_seq_len, loaded_splits, processor_for
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.pool import BalancedPoolPacker, PoolPacker
+from energon_packed.loading.packers.simple import SimpleBatcher
 from energon_packed.options import check_type, make
 from energon_packed.storage import as_path
 
@@ -40,8 +32,8 @@ def get_packed_loader(
     collator: Collator | None = None,
     packer: Packer | None = None,
     **settings: Unpack[LoaderSettings],
-) -> PackedLoader:
-    """Return a PackedLoader that yields one padding-free PackedBatch per micro batch.
+) -> DataflowLoader:
+    """Return a DataflowLoader that yields one padding-free PackedBatch per micro batch, in Energon's order.
 
         loader = get_packed_loader("out", encoder, micro_batch_size=2, epochs=1)
         for batch in loader:
@@ -78,48 +70,28 @@ def get_packed_loader(
     collator = collator or PaddingFreeCollator()
     if isinstance(collator, PaddingFreeCollator):
         _warn_about_padding(collator, splits)
-    packer = _packer_of(packer, config, seq_len)
-    opened = OpenedSplits(splits)
-    failures = FailureLog(config.max_failures, unchanged=opened.check_sources)
-    worker_config = worker_config_of(config, failures.handle)
-    task_encoder = PackedTaskEncoder(
+    distributor = EnergonDistributor.of(path, config, splits, processor, _packer_of(packer, config, seq_len))
+    if config.one_pass and as_path(path).is_file():
+        distributor.identity()  # raises for a blend that draws by weight
+    loader = DataflowLoader(
+        distributor,
         processor,
-        collator=collator,
-        packer=packer,
-        one_pass=config.one_pass,
-        on_failure=failures.handle,
-        shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle else 1,
+        SimpleBatcher(config.micro_batch_size),
+        collator,
+        num_workers=config.num_workers,
+        rank=config.rank,
+        world_size=config.world_size,
+        seed=config.seed,
+        max_failures=config.max_failures,
+        epoch_end=config.epoch_end,
         check_lengths=config.check_lengths,
-        opened=opened,
-        media_root=config.media_root,
+        order_log=config.order_log,
+        timeout=config.timeout,
+        pin_memory=torch.cuda.is_available(),
     )
-    folder = path if as_path(path).is_file() else splits[0].path
-    source = EnergonSource(
-        path=folder, config=config, task_encoder=task_encoder, worker_config=worker_config, opened=opened
-    )
-    loader = PackedLoader(source, failures)
-    _check_epochs(loader, source, splits)
-    loader.repeats = not config.one_pass or repeats_packs(splits)
-    log_order(loader, config.order_log)
-    return loader
-
-
-def _check_epochs(loader: PackedLoader, source: EnergonSource, splits: Sequence[LoadedSplit]) -> None:
-    """Check that the data has the epochs of the settings, and make all ranks end an epoch together.
-
-    Raises:
-        ConfigError: a blend that draws by weight has no epoch, `epoch_end` is not possible, or a worker of a loader
-            that repeats has no packs.
-    """
-    config = source.config
-    if config.one_pass and as_path(source.path).is_file():
-        assert loader.energon_loader is not None  # raises for a blend that draws by weight
     if config.epochs is None:
-        check_every_worker_has_packs(splits, source.worker_config)
-        return
-    loader.epoch_steps = epoch_steps(config, splits, source.worker_config)
-    if loader.epoch_steps is None:
-        loader.ranks = EvenRanks.of(config.epoch_end, loader.place)
+        check_every_worker_has_packs(splits, loader.place[1], config.num_workers)
+    return loader
 
 
 def _packer_of(packer: Packer | None, config: LoaderConfig, seq_len: int | None) -> Packer | None:

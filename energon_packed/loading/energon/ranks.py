@@ -1,26 +1,19 @@
-"""Packs of a dataset to the number of steps of an epoch, equal on all ranks.
-
-A collective operation hangs if a rank has more batches than other ranks.
-"""
+"""Packs of a dataset, as Energon reads them: their number in an epoch, and in each worker."""
 
 from collections.abc import Sequence
 
-from megatron.energon import WorkerConfig
-
 from energon_packed.errors import ConfigError
 from energon_packed.loading.energon.config import LoaderConfig
-from energon_packed.loading.epoch_end import steps_of_epoch
 from energon_packed.loading.manifests import LoadedSplit
 
 
-def check_every_worker_has_packs(splits: Sequence[LoadedSplit], worker_config: WorkerConfig) -> None:
+def check_every_worker_has_packs(splits: Sequence[LoadedSplit], world_size: int, num_workers: int) -> None:
     """Refuse a loader that repeats if a worker has no pack to repeat.
 
     Raises:
         ConfigError: there are fewer packs than loader workers; the message names both.
     """
     counts = [split.packs for split in splits if split.packs is not None]
-    world_size, num_workers = worker_config.world_size, worker_config.num_workers
     workers = world_size * max(1, num_workers)
     if len(counts) == len(splits) and sum(counts) < workers:
         others = f" and {len(splits) - 1} others have" if len(splits) > 1 else " has"
@@ -31,28 +24,11 @@ def check_every_worker_has_packs(splits: Sequence[LoadedSplit], worker_config: W
         )
 
 
-def epoch_steps(config: LoaderConfig, splits: Sequence[LoadedSplit], worker_config: WorkerConfig) -> int | None:
-    """Return the steps of one epoch, the same on all ranks; None for a single rank, or if packs are not counted.
-
-    Args:
-        config: of the loader, with `epoch_end`.
-        splits: the splits that are read.
-        worker_config: rank and world size.
-
-    Raises:
-        ConfigError: as `steps_of_epoch`.
-    """
+def packs_of_epoch(config: LoaderConfig, splits: Sequence[LoadedSplit]) -> list[tuple[int, float]] | None:
+    """Return (packs, repetitions) of each split in an epoch; None if packs are not counted, or rows are not packs."""
     packs = [(split.packs, split.repetitions or 1) for split in splits]
     # Without `shuffle`, Energon reads each input of a blend once.
-    if config.on_the_fly or None in [count for count, _ in packs] or (len(splits) > 1 and not config.shuffle):
+    if config.on_the_fly or (len(splits) > 1 and not config.shuffle):
         return None
-    steps = steps_of_epoch(
-        [(count or 0, times) for count, times in packs],
-        world_size=worker_config.world_size,
-        micro_batch_size=config.micro_batch_size,
-        num_workers=config.num_workers,
-        epoch_end=config.epoch_end,
-        warns=not worker_config.rank,
-    )
-    # A single rank waits for no other rank, so packs that fail need no row in their place.
-    return steps if worker_config.world_size > 1 else None
+    counted = [(count, times) for count, times in packs if count is not None]
+    return counted if len(counted) == len(packs) else None

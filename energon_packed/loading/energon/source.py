@@ -17,7 +17,6 @@ from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.pack_reader import read_whole_packs
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.manifests import OpenedSplits
-from energon_packed.loading.ranks import resolve_rank
 from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META
 from energon_packed.shards import PackingManifest
@@ -131,19 +130,3 @@ class EnergonSource:
         path = as_path(self.path)
         manifest = None if path.is_file() else PackingManifest.load_if_there(path)
         return manifest is not None and manifest.dataset_module is not None
-
-
-def worker_config_of(config: LoaderConfig, error_handler: Any) -> WorkerConfig:
-    """Return rank and world size of this process: from the config, else from torch.distributed.
-
-    Raises:
-        ConfigError: both do not have them, and the environment has several processes.
-    """
-    rank, world_size = resolve_rank(config.rank, config.world_size)
-    return WorkerConfig(
-        rank=rank,
-        world_size=world_size,
-        num_workers=config.num_workers,
-        seed_offset=config.seed,
-        global_error_handler=error_handler,
-    )

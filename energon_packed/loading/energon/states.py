@@ -1,4 +1,4 @@
-"""States of Energon's loader to plain values and files, and to the states of another number of ranks.
+"""States of Energon's datasets to plain values; loader states to files, and to another number of ranks.
 
 | function | input and output |
 |---|---|
@@ -7,14 +7,11 @@
 | read_state, write_state | a file with a state, alone or in Megatron's dict; reading executes no code |
 | redistribute | states of all ranks to states of another number of ranks |
 
-Energon assigns tars to `world_size * num_workers` workers, numbered rank by rank. As long as that product stays the
-same, each worker reads the same packs, so its state moves to the rank that it now belongs to:
+A stream has a shard for each worker of each rank, numbered rank by rank. As long as the number of all workers stays
+the same, each shard moves to the worker of its index:
 
     4 ranks, 1 worker each   0 | 1 | 2 | 3
     2 ranks, 2 workers each  0   1 | 2   3
-
-Every worker resumes after its last batch. Each new rank reads its next batch from its first worker, as after
-`energon checkpoint redist`, so the order of batches between workers may differ from a run without the change.
 """
 
 import base64
@@ -30,11 +27,11 @@ import numpy as np
 import torch
 from megatron.energon.flavors.webdataset.sample_loader import SliceState
 from megatron.energon.rng import SystemRngState
-from megatron.energon.savable_loader import SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState
 from megatron.energon.state import FlexState
 
 from energon_packed.errors import BatchError
 from energon_packed.libraries import ENERGON, changed
+from energon_packed.loading.dataflow.steps import in_one_epoch, regrouped
 from energon_packed.loading.monitoring.order_log import merged
 from energon_packed.loading.state import check_identity, check_state
 from energon_packed.shards import PackingManifest
@@ -44,10 +41,7 @@ MEGATRON_KEY = "dataloader_state_dict"
 """Key of the state in `train_dataloader_dprank000.pt` of Megatron-LM and Megatron-Bridge."""
 _TYPE = "type"
 _PACKING = "packing"  # key of the shard hashes that are added to a folder in Energon's `config()`
-_DATACLASSES: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (SavableDataLoaderState, SavableDatasetCheckpoint, SavableDatasetState, SliceState, SystemRngState)
-}
+_DATACLASSES: dict[str, Any] = {kind.__name__: kind for kind in (SliceState, SystemRngState)}
 # Entries of Energon's `config()` that differ between ranks, or name functions.
 _NOT_DATA = (
     "worker_config",
@@ -191,31 +185,20 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
     """Return states of `world_size` ranks that resume after the batches of `states`.
 
     Args:
-        states: states of all ranks of a run at the same step, in any order.
+        states: states of all ranks of a DataflowLoader over a stream, at the same step, in any order.
         world_size: number of data-parallel ranks to continue with.
 
     Returns:
-        one state for each rank; each rank must run with `num_workers` of its identity.
+        one state for each rank; each rank must run with its `num_workers`.
 
     Raises:
-        BatchError: the states are of another release or of different runs, a rank is missing, the loader has exact
-            epochs or no worker processes, or the workers cannot be divided by `world_size`.
+        BatchError: the states are of different runs or epochs, a rank is missing, or the workers cannot be divided by
+            `world_size`.
     """
     if world_size < 1:
         raise BatchError(f"`world_size` must be at least 1, got {world_size}.")
-    ordered = _of_one_run(states)
-    first = ordered[0]
-    identity = first["identity"]
-    workers = int(identity["num_workers"])
-    if identity["epochs"] is not None or identity["complete_epochs"]:
-        raise BatchError(
-            "States of `epochs=1` or `complete_epochs` cannot be redistributed: the steps per epoch depend on the "
-            "number of ranks. Finish the epoch with the same ranks."
-        )
-    if workers == 0:
-        raise BatchError(
-            "States of a loader without worker processes cannot be redistributed. Save with `num_workers=1`."
-        )
+    ordered = in_one_epoch(_of_one_run(states))
+    workers = int(ordered[0]["num_workers"])
     total = workers * len(ordered)
     if total % world_size:
         fitting = [n for n in range(1, total + 1) if total % n == 0]
@@ -223,33 +206,13 @@ def redistribute(states: Sequence[dict[str, Any]], world_size: int) -> list[dict
             f"`world_size` must divide the {total} workers of {len(ordered)} ranks x {workers} workers, got "
             f"{world_size}. Use one of {', '.join(map(str, fitting))} ranks."
         )
-    loaders = [from_plain(state["energon"]) for state in ordered]
-    started = [loader is not None for loader in loaders]
-    if any(started) and not all(started):
-        raise BatchError(
-            f"rank {started.index(False)} had not started to load, and other ranks had. Save all ranks at the same "
-            "step."
-        )
-    states_of_workers = [state for loader in loaders if loader is not None for state in loader.worker_states]
-    per_rank = total // world_size
+    of_rank = total // world_size
     return [
-        first
-        | {
-            "world_size": world_size,
-            "rank": rank,
-            "identity": identity | {"num_workers": per_rank},
-            "step": sum(worker.offset + (worker.state.sample_index if worker.state else 0) for worker in part),
-            "last_restore_key": None,
-            "energon": to_plain(_loader_state(part, loaders[0].micro_batch_size)) if part else None,
-        }
+        regrouped(ordered, range(rank * of_rank, (rank + 1) * of_rank), total)
+        | {"world_size": world_size, "rank": rank}
         | merged(ordered)
         for rank in range(world_size)
-        for part in [states_of_workers[rank * per_rank : (rank + 1) * per_rank]]
     ]
-
-
-def _loader_state(worker_states: list[Any], micro_batch_size: int | None) -> Any:
-    return SavableDataLoaderState(worker_states=worker_states, next_worker_id=0, micro_batch_size=micro_batch_size)
 
 
 def _of_one_run(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -261,8 +224,10 @@ def _of_one_run(states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     if not states:
         raise BatchError("`states` must have at least one state, got an empty list.")
     for state in states:
-        check_state(state, "PackedLoader")
-        shared = ("epoch", "world_size")
+        check_state(state, "DataflowLoader")
+        if "rank" not in state:
+            raise BatchError("The state is the same on all ranks, and continues with any number of ranks. Copy it.")
+        shared = ("world_size", "num_workers")
         now, saved = ({name: each[name] for name in shared} | each["identity"] for each in (states[0], state))
         check_identity(saved, now)
     ranks = sorted(state["rank"] for state in states)

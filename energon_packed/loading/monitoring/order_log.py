@@ -259,7 +259,7 @@ def order_logs(loader: Any, position: Any = None) -> Iterator[tuple[OrderLog, An
     """Yield the order logs of a loader, or of the loaders of a JointLoader, each with its part of a position."""
     if (inner := getattr(loader, "loaders", None)) is not None:
         for name, of_name in inner.items():
-            yield from order_logs(of_name, None if position is None else position.loaders[name])
+            yield from order_logs(of_name, None if position is None else position.parts[name][0])
     elif (log := getattr(loader, "order_log", None)) is not None:
         yield log, position
 

@@ -20,6 +20,7 @@ from energon_packed.loading.config import DataflowConfig
 from energon_packed.loading.dataflow.steps import StreamSteps
 from energon_packed.loading.dataflow.worker_stream import LoaderParts
 from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.distributors.base import Layout
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.raw_records import PackedIterableDataset, PlannedDataset, plan_in_memory
 from energon_packed.records import Conversation
@@ -106,7 +107,7 @@ def replay_config(config: DataflowConfig, step: int, run: Run = _DEFAULT) -> Ite
         return _of_ranks(MapDistributor(plan_in_memory(config), shuffle=config.shuffle), step, run)
     if run.batch_size != 1:
         raise ConfigError(f"`batch_size` must be 1 with `streaming: true`, got {run.batch_size}. Remove it.")
-    roles = PackedIterableDataset(config).loader._roles
+    roles = PackedIterableDataset(config).roles
     # Limits of patches, truncation and splits need encoded samples; everything else needs only their lengths.
     needs_samples = config.max_patches or config.overlong in ("truncate", "split")
     processor = roles.processor if needs_samples else _Lengths(roles.processor)
@@ -137,7 +138,7 @@ def _streamed(roles: LoaderParts, step: int, run: Run) -> Iterator[Replayed]:
     """Compute a step of a stream, by packing the stream up to it."""
     workers, longest = max(1, run.num_workers), 0
     for rank in range(run.world_size):
-        plan = StreamSteps(roles, rank, run.world_size, workers, run.seed)
+        plan = StreamSteps(roles, Layout(rank, run.world_size, workers, None), run.seed)
         # The loader reads its workers round-robin: the next worker is at index 0, a finished worker is removed.
         turns = deque(iter(plan.steps(plan.begin(run.epoch), worker)) for worker in range(workers))
         count, replayed = 0, None
