@@ -37,7 +37,7 @@ PLACES = {
     "count_batch": "loading.monitoring.counts:count_batch",
     "check_order": "loading.monitoring.order_check:check_order",
     "LoggedData": "loading.monitoring.order_data:LoggedData",
-    "redistribute": "loading.energon.states:redistribute",
+    "redistribute": "loading.dataflow.state_files:redistribute",
     "EnergonSource": "loading.energon.source:EnergonSource",
     "read_whole_packs": "loading.energon.pack_reader:read_whole_packs",
     "OpenedSplits": "loading.manifests:OpenedSplits",

@@ -19,7 +19,6 @@ import pytest
 import torch
 import transformers
 from megatron.core import num_microbatches_calculator
-from megatron.energon import SavableDataLoader
 from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from multistorageclient.providers.s3 import S3StorageProvider
@@ -139,23 +138,11 @@ def test_accelerate_that_wraps_a_prepared_loader(pack_demo: Packer, encoder: Cha
         prepare_loader(accelerator, loader)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (SavableDataLoader, "_worker_sample_counters"),
-        (SavableDataLoader, "_next_worker_id"),
-        (SavableDataLoader, "_has_workers"),
-        (SavableDataLoader, "result_queues"),
-        (WebdatasetSampleLoaderDataset, "join_readers"),
-    ],
-)
-def test_energon_without_a_private_name(
-    pack_demo: Packer, encoder: ChatEncoder, monkeypatch: Patch, owner: Any, name: str
-) -> None:
-    monkeypatch.setattr(owner, name, absent(name), raising=False)
-    workers = int(name == "_has_workers")  # else it is not asked
-    with pytest.raises(ConfigError, match=line("megatron-energon", f"in which {owner.__name__} has no `{name}`")):
-        get_packed_loader(folder(pack_demo), encoder, num_workers=workers, epochs=1).state_dict()
+def test_energon_without_a_private_name(pack_demo: Packer, encoder: ChatEncoder, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(WebdatasetSampleLoaderDataset, "join_readers", absent("join_readers"), raising=False)
+    message = line("megatron-energon", "in which WebdatasetSampleLoaderDataset has no `join_readers`")
+    with pytest.raises(ConfigError, match=message):
+        get_packed_loader(folder(pack_demo), encoder, num_workers=0, epochs=1).state_dict()
 
 
 def test_energon_that_describes_no_folder(pack_demo: Packer, encoder: ChatEncoder, monkeypatch: Patch) -> None:

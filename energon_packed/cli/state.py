@@ -31,7 +31,7 @@ def redist(folder: Path, output_folder: Path, world_size: int, output: Output) -
     energon-packed state redist data/iter_0000100/mp_rank_00 new/iter_0000100/mp_rank_00 --world-size 2
     """
     # Imported here, because it imports torch.
-    from energon_packed.loading.energon.states import StateFile, read_state, redistribute, write_state
+    from energon_packed.loading.dataflow.state_files import StateFile, read_state, redistribute, write_state
 
     refuse_remote(output_folder)
     files = sorted(folder.glob("*.pt"))

@@ -26,7 +26,7 @@ from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
 from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.dataflow.loader import DataflowLoader
-from energon_packed.loading.energon.states import read_state
+from energon_packed.loading.dataflow.state_files import read_state
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics
 
 _log = logging.getLogger(__name__)

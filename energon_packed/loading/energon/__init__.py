@@ -6,5 +6,5 @@ pack_reader.py     WholePacks: a pack by one read of its bytes, in place of Ener
 task_encoder.py    PackedTaskEncoder: Energon's hooks, each a call of a role
 ranks.py           number of packs in an epoch, and in each worker
 faults.py          errors that name the damaged file
-states.py          states as plain values, in files, and for other ranks
+states.py          states of Energon's datasets as plain values
 """
