@@ -9,6 +9,7 @@
 
 import hashlib
 import logging
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from typing import Any, Unpack
@@ -19,6 +20,7 @@ import torch
 from energon_packed.encoding import EncodedSample, SampleSource
 from energon_packed.encoding.fragments import fragment_id, fragment_of
 from energon_packed.errors import ConfigError, RecordError, Reject
+from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
 from energon_packed.loading.costs.model import RowSizes
@@ -327,6 +329,17 @@ class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any
             **_with_defaults(config, options),
         )
         self.failures.limits = config.limits
+
+    def rest_of_epoch(self) -> Iterator[PackedBatch]:
+        """Iterate over the rest of the current epoch, as `DataflowLoader.rest_of_epoch`.
+
+        Raises:
+            RejectLimitError: more records are rejected than `strict`, `overlong`, `max_failures` or `max_reject_rate`
+                allow.
+            ConfigError: as DataflowLoader, or accelerate dispatches the batches.
+        """
+        refuse_dispatch()
+        return super().rest_of_epoch()
 
 
 def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> DataflowLoader:

@@ -178,7 +178,7 @@ def test_a_state_has_integers_of_any_size() -> None:
             first, bits.state = start or (0, bits.state)
             for number in range(first, 4):
                 drawn = int(bits.random_raw() % len(FEATURES))
-                yield Item(number, FEATURES[drawn], resume_state=[number + 1, bits.state])
+                yield Item(number, FEATURES[drawn], position=[number + 1, bits.state])
 
     loader = DataflowLoader(Random([]), batch_size=1)
     expected = [signature(batch) for batch in DataflowLoader(Random([]), batch_size=1)]

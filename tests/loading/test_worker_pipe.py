@@ -250,7 +250,7 @@ def test_the_thread_of_pin_memory_pins_every_batch_of_a_message(monkeypatch: pyt
     assert end == Step(0, None, (0, "2"), [], [])
     assert isinstance(error, BatchError)
     assert own.batch.pinned
-    assert own[2:] == ((0, "3"), [2], [], False)
+    assert own[2:] == ((0, "3"), [2], [], False, ())
 
 
 class Dicts(PaddingFreeCollator):

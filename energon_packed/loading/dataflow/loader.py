@@ -33,7 +33,7 @@ from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
-from energon_packed.loading.ranks import check_not_resharded, check_rank, refuse_dispatch, resolve_rank
+from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank
 from energon_packed.loading.state import (
     Position,
     check_state,
@@ -338,8 +338,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
         Raises:
             ConfigError: two epochs in succession have no batch, the process group changed since the loader was
-                created, another tool splits or dispatches the batches over ranks
-                again, or a worker of another DataLoader reads the loader.
+                created, another tool splits the batches over ranks again, or a worker of a DataLoader reads them.
         """
         return iterate_epoch(self.rest_of_epoch, empty=int(self._position.step > 0))
 
@@ -353,7 +352,6 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         """
         check_rank((self._rank, self._world_size), self._settings.rank, self._settings.world_size)
         check_not_resharded(self._world_size)
-        refuse_dispatch()
         if torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
                 f"A {type(self).__name__} cannot run in a DataLoader worker: each worker would read everything. "
