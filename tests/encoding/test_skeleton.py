@@ -116,3 +116,15 @@ def test_contents_that_are_changed_behind_a_name_are_noticed(template_of: object
     source = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + body + "<|im_end|>\n{% endfor %}"
     source += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     assert template_of(source).skeleton(("user", "assistant")) is None  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [
+        "{{ {'a': '<'} | tojson }}",  # Transformers writes `<`, Jinja by itself \\u003c
+        "{% if messages | length == 1 %}{% set ns = namespace(_x=1) %}{% endif %}",  # Transformers rejects the name
+    ],
+)
+def test_no_skeleton_if_the_tracer_and_transformers_differ(template_of: object, difference: str) -> None:
+    assert template_of("{{ 'x' }}" + CHATML_TEMPLATE).skeleton(("user", "assistant")) is not None  # type: ignore[operator]
+    assert template_of(difference + CHATML_TEMPLATE).skeleton(("user", "assistant")) is None  # type: ignore[operator]
