@@ -128,3 +128,12 @@ def test_contents_that_are_changed_behind_a_name_are_noticed(template_of: object
 def test_no_skeleton_if_the_tracer_and_transformers_differ(template_of: object, difference: str) -> None:
     assert template_of("{{ 'x' }}" + CHATML_TEMPLATE).skeleton(("user", "assistant")) is not None  # type: ignore[operator]
     assert template_of(difference + CHATML_TEMPLATE).skeleton(("user", "assistant")) is None  # type: ignore[operator]
+
+
+def test_a_search_in_the_last_turn_only_counts_for_all_turns(template_of: object) -> None:
+    """Turns are located by rendering the turns before them alone, in which another turn is the last."""
+    source = DEFAULT_SYSTEM.replace(
+        "{{ m.content }}", "{{ m.content }}{% if loop.last and m.role == 'user' and 'xy' in m.content %}!{% endif %}"
+    )
+    skeleton = template_of(source).skeleton(("user", "assistant"))  # type: ignore[operator]
+    assert "xy" in skeleton.guard.literals
