@@ -121,13 +121,14 @@ def test_contents_that_are_changed_behind_a_name_are_noticed(template_of: object
 @pytest.mark.parametrize(
     "difference",
     [
-        "{{ {'a': '<'} | tojson }}",  # Transformers writes `<`, Jinja by itself \\u003c
-        "{% if messages | length == 1 %}{% set ns = namespace(_x=1) %}{% endif %}",  # Transformers rejects the name
+        "{{ {'a': '<'} | tojson }}",  # Transformers writes `<`, Jinja by itself its code
+        "{% if messages | length == 5 %}{% set ns = namespace(_x=1) %}{% endif %}",  # Transformers rejects the name
     ],
 )
 def test_no_skeleton_if_the_tracer_and_transformers_differ(template_of: object, difference: str) -> None:
-    assert template_of("{{ 'x' }}" + CHATML_TEMPLATE).skeleton(("user", "assistant")) is not None  # type: ignore[operator]
-    assert template_of(difference + CHATML_TEMPLATE).skeleton(("user", "assistant")) is None  # type: ignore[operator]
+    roles = ("user", "assistant") * 3
+    assert template_of("{{ 'x' }}" + CHATML_TEMPLATE).skeleton(roles) is not None  # type: ignore[operator]
+    assert template_of(difference + CHATML_TEMPLATE).skeleton(roles) is None  # type: ignore[operator]
 
 
 def test_a_search_in_the_last_turn_only_counts_for_all_turns(template_of: object) -> None:

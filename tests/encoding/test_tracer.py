@@ -13,7 +13,7 @@ from tests.internals import CHATML_TEMPLATE, ContentGuard, NotJoined, Tracer, ma
 
 LOOP = "{% for m in messages %}%s{% endfor %}"
 ROLES = ("user", "assistant") * 2
-EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "100")), 2000)  # templates
+EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "100")), 1000)  # templates
 
 
 def content_guard(source: str) -> ContentGuard | None:
