@@ -53,6 +53,7 @@ class EnergonDistributor(Distributor):
     """
 
     has_packs = True
+    read_ahead = 1  # a pack has many samples, which are encoded together, and its pixels fill the memory
 
     def __init__(
         self,
