@@ -211,7 +211,8 @@ def _bash(command: str, folder: Path, stdin: str = "") -> subprocess.CompletedPr
 def _run(command: str, folder: Path) -> str:
     own = _OWN_COMMAND.fullmatch(command.replace("\\\n", ""))
     if script := _SCRIPT.fullmatch(command):  # without importing torch and Transformers
-        code = f"import runpy, sys; sys.argv[0] = sys.argv.pop(1); runpy.run_path({script[1]!r}, run_name='__main__')"
+        code = "import runpy, sys; sys.path.insert(0, ''); sys.argv = sys.argv[1:]; "
+        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
         done = run_python(code, script[1], *script[2].split(), cwd=folder, env=_environment())
         for file, text in ((script[3], done.stdout), (script[4], done.stderr)):
             if file:
