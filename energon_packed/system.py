@@ -178,7 +178,8 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, seconds: float 
         seconds: wall-clock time after which the process is killed; None waits as long as it runs.
 
     Raises:
-        ChildProcessError: the process ended without a result; the message is `ended with exit code N`.
+        ChildProcessError: the process ended without a result; the message is `ended with exit code N`, or
+            `was killed by SIGNAL`.
         TimeoutError: it was killed.
     """
     context = multiprocessing.get_context("fork")
@@ -192,7 +193,9 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, seconds: float 
         return receiver.recv()
     except EOFError:
         child.join()
-        raise ChildProcessError(f"ended with exit code {child.exitcode}") from None
+        code = child.exitcode or 0  # -N if signal N killed it
+        end = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
+        raise ChildProcessError(end) from None
     except BaseException:  # also Ctrl-C, which the child ignores
         child.kill()
         raise

@@ -456,7 +456,10 @@ class ChatTemplate:
         except TimeoutError:
             return str(_out_of_time(len(str(_PLAIN))))
         except ChildProcessError as error:
-            return f"the process that rendered a question and an answer by the chat template {error}; {_FIX}"
+            return (
+                f"the process that rendered a question and an answer by the chat template {error}; {_FIX}, or, if "
+                "this process uses a library that does not work after a fork, such as Ray, run it in a new process"
+            )
 
     def _fault_of_plain(self) -> str:
         try:

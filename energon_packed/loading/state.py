@@ -208,9 +208,8 @@ def check_identity(saved: dict[str, Any], now: dict[str, Any], *, allow_changed_
         saved, now = _without_weights(saved), _without_weights(now)
     names = [name for name, value in now.items() if saved.get(name) != value]
     if len(names) > 1 and "distributor_dataset" in names:
-        names.remove(
-            "distributor_dataset"
-        )  # its fingerprint contains the settings, so it differs as well and explains nothing
+        # Its fingerprint contains the settings, so it differs as well and explains nothing.
+        names.remove("distributor_dataset")
     if not names:
         return
     differ = "; ".join(_difference(name, saved.get(name), now[name]) for name in names)

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,22 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
     assert int(peak) < 2048, "MiB"
 
 
+@pytest.mark.parametrize(
+    ("die", "end"),
+    [
+        (lambda: os._exit(9), "ended with exit code 9"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+    ],
+    ids=["exit", "signal"],
+)
 def test_a_template_that_kills_its_process_stops_in_one_line(
-    text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+    text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, die: Callable[[], None], end: str
 ) -> None:
     process, render = os.getpid(), template_module.ChatTemplate.render
-    die = lambda *args, **kw: render(*args, **kw) if os.getpid() == process else os._exit(9)  # noqa: E731
-    monkeypatch.setattr(template_module.ChatTemplate, "render", die)
-    with pytest.raises(TemplateError, match="by the chat template ended with exit code 9; fix it in the tokenizer"):
+    dying = lambda *args, **kw: render(*args, **kw) if os.getpid() == process else die()  # noqa: E731
+    monkeypatch.setattr(template_module.ChatTemplate, "render", dying)
+    remedy = "fix it in the tokenizer folder, or, if .* such as Ray, run it in a new process"
+    with pytest.raises(TemplateError, match=f"by the chat template {end}; {remedy}"):
         encoder_of(text_tokenizer_dir, CHATML).length(normalize(PLAIN))
 
 
