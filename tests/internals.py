@@ -48,7 +48,7 @@ PLACES = {
     "watched": "loading.failures:watched",
     "Step": "loading.dataflow.worker_stream:Step",
     "LoaderParts": "loading.dataflow.worker_stream:LoaderParts",
-    "Layout": "loading.distributors.base:Layout",
+    "LoaderLayout": "loading.distributors.base:LoaderLayout",
     "PlannedSteps": "loading.dataflow.steps:PlannedSteps",
     "StreamSteps": "loading.dataflow.steps:StreamSteps",
     "FailureLog": "loading.failures:FailureLog",

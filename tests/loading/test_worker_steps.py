@@ -27,7 +27,7 @@ from energon_packed import (
 )
 from tests.internals import (
     FailureLog,
-    Layout,
+    LoaderLayout,
     LoaderParts,
     PlannedSteps,
     RecordAt,
@@ -100,7 +100,7 @@ def planned(
     """Steps of a layout: ranks, rows, workers."""
     ranks, rows, workers = layout
     roles = parts(MapDistributor(data, **options), SimpleBatcher(rows), end)
-    return PlannedSteps(roles, Layout(rank, ranks, workers, rows), seed)
+    return PlannedSteps(roles, LoaderLayout(rank, ranks, workers, rows), seed)
 
 
 def order_of(epoch: int, seed: int) -> list[int]:
@@ -305,7 +305,7 @@ def stream(
     distributor = data if hasattr(data, "can_seek") else IterableDistributor(data)
     ranks, workers = layout
     roles = parts(distributor, packer or SimpleBatcher(2), end)
-    return StreamSteps(roles, Layout(rank, ranks, workers, roles.packer.rows), 4)
+    return StreamSteps(roles, LoaderLayout(rank, ranks, workers, roles.packer.rows), 4)
 
 
 def rows_of(shard: int, num_shards: int, rows: int, end: str, order: Sequence[int] = range(ITEMS)) -> list[list[str]]:

@@ -27,7 +27,7 @@ from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.steps import Steps
 from energon_packed.loading.dataflow.transport import Message, guarded, messages, round_robin
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
-from energon_packed.loading.distributors.base import Distributor, Layout
+from energon_packed.loading.distributors.base import Distributor, LoaderLayout
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.monitoring.order_log import OrderLog
@@ -310,7 +310,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         )
         self._settings = settings
         self._rank, self._world_size = resolve_rank(settings.rank, settings.world_size)
-        layout = Layout(self._rank, self._world_size, max(1, num_workers), self.roles.packer.rows)
+        layout = LoaderLayout(self._rank, self._world_size, max(1, num_workers), self.roles.packer.rows)
         self._plan = Steps.of(self.roles, layout, settings.seed)
         self.order_log: OrderLog | None = None
         self._step: Step | None = None  # of the batch that is about to be yielded

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step, WorkerStream, count_failures, failures_of
-from energon_packed.loading.distributors.base import Layout
+from energon_packed.loading.distributors.base import LoaderLayout
 from energon_packed.loading.distributors.schedule import Mark
 from energon_packed.loading.epoch_end import check_rest
 from energon_packed.loading.even_ranks import EvenRanks, without_targets
@@ -56,12 +56,12 @@ class Steps(ABC):
     place: tuple[int, int] | None = None
     log_workers = 0
 
-    def __init__(self, roles: LoaderParts, layout: Layout, seed: int) -> None:
+    def __init__(self, roles: LoaderParts, layout: LoaderLayout, seed: int) -> None:
         self.roles, self.layout, self.seed = roles, layout, seed
         self.rank, self.num_workers = layout.rank, layout.num_workers
 
     @staticmethod
-    def of(roles: LoaderParts, layout: Layout, seed: int) -> "Steps":
+    def of(roles: LoaderParts, layout: LoaderLayout, seed: int) -> "Steps":
         """Return the steps of a loader: planned if rows need no packing at run time, and the items have an order."""
         planned = roles.distributor.order is not None and layout.rows is not None
         return PlannedSteps(roles, layout, seed) if planned else StreamSteps(roles, layout, seed)
@@ -187,7 +187,7 @@ class PlannedSteps(Steps):
     The parts of a position are the segments of the epoch so far, the current segment last.
     """
 
-    def __init__(self, roles: LoaderParts, layout: Layout, seed: int) -> None:
+    def __init__(self, roles: LoaderParts, layout: LoaderLayout, seed: int) -> None:
         super().__init__(roles, layout, seed)
         assert roles.distributor.order is not None
         assert layout.rows is not None
@@ -348,7 +348,7 @@ class StreamSteps(Steps):
         ConfigError: `epoch_end` needs to know the steps of the ranks, or a process group; or as `steps_of_epoch`.
     """
 
-    def __init__(self, roles: LoaderParts, layout: Layout, seed: int) -> None:
+    def __init__(self, roles: LoaderParts, layout: LoaderLayout, seed: int) -> None:
         super().__init__(roles, layout, seed)
         self.count = layout.world_size * self.num_workers
         self.place: tuple[int, int] = (self.rank, layout.world_size)

@@ -35,7 +35,7 @@ class Item(NamedTuple):
     position: Any = None
 
 
-class Layout(NamedTuple):
+class LoaderLayout(NamedTuple):
     """Ranks, workers and rows of a loader.
 
     Attributes:
@@ -109,7 +109,7 @@ class Distributor(ABC):
         """Return the number of items of a shard in one epoch, or None if it is not known."""
         return None
 
-    def steps_of_epoch(self, layout: Layout, epoch_end: EpochEnd) -> int | None:
+    def steps_of_epoch(self, layout: LoaderLayout, epoch_end: EpochEnd) -> int | None:
         """Return the steps of an epoch, the same on all ranks; None if they are not known in advance.
 
         Args:

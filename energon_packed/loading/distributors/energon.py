@@ -10,7 +10,7 @@ from megatron.energon import Sample, SavableDataset, WorkerConfig, edataclass, s
 
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.flavors import PackSample
-from energon_packed.loading.distributors.base import Distributor, Item, Layout
+from energon_packed.loading.distributors.base import Distributor, Item, LoaderLayout
 from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.ranks import packs_of_epoch
@@ -180,7 +180,7 @@ class EnergonDistributor(Distributor):
             return int(self._dataset(shard, reraise_with_location).len_worker(0))
         return steps_of_ranks(packs, world_size=shard.num_shards)[shard.index]
 
-    def steps_of_epoch(self, layout: Layout, epoch_end: EpochEnd) -> int | None:
+    def steps_of_epoch(self, layout: LoaderLayout, epoch_end: EpochEnd) -> int | None:
         """Return the steps of an epoch; None if the packs are not counted, or are packed on the fly."""
         packs = packs_of_epoch(self._config, self._splits)
         if packs is None or layout.rows is None:

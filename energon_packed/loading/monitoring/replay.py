@@ -20,7 +20,7 @@ from energon_packed.loading.config import DataflowConfig
 from energon_packed.loading.dataflow.steps import StreamSteps
 from energon_packed.loading.dataflow.worker_stream import LoaderParts
 from energon_packed.loading.dataset import PackedDataset
-from energon_packed.loading.distributors.base import Layout
+from energon_packed.loading.distributors.base import LoaderLayout
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.raw_records import PackedIterableDataset, PlannedDataset, plan_in_memory
 from energon_packed.records import Conversation
@@ -138,7 +138,7 @@ def _streamed(roles: LoaderParts, step: int, run: Run) -> Iterator[Replayed]:
     """Compute a step of a stream, by packing the stream up to it."""
     workers, longest = max(1, run.num_workers), 0
     for rank in range(run.world_size):
-        plan = StreamSteps(roles, Layout(rank, run.world_size, workers, None), run.seed)
+        plan = StreamSteps(roles, LoaderLayout(rank, run.world_size, workers, None), run.seed)
         # The loader reads its workers round-robin: the next worker is at index 0, a finished worker is removed.
         turns = deque(iter(plan.steps(plan.begin(run.epoch), worker)) for worker in range(workers))
         count, replayed = 0, None
