@@ -1,9 +1,9 @@
-"""Energon sample dataclasses. Input: the raw parts of a tar key. Output: a dataclass with the columns of the pack.
+"""Energon sample dataclasses. Input: the raw parts of a tar key. Output: a dataclass with its samples.
 
-packed_captioning.py     image and text samples, raw: prompts, captions, image bytes
+packed_captioning.py     image and text samples, encoded at training time
 packed_multi_mix_qa.py   full conversations: any roles, tools, video frames; multi_mix_qa.py: one unpacked conversation
 packed_tokens.py         tokenized offline, image bytes kept
-stored_pack.py           any flavor without a dataclass; base.py: PackSample, the base class
+stored_pack.py           any codec, and the base class of the flavors above; base.py: PackSample, the base class of all
 
 Each module is a thin shell over a codec: a dataclass, its `sample_loader` and `part_filter`, which datasets name in
 `.nv-meta`. Every flavor returns its samples as `stored_samples()`, the only input of encoding.
@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from energon_packed.flavors.base import PackSample, TokenRow
+from energon_packed.flavors.base import PackSample
 from energon_packed.flavors.multi_mix_qa import MultiMixQASample
 from energon_packed.flavors.packed_captioning import PackedCaptioningSample
 from energon_packed.flavors.packed_multi_mix_qa import PackedMultiMixQASample
@@ -58,7 +58,6 @@ __all__ = [
     "PackedMultiMixQASample",
     "PackedTokensSample",
     "StoredPack",
-    "TokenRow",
     "flavor_class",
     "load_pack",
 ]

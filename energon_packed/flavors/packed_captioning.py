@@ -9,35 +9,15 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample, codec_fields, flavor_fields
-from energon_packed.formats import StoredSample, StoredVideo
-from energon_packed.formats.captioning import COLUMNS, CaptioningCodec
+from energon_packed.flavors.stored_pack import StoredPack, read_stored
+from energon_packed.formats.captioning import CaptioningCodec
 
 _CODEC = CaptioningCodec()
 
 
 @edataclass
-class PackedCaptioningSample(PackSample):
-    """S samples that share a row; lists have one entry per sample.
-
-    Attributes:
-        images: bytes of the images of each sample.
-        prompts: user turns of each sample.
-        captions: assistant turns of each sample; a plain text has no prompt and one caption.
-        sample_count: S.
-        ids: ids, or None in third-party packs.
-        systems: system prompts, or None.
-        lengths: tokens of each sample, or None in third-party packs.
-        patch_positions: bytes of the .npy files of each sample, or None.
-        timestamp_decimal: decimals of frame timestamps, or None.
-        fps: frames per second, or None.
-        timestamps: whether the lengths have the timestamps of `fps`, or None.
-        videos: whether the images are frames of a video, or None.
-        video_files: video files of each sample, with their selected frames, or None.
-        weights: weight of each turn in the loss (0 is context), or None.
-        record_weights: factor of the loss weights of each sample, None for 1, or None.
-        truncate: tokens that longer samples were truncated to, or None.
-        truncated: which samples were truncated, or None.
+class PackedCaptioningSample(StoredPack):
+    """Samples that share a row: turns of user and assistant, or a plain text, with images and videos.
 
     Examples:
         >>> result = pack(data, output_dir="PackedCaptioningSample", **options, sample_class="PackedCaptioningSample")
@@ -45,32 +25,10 @@ class PackedCaptioningSample(PackSample):
         ('PackedCaptioningSample', 154)
     """
 
-    images: list[list[bytes]]
-    prompts: list[list[str]]
-    captions: list[list[str]]
-    sample_count: int
-    ids: list[str | None] | None = None
-    systems: list[str | None] | None = None
-    lengths: list[int] | None = None
-    patch_positions: list[list[bytes]] | None = None
-    timestamp_decimal: list[int | None] | None = None
-    fps: list[float | None] | None = None
-    timestamps: list[bool | None] | None = None
-    videos: list[bool] | None = None
-    video_files: list[list[StoredVideo]] | None = None
-    weights: list[list[float] | None] | None = None
-    record_weights: list[float | None] | None = None
-    truncate: int | None = None
-    truncated: list[bool] | None = None
-
-    def stored_samples(self) -> list[StoredSample]:
-        """Return the samples in order."""
-        return _CODEC.samples(codec_fields(self, ("prompts", "captions", "sample_count", "truncate", *COLUMNS)))
-
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a PackedCaptioningSample."""
-    return flavor_fields(_CODEC, raw)
+    return read_stored(_CODEC, raw)
 
 
 def part_filter(part: str) -> bool:

@@ -5,24 +5,15 @@ from typing import Any
 
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample, codec_fields, flavor_fields
-from energon_packed.formats import StoredSample, StoredVideo
+from energon_packed.flavors.stored_pack import StoredPack, read_stored
 from energon_packed.formats.multi_mix_qa import MultiMixCodec
 
 _CODEC = MultiMixCodec()
 
 
 @edataclass
-class PackedMultiMixQASample(PackSample):
-    """S conversations that share a row; lists have one entry per sample.
-
-    Attributes:
-        samples: id, length, and one of messages / text / input_ids + labels, with tools, video, fps,
-            timestamp_decimal if present.
-        images: bytes of the images of each sample.
-        patch_positions: bytes of the .npy files of each sample.
-        lengths: tokens of each sample.
-        video_files: video files of each sample, with their selected frames, or None.
+class PackedMultiMixQASample(StoredPack):
+    """Conversations that share a row, with any roles, tools, images and videos.
 
     Examples:
         >>> result = pack(data, output_dir="PackedMultiMixQASample", **options, sample_class="PackedMultiMixQASample")
@@ -30,21 +21,10 @@ class PackedMultiMixQASample(PackSample):
         ('PackedMultiMixQASample', 154)
     """
 
-    samples: list[dict[str, Any]]
-    images: list[list[bytes]]
-    patch_positions: list[list[bytes]]
-    lengths: list[int | None]
-    video_files: list[list[StoredVideo]] | None = None
-
-    def stored_samples(self) -> list[StoredSample]:
-        """Return the samples in order."""
-        return _CODEC.samples(codec_fields(self, ("samples",)))
-
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a PackedMultiMixQASample."""
-    fields = flavor_fields(_CODEC, raw)
-    return fields | {"lengths": [sample.get("length") for sample in fields["samples"]]}
+    return read_stored(_CODEC, raw)
 
 
 def part_filter(part: str) -> bool:

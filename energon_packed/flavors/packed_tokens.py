@@ -7,9 +7,9 @@ import numpy as np
 import numpy.typing as npt
 from megatron.energon import edataclass
 
-from energon_packed.flavors.base import PackSample, TokenRow, codec_fields, flavor_fields
-from energon_packed.formats import StoredSample, StoredVideo
-from energon_packed.formats.tokens import TokensCodec
+from energon_packed.flavors.base import PackSample, fatal_media_errors
+from energon_packed.formats import StoredSample
+from energon_packed.formats.tokens import TokenRow, TokensCodec
 
 _CODEC = TokensCodec()
 
@@ -19,14 +19,7 @@ class PackedTokensSample(PackSample):
     """S tokenized samples that share a row of T tokens.
 
     Attributes:
-        input_ids: int32 (T,), images as runs of the image token.
-        labels: int32 (T,), unshifted, -100 for tokens that are not supervised.
-        cu_seqlens: int32 (S+1,).
-        images: bytes of the images of each sample.
-        ids: ids of the samples.
-        patch_positions: bytes of the .npy files of each sample, or None.
-        loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
-        video_files: video files of each sample, with their selected frames, or None.
+        row: the columns of the samples.
 
     Examples:
         >>> result = pack(data, output_dir="PackedTokensSample", **options, sample_class="PackedTokensSample")
@@ -34,31 +27,41 @@ class PackedTokensSample(PackSample):
         ('PackedTokensSample', 154)
     """
 
-    input_ids: npt.NDArray[np.int32]
-    labels: npt.NDArray[np.int32]
-    cu_seqlens: npt.NDArray[np.int32]
-    images: list[list[bytes]]
-    ids: list[str | None]
-    patch_positions: list[list[bytes]] | None = None
-    loss_weights: npt.NDArray[np.float32] | None = None
-    video_files: list[list[StoredVideo]] | None = None
+    row: TokenRow
+
+    @property
+    def input_ids(self) -> npt.NDArray[np.int32]:
+        """Token ids, int32 (T,); images are runs of the image token."""
+        return self.row.input_ids
+
+    @property
+    def labels(self) -> npt.NDArray[np.int32]:
+        """Unshifted labels, int32 (T,); -100 for tokens that are not supervised."""
+        return self.row.labels
+
+    @property
+    def cu_seqlens(self) -> npt.NDArray[np.int32]:
+        """Boundaries of the samples, int32 (S+1,)."""
+        return self.row.cu_seqlens
 
     def stored_samples(self) -> list[StoredSample]:
         """Return the tokenized samples in order."""
-        return _CODEC.samples(codec_fields(self, ("input_ids", "labels", "cu_seqlens", "ids", "loss_weights")))
+        return self.row.samples()
 
     def token_row(self) -> TokenRow | None:
         """Return the row if it has no images and no videos; None otherwise."""
-        if any(self.images) or self.video_files:
-            return None
-        # Whole arrays rather than samples: text packs skip the conversion of each sample.
-        ids, labels = self.input_ids.astype(np.int64), self.labels.astype(np.int64)
-        return TokenRow(self.ids, ids, labels, self.cu_seqlens, self.loss_weights)
+        return None if any(map(any, self.row.media)) else self.row
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the parts of a tar key to the fields of a PackedTokensSample."""
-    return flavor_fields(_CODEC, raw)
+    """Convert the parts of a tar key to the fields of a PackedTokensSample.
+
+    Raises:
+        FormatError: a part is missing or damaged.
+        FatalDataChangedError, FatalResourceError: as `fatal_media_errors`.
+    """
+    with fatal_media_errors():
+        return {"row": _CODEC.read_row(raw)}
 
 
 def part_filter(part: str) -> bool:

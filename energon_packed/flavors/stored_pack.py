@@ -1,4 +1,4 @@
-"""Flavor StoredPack: the parts of a tar key to samples, for codecs without a dataclass."""
+"""Flavor StoredPack, the base class of flavors: the parts of a tar key to samples, by the codec that matches them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from megatron.energon import edataclass
 
 from energon_packed.flavors.base import PackSample, fatal_media_errors
-from energon_packed.formats import StoredSample, codec_of
+from energon_packed.formats import Codec, StoredSample, codec_of
 
 
 @edataclass
@@ -24,10 +24,20 @@ class StoredPack(PackSample):
         return self.stored
 
 
+def read_stored(codec: Codec, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the parts of a tar key to the fields of a StoredPack.
+
+    Raises:
+        FormatError: a part is missing or damaged.
+        FatalDataChangedError, FatalResourceError: as `fatal_media_errors`.
+    """
+    with fatal_media_errors():
+        return {"stored": codec.read(raw)}
+
+
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the parts of a tar key to the fields of a StoredPack, by the codec that matches them."""
-    with fatal_media_errors():
-        return {"stored": codec_of(raw).read(raw)}
+    return read_stored(codec_of(raw), raw)
 
 
 def part_filter(part: str) -> bool:

@@ -23,24 +23,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from energon_packed.errors import FormatError, Reason, RecordError
-from energon_packed.formats.codec import (
-    Codec,
-    Part,
-    RawPack,
-    StoredSample,
-    byte_references,
-    media_references,
-    video_references,
-)
+from energon_packed.formats.codec import Codec, Part, RawPack, SampleMedia, StoredSample
 from energon_packed.formats.parts import (
     member_names,
     names_by_sample,
     optional,
-    read_files,
-    read_images,
     read_json,
+    read_media,
     read_object,
-    read_videos,
     write_json,
     write_media,
 )
@@ -48,7 +38,7 @@ from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, nor
 
 _ROLES = ("user", "assistant")  # of the turns after the system prompt, alternating
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
-COLUMNS = (
+_COLUMNS = (
     *("ids", "systems", "lengths", "timestamp_decimal", "fps", "timestamps", "videos", "weights", "record_weights"),
     "truncated",
 )
@@ -121,17 +111,7 @@ class CaptioningCodec(Codec):
         return [("json", write_json(value)), *media.parts]
 
     def read(self, raw: RawPack) -> list[StoredSample]:
-        """Convert the parts of one pack to its samples; absent optional keys become None."""
-        return self.samples(self.fields(raw))
-
-    def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
-        """Return the samples in columns as `fields` returns them."""
-        # This package always writes both columns.
-        read = _third_party_sample if fields["ids"] is None and fields["lengths"] is None else _sample
-        return [read(fields, i) for i in range(fields["sample_count"])]
-
-    def fields(self, raw: RawPack) -> dict[str, Any]:
-        """Return the columns of a pack: `images` as StoredImage, the other columns as in the json.
+        """Convert the parts of one pack to its samples; absent optional keys become None.
 
         Raises:
             FormatError: a member is missing, or the columns have different lengths.
@@ -143,16 +123,19 @@ class CaptioningCodec(Codec):
             raise FormatError(f"{raw.get('__key__')} has {len(prompts)} prompts for {len(captions)} captions")
         turns_of_samples = [[*asked, *answered] for asked, answered in zip(prompts, captions, strict=True)]
         names = names_by_sample(raw, value.get("images"), turns_of_samples)
-        return {
-            "images": read_images(raw, member_names(raw, names)),
-            "prompts": prompts,
-            "captions": captions,
-            "sample_count": len(captions),
-            "patch_positions": _positions(raw, value.get("patch_positions")),
-            "video_files": read_videos(raw, value.get("video_files")),
-            "truncate": value.get("truncate"),
-            **{name: value.get(name) for name in COLUMNS},
-        }
+        positions = _position_names(raw, value.get("patch_positions"))
+        media = read_media(raw, member_names(raw, names), positions, value.get("video_files"))
+        # This package always writes both columns.
+        is_third_party = value.get("ids") is None and value.get("lengths") is None
+        samples = []
+        for i, turns in enumerate(zip(prompts, captions, strict=True)):
+            row = {name: value[name][i] if value.get(name) else None for name in _COLUMNS}
+            try:
+                read = _third_party_sample if is_third_party else _sample
+                samples.append(read(*turns, row, media[i])._replace(truncate=value.get("truncate")))
+            except RecordError as error:
+                raise FormatError(f"sample {i}: {error}") from error
+        return samples
 
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Return the recorded tokens of each sample, or None for each."""
@@ -160,70 +143,58 @@ class CaptioningCodec(Codec):
         return list(value.get("lengths") or [None] * len(value["captions"]))
 
 
-def _sample(fields: Mapping[str, Any], i: int) -> StoredSample:
-    """Return sample i of columns that this package wrote."""
-    sample = {name: fields[name][i] if fields[name] else None for name in COLUMNS}
-    images = fields["images"][i]
-    positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
-    videos = tuple(fields["video_files"][i]) if fields["video_files"] else ()
-    prompts, captions = fields["prompts"][i], fields["captions"][i]
+def _sample(
+    prompts: Sequence[str], captions: Sequence[str], row: Mapping[str, Any], media: SampleMedia
+) -> StoredSample:
+    """Return a sample that this package wrote; `row` has its values of the optional columns."""
     messages = [Message(role, text) for role, text in _alternating(prompts, captions)]
-    if sample["systems"] is not None:
-        messages.insert(0, Message("system", sample["systems"]))
-    if sample["weights"]:
-        messages = [message._replace(weight=w) for message, w in zip(messages, sample["weights"], strict=True)]
+    if row["systems"] is not None:
+        messages.insert(0, Message("system", row["systems"]))
+    if row["weights"]:
+        messages = [message._replace(weight=w) for message, w in zip(messages, row["weights"], strict=True)]
     # `write` stores a plain text as a caption without a prompt or system prompt; no conversation has that form.
-    is_text = not prompts and sample["systems"] is None and len(captions) == 1
+    is_text = not prompts and row["systems"] is None and len(captions) == 1
     conversation = Conversation(
-        id=sample["ids"],
+        id=row["ids"],
         messages=() if is_text else tuple(messages),
         text=captions[0] if is_text else None,
-        weight=1.0 if sample["record_weights"] is None else sample["record_weights"],
-        images=media_references(images),
-        patch_positions=byte_references(positions),
-        videos=video_references(videos),
-        video=bool(sample["videos"]),
-        fps=sample["fps"],
-        timestamps=bool(sample["timestamps"]),
-        timestamp_decimal=sample["timestamp_decimal"],
+        weight=1.0 if row["record_weights"] is None else row["record_weights"],
+        **media.references(),
+        video=bool(row["videos"]),
+        fps=row["fps"],
+        timestamps=bool(row["timestamps"]),
+        timestamp_decimal=row["timestamp_decimal"],
     )
-    return StoredSample(
-        conversation=conversation,
-        length=sample["lengths"],
-        truncate=fields["truncate"],
-        is_truncated=bool(sample["truncated"]),
-        images=images,
-        patch_positions=positions,
-        videos=videos,
-    )
+    return StoredSample(conversation, row["lengths"], is_truncated=bool(row["truncated"]), **media._asdict())
 
 
-def _third_party_sample(fields: Mapping[str, Any], i: int) -> StoredSample:
-    """Return sample i of third-party columns without ids and lengths, as `normalize` converts its record.
+def _third_party_sample(
+    prompts: Sequence[str], captions: Sequence[str], row: Mapping[str, Any], media: SampleMedia
+) -> StoredSample:
+    """Return a sample of third-party columns without ids and lengths, as `normalize` converts its record.
 
     If placeholders and images do not match, all images are placed before the first turn, as in LLaVA-OneVision-2's
     `Qwen2VLPlugin.process_messages`.
+
+    Raises:
+        RecordError: the sample is not a record that can be used.
     """
-    images = fields["images"][i]
-    positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
-    turns = _alternating(fields["prompts"][i], fields["captions"][i])
-    if images and sum(text.count(IMAGE_PLACEHOLDER) for _, text in turns) not in (0, len(images)):
+    turns = _alternating(prompts, captions)
+    if media.images and sum(text.count(IMAGE_PLACEHOLDER) for _, text in turns) not in (0, len(media.images)):
         turns = [(role, text.replace(IMAGE_PLACEHOLDER, "")) for role, text in turns]
         # The line break after a removed placeholder would remain at the start of the prompt.
         turns[0] = (turns[0][0], turns[0][1].lstrip("\n"))
-    fps = fields["fps"][i] if fields["fps"] else None
-    record = {
-        "messages": [{"role": role, "content": text} for role, text in turns],
-        "images": list(media_references(images)),
-        "patch_positions": list(byte_references(positions)),
-        "fps": fps[0] if isinstance(fps, list) and fps else fps or None,
-        "timestamp_decimal": fields["timestamp_decimal"][i] if fields["timestamp_decimal"] else None,
-    }
-    try:
-        conversation = normalize(record)
-    except RecordError as error:
-        raise FormatError(f"sample {i}: {error}") from error
-    return StoredSample(conversation=conversation, length=None, images=images, patch_positions=positions)
+    fps, references = row["fps"], media.references()
+    conversation = normalize(
+        {
+            "messages": [{"role": role, "content": text} for role, text in turns],
+            "images": list(references.get("images", ())),
+            "patch_positions": list(references.get("patch_positions", ())),
+            "fps": fps[0] if isinstance(fps, list) and fps else fps or None,
+            "timestamp_decimal": row["timestamp_decimal"],
+        }
+    )
+    return StoredSample(conversation, None, **media._replace(videos=())._asdict())
 
 
 def _alternating(prompts: Sequence[str], captions: Sequence[str]) -> list[tuple[str, str]]:
@@ -234,13 +205,13 @@ def _alternating(prompts: Sequence[str], captions: Sequence[str]) -> list[tuple[
     return [(role, text) for _, role, text in ordered]
 
 
-def _positions(raw: RawPack, listed: Any) -> list[tuple[bytes, ...]] | None:
-    """Read the .npy files of each sample; None if no sample has any. An empty name means that there is no file."""
+def _position_names(raw: RawPack, listed: Any) -> list[list[str]] | None:
+    """Return the .npy members of each sample; None if no sample has any. An empty name means that there is no file."""
     if not any(name for names in listed or () for name in names or ()):
         return None
     # Empty names stay until the members are found: a name without a member is resolved by its position.
     members = member_names(raw, [[name or "" for name in names or ()] for names in listed], extension="npy")
-    return read_files(raw, [[name for name in names if name] for names in members])
+    return [[name for name in names if name] for names in members]
 
 
 def _weights(conversation: Conversation) -> list[float] | None:

@@ -103,32 +103,45 @@ class StoredSample(NamedTuple):
     videos: tuple[StoredVideo, ...] = ()
 
 
-def media_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, ...]:
-    """Return the bytes of images as references of a conversation."""
+class SampleMedia(NamedTuple):
+    """Media of a sample, under the names that StoredSample and Conversation have for them.
+
+    Attributes:
+        images: images of the conversation, in order.
+        patch_positions: bytes of each .npy file.
+        videos: videos of the conversation, in order.
+    """
+
+    images: tuple[StoredImage, ...] = ()
+    patch_positions: tuple[bytes, ...] = ()
+    videos: tuple[StoredVideo, ...] = ()
+
+    def references(self) -> dict[str, Any]:
+        """Return the bytes as references, arguments of Conversation."""
+        if not any(self):  # most samples of many datasets
+            return {}
+        return {
+            "images": _image_references(self.images),
+            "patch_positions": tuple([MediaReference(data=data) for data in self.patch_positions]),
+            "videos": tuple(
+                [
+                    VideoReference(
+                        file=None if video.file is None else video.file.reference(f"video {place}"),
+                        frames=video.frames,
+                        images=_image_references(video.images),
+                        images_before=video.images_before,
+                    )
+                    for place, video in enumerate(self.videos)
+                ]
+            ),
+        }
+
+
+def _image_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, ...]:
     return tuple([image.reference(f"image {place}") for place, image in enumerate(images)])
 
 
-def byte_references(files: tuple[bytes, ...]) -> tuple[MediaReference, ...]:
-    """Return file contents as references of a conversation."""
-    return tuple([MediaReference(data=data) for data in files])
-
-
-def video_references(videos: tuple[StoredVideo, ...]) -> tuple[VideoReference, ...]:
-    """Return the bytes of videos, and their selected frames, as references of a conversation."""
-    return tuple(
-        [
-            VideoReference(
-                file=None if video.file is None else video.file.reference(f"video {place}"),
-                frames=video.frames,
-                images=media_references(video.images),
-                images_before=video.images_before,
-            )
-            for place, video in enumerate(videos)
-        ]
-    )
-
-
-_READERS = {"read", "lengths", "fields", "samples"}  # methods of a codec that parse a pack, which may be damaged
+_READERS = {"read", "read_row", "lengths"}  # methods of a codec that parse a pack, which may be damaged
 _MEDIA = re.compile(r"(?:img|vid)\w*\.\w+")
 T = TypeVar("T")
 Part = tuple[str, bytes]

@@ -20,24 +20,13 @@ from energon_packed.formats.codec import (
     Codec,
     Part,
     RawPack,
-    StoredImage,
+    SampleMedia,
     StoredSample,
-    StoredVideo,
-    byte_references,
-    media_references,
-    video_references,
 )
-from energon_packed.formats.parts import (
-    has_value,
-    read_files,
-    read_images,
-    read_json,
-    read_object,
-    read_videos,
-    write_json,
-    write_media,
-)
+from energon_packed.formats.parts import has_value, read_json, read_media, read_object, write_json, write_media
 from energon_packed.records import Conversation, Message
+
+_MEDIA = ("images", "patch_positions", "video_files")  # fields of a SAMPLE that name members
 
 
 class MultiMixCodec(Codec):
@@ -58,23 +47,9 @@ class MultiMixCodec(Codec):
 
     def read(self, raw: RawPack) -> list[StoredSample]:
         """Convert the parts of one pack to its samples."""
-        return self.samples(self.fields(raw))
-
-    def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
-        """Return the samples in columns as `fields` returns them."""
-        videos = fields["video_files"] or [()] * len(fields["samples"])
-        columns = zip(fields["samples"], fields["images"], fields["patch_positions"], videos, strict=True)
-        return [_sample(*column) for column in columns]
-
-    def fields(self, raw: RawPack) -> dict[str, Any]:
-        """Return the columns of a pack: SAMPLE objects, `images` as StoredImage, bytes of .npy files, StoredVideos."""
-        samples = self._objects(raw)
-        return {
-            "samples": samples,
-            "images": read_images(raw, [sample.get("images", []) for sample in samples]),
-            "patch_positions": read_files(raw, [sample.get("patch_positions", []) for sample in samples]),
-            "video_files": read_videos(raw, [sample.get("video_files") for sample in samples]),
-        }
+        values = self._objects(raw)
+        media = read_media(raw, *([value.get(name) for value in values] for name in _MEDIA))
+        return list(map(_sample, values, media))
 
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Return the recorded tokens of each sample, or None."""
@@ -141,12 +116,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
     return media.parts, values
 
 
-def _sample(
-    value: Mapping[str, Any],
-    images: tuple[StoredImage, ...],
-    positions: tuple[bytes, ...],
-    videos: Sequence[StoredVideo],
-) -> StoredSample:
+def _sample(value: Mapping[str, Any], media: SampleMedia) -> StoredSample:
     conversation = Conversation(
         id=value.get("id"),
         messages=tuple([_message(message) for message in value.get("messages") or ()]),
@@ -155,9 +125,7 @@ def _sample(
         labels=_array(value.get("labels")),
         loss_weights=None if (weights := value.get("loss_weights")) is None else np.asarray(weights, np.float32),
         weight=value.get("record_weight", 1.0),
-        images=media_references(images),
-        patch_positions=byte_references(positions),
-        videos=video_references(tuple(videos)),
+        **media.references(),
         tools=value.get("tools"),
         video=bool(value.get("video")),
         fps=value.get("fps"),
@@ -169,9 +137,7 @@ def _sample(
         length=value.get("length"),
         truncate=value.get("truncate"),
         is_truncated=bool(value.get("truncated")),
-        images=images,
-        patch_positions=positions,
-        videos=tuple(videos),
+        **media._asdict(),
     )
 
 

@@ -1,8 +1,7 @@
 """JSON and media parts of a pack, shared by the built-in codecs. Input: samples or parts. Output: parts or contents.
 
     write_json, read_json, read_object       the `json` part
-    write_media, read_images, read_files     image and .npy parts
-    read_videos                              video parts, and their fields in the json (videos.py)
+    write_media, read_media                  image, .npy and video parts, and their names in the json
     names_by_sample, member_names            third-party packs whose JSON has other names than their members
 
 LLaVA-OneVision-2's packer lists `img000_sub000.jpg` and stores `img0_0.jpg`; LLaVA-OneVision-1.5's packer lists paths
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.codec import Part, RawPack, StoredImage, StoredSample, StoredVideo
+from energon_packed.formats.codec import Part, RawPack, SampleMedia, StoredImage, StoredSample, StoredVideo
 from energon_packed.formats.references import MEDIA_PART, PATHS
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.options import short
@@ -146,34 +145,32 @@ def _named_video(name: str, video: StoredVideo) -> tuple[dict[str, Any], list[tu
     return {"parts": [part for part, _ in named], **frames}, named
 
 
-def read_images(raw: RawPack, names: Any) -> list[tuple[StoredImage, ...]]:
-    """Return the images named for each sample.
-
-    Raises:
-        FormatError: a member is missing, or a decoder has converted it from bytes.
-    """
-    return [tuple([_stored(raw, name) for name in _names(listed)]) if listed else () for listed in names]
-
-
-def read_files(raw: RawPack, names: Any) -> list[tuple[bytes, ...]]:
-    """Return the bytes of the members named for each sample. Raises as `read_images` does."""
-    return [tuple([_content(raw, name) for name in _names(listed)]) for listed in names]
-
-
-def read_videos(raw: RawPack, listed: Any) -> list[tuple[StoredVideo, ...]] | None:
-    """Return the videos of each sample; None if the pack has none.
+def read_media(
+    raw: RawPack, images: Sequence[Any], positions: Sequence[Any] | None = None, videos: Sequence[Any] | None = None
+) -> list[SampleMedia]:
+    """Return the media of each sample.
 
     Args:
         raw: the pack.
-        listed: `video_files` of each sample, or None.
+        images: image names of each sample.
+        positions: .npy names of each sample; None if the pack has none.
+        videos: `video_files` of each sample; None if the pack has none.
 
     Raises:
         FormatError: a member is missing, or a decoder has converted it from bytes.
         ValueError, LookupError: an entry is damaged.
     """
-    if not has_value(listed or ()):
-        return None
-    return [tuple([_read_video(raw, entry) for entry in entries or ()]) for entries in listed]
+    if not any(images) and not positions and not videos:  # most packs of many datasets
+        return [SampleMedia()] * len(images)
+    none = [()] * len(images)
+    return [
+        SampleMedia(
+            tuple([_stored(raw, name) for name in _names(image_names)]),
+            tuple([_content(raw, name) for name in _names(position_names)]),
+            tuple([_read_video(raw, entry) for entry in entries or ()]),
+        )
+        for image_names, position_names, entries in zip(images, positions or none, videos or none, strict=True)
+    ]
 
 
 def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> StoredVideo:
@@ -204,7 +201,7 @@ def _stored(raw: RawPack, name: str) -> StoredImage:
 
 
 def _names(listed: Any) -> list[str]:
-    return [listed] if isinstance(listed, str) else list(listed)
+    return [listed] if isinstance(listed, str) else list(listed or ())
 
 
 def _content(raw: RawPack, name: str) -> bytes:

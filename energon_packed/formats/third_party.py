@@ -35,8 +35,8 @@ from typing import Any
 
 from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats.captioning import CaptioningCodec
-from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample, media_references
-from energon_packed.formats.parts import optional, read_images, read_json, read_object, write_json, write_media
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample
+from energon_packed.formats.parts import optional, read_json, read_media, read_object, write_json, write_media
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, normalize
 from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED
 
@@ -162,16 +162,16 @@ class LoongForgeCodec(Codec):
         files = value.get("media_files") or [[]] * len(records)
         if len(files) != len(records):
             raise FormatError(f"{key} has media_files of {len(files)} samples, but {len(records)} samples")
-        images = read_images(raw, files if kind == "image" else [[]] * len(records))
+        media = read_media(raw, files if kind == "image" else [()] * len(records))
         ids = (value.get("_meta") or {}).get("sample_ids") or [None] * len(records)
         samples = []
-        for i, (record, name, sample_images) in enumerate(zip(records, ids, images, strict=True)):
-            media = {"images": list(media_references(sample_images))} if sample_images else {}
+        for i, (record, name, of_sample) in enumerate(zip(records, ids, media, strict=True)):
+            images = list(of_sample.references().get("images", ()))
             try:
-                conversation = normalize({"id": name, **record, **media})
+                conversation = normalize({"id": name, **record, **({"images": images} if images else {})})
             except RecordError as error:
                 raise FormatError(f"sample {i} of {key}: {error}") from error
-            samples.append(StoredSample(conversation=conversation, length=None, images=sample_images))
+            samples.append(StoredSample(conversation, length=None, images=of_sample.images))
         return samples
 
     def lengths(self, raw: RawPack) -> list[int | None]:

@@ -12,33 +12,17 @@
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.codec import (
-    Codec,
-    Part,
-    RawPack,
-    StoredSample,
-    byte_references,
-    media_references,
-    video_references,
-)
-from energon_packed.formats.parts import (
-    has_value,
-    read_files,
-    read_images,
-    read_json,
-    read_videos,
-    write_json,
-    write_media,
-)
+from energon_packed.formats.codec import Codec, Part, RawPack, SampleMedia, StoredSample
+from energon_packed.formats.parts import has_value, read_json, read_media, write_json, write_media
 from energon_packed.records import Conversation
 from energon_packed.records.conversation import is_loss_weight
 from energon_packed.seqlens import cu_seqlens_from_lengths
@@ -51,6 +35,41 @@ _HEADER_SIZE = 128  # 10 bytes of magic, version and length, then 0x76 = 118 byt
 _ARRAYS = ("input_ids.npy", "cu_seqlens.npy", "loss_spans.npy", "labels.npy", "weighted_spans.npy")
 _WEIGHTED_SPAN = np.dtype([("start", "<i4"), ("end", "<i4"), ("weight", "<f4")])
 _IGNORE = -100  # label of a token that is not a target, as torch.nn.CrossEntropyLoss ignores it
+
+
+class TokenRow(NamedTuple):
+    """Row of S tokenized samples, as columns.
+
+    Attributes:
+        ids: ids of the samples.
+        input_ids: int32 (T,), images as runs of the image token.
+        labels: int32 (T,), unshifted, -100 for tokens that are not supervised.
+        cu_seqlens: int32 (S+1,), boundaries of the samples.
+        loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
+        media: media of each sample.
+    """
+
+    ids: Sequence[str | None]
+    input_ids: Int32
+    labels: Int32
+    cu_seqlens: Int32
+    loss_weights: Float32 | None
+    media: Sequence[SampleMedia]
+
+    def samples(self) -> list[StoredSample]:
+        """Return the samples."""
+        samples = []
+        bounds = pairwise(self.cu_seqlens.tolist())
+        for ident, (start, end), media in zip(self.ids, bounds, self.media, strict=True):
+            conversation = Conversation(
+                id=ident,
+                input_ids=self.input_ids[start:end].astype(np.int64),
+                labels=self.labels[start:end].astype(np.int64),
+                loss_weights=None if self.loss_weights is None else self.loss_weights[start:end],
+                **media.references(),
+            )
+            samples.append(StoredSample(conversation, end - start, **media._asdict()))
+        return samples
 
 
 class TokensCodec(Codec):
@@ -106,37 +125,14 @@ class TokensCodec(Codec):
 
     def read(self, raw: RawPack) -> list[StoredSample]:
         """Convert the parts of one pack to its samples, which are tokenized."""
-        return self.samples(self.fields(raw))
+        return self.read_row(raw).samples()
 
-    def samples(self, fields: Mapping[str, Any]) -> list[StoredSample]:
-        """Return the samples of a row as `fields` returns it."""
-        samples, weights = [], fields["loss_weights"]
-        for i, (start, end) in enumerate(pairwise(fields["cu_seqlens"].tolist())):
-            images = fields["images"][i]
-            positions = fields["patch_positions"][i] if fields["patch_positions"] else ()
-            videos = tuple(fields["video_files"][i]) if fields["video_files"] else ()
-            conversation = Conversation(
-                id=fields["ids"][i],
-                input_ids=fields["input_ids"][start:end].astype(np.int64),
-                labels=fields["labels"][start:end].astype(np.int64),
-                loss_weights=None if weights is None else weights[start:end],
-                images=media_references(images),
-                patch_positions=byte_references(positions),
-                videos=video_references(videos),
-            )
-            samples.append(
-                StoredSample(
-                    conversation=conversation,
-                    length=end - start,
-                    images=images,
-                    patch_positions=positions,
-                    videos=videos,
-                )
-            )
-        return samples
+    def read_row(self, raw: RawPack) -> TokenRow:
+        """Read the columns of a pack.
 
-    def fields(self, raw: RawPack) -> dict[str, Any]:
-        """Return the int32 arrays of the row, `images` as StoredImage, bytes of .npy files, videos, and ids."""
+        Raises:
+            FormatError: a part is missing or damaged.
+        """
         value = read_json(raw)
         input_ids = _load(raw, "input_ids.npy")
         weights = None
@@ -154,16 +150,8 @@ class TokensCodec(Codec):
             labels = np.full_like(input_ids, _IGNORE)
             for start, end in _load(raw, "loss_spans.npy").tolist():
                 labels[start:end] = input_ids[start:end]
-        return {
-            "input_ids": input_ids,
-            "labels": labels,
-            "loss_weights": weights,
-            "cu_seqlens": _load(raw, "cu_seqlens.npy"),
-            "images": read_images(raw, value["images"]),
-            "patch_positions": read_files(raw, value["patch_positions"]) if value.get("patch_positions") else None,
-            "video_files": read_videos(raw, value.get("video_files")),
-            "ids": value["ids"],
-        }
+        media = read_media(raw, value["images"], value.get("patch_positions"), value.get("video_files"))
+        return TokenRow(value["ids"], input_ids, labels, _load(raw, "cu_seqlens.npy"), weights, media)
 
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Return the tokens of each sample, from the boundaries."""

@@ -53,7 +53,8 @@ def encode_pack(
     if (row := pack.token_row()) is not None:
         # Stored tokens are used as columns, without an object for each sample.
         try:
-            encoded_row = encoder.encode_row(*(row[:4] if row.loss_weights is None else row))
+            input_ids, labels = row.input_ids.astype(np.int64), row.labels.astype(np.int64)
+            encoded_row = encoder.encode_row(row.ids, input_ids, labels, row.cu_seqlens, row.loss_weights)
             encoded_row.source = source
             return encoded_row
         except EnergonPackedError:

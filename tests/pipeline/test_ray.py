@@ -25,6 +25,8 @@ from tests.video_demo import VideoDemo
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
+_NODES: list[Any] = []
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
@@ -34,6 +36,9 @@ def cluster() -> Iterator[Any]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=1)
+    # Ray keeps nodes in functions of atexit only, which a process that multiprocessing of Python 3.13 forks clears; the
+    # node frees its connections there, whose threads the process lacks, and the process ends with SIGSEGV.
+    _NODES.extend(cluster.list_all_nodes())
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster
     ray.shutdown()

@@ -40,13 +40,13 @@ def test_an_array_of_objects_is_not_unpickled(tmp_path: Path, canary: Canary) ->
     array = out.getvalue()
     raw = {"__key__": "0", "input_ids.npy": array, "cu_seqlens.npy": array, "loss_spans.npy": array, "json": b"{}"}
     with pytest.raises(EnergonPackedError, match="input_ids.npy"):
-        codec_for("PackedTokensSample").fields({**raw, "json": b'{"images": [], "ids": []}'})
+        codec_for("PackedTokensSample").read({**raw, "json": b'{"images": [], "ids": []}'})
     assert _shape(array).startswith("damaged")
     huge = io.BytesIO()
     np.lib.format.write_array_header_1_0(huge, {"descr": "<i4", "fortran_order": False, "shape": (2**50,)})
     assert _shape(huge.getvalue()).startswith("damaged")
     with pytest.raises(EnergonPackedError, match="input_ids.npy"):
-        codec_for("PackedTokensSample").fields({"__key__": "0", "input_ids.npy": huge.getvalue(), "json": b"{}"})
+        codec_for("PackedTokensSample").read({"__key__": "0", "input_ids.npy": huge.getvalue(), "json": b"{}"})
     members = [("0.json", {"messages": TALK}), ("0.pkl", pickle.dumps(_Sings(canary.path)))]
     (source,) = open_sources([write_tar(tmp_path / "s.tar", members)], work_dir=tmp_path)
     (row,) = source.scan(0, source.extent())
