@@ -73,6 +73,7 @@ PLACES = {
     "set_matrix": "demo.videos:set_matrix",
     "ROTATIONS": "demo.videos:ROTATIONS",
     # encoding: what decides tokens, one step at a time, against Transformers and Jinja; limits against hostile images
+    "EncodedRow": "encoding:EncodedRow",
     "StoredTokens": "encoding:StoredTokens",
     "TESTED": "encoding.vision.processors:TESTED",
     "VisionInputs": "encoding.vision.positions:VisionInputs",

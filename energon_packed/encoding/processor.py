@@ -332,6 +332,7 @@ class Processor(ABC):
             image_token_id=self.image_token_id,
             video_token_id=self.rules.video_token_id,
             dummy=self.dummy,
+            sources=[None] * len(ids),
         )
 
     def length(self, conversation: Conversation) -> int:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError, Reason, RecordError
+from energon_packed.seqlens import cu_seqlens_from_lengths
 
 if TYPE_CHECKING:
     import torch
@@ -232,7 +233,7 @@ class EncodedRow(Sequence[EncodedSample]):
         image_token_id: token that represents image features, or None.
         video_token_id: token that represents video features, or None.
         dummy: of the first sample that has a dummy, or None.
-        source: dataset that all samples come from, or None.
+        sources: datasets that the S samples come from, or None each.
     """
 
     ids: Sequence[str | None]
@@ -245,7 +246,7 @@ class EncodedRow(Sequence[EncodedSample]):
     image_token_id: int | None = None
     video_token_id: int | None = None
     dummy: EncodedSample | None = None
-    source: SampleSource | None = None
+    sources: Sequence[SampleSource | None]
     _joined: Sequence[EncodedSample] | None = field(default=None, repr=False)
 
     @classmethod
@@ -257,35 +258,45 @@ class EncodedRow(Sequence[EncodedSample]):
         """
         if isinstance(samples, EncodedRow):
             return samples
-        positions = [sample.position_ids for sample in samples if sample.position_ids is not None]
-        if positions and len(positions) < len(samples):
-            raise BatchError("some samples have M-RoPE positions and some do not; use one encoder for all")
         return cls(
             ids=[sample.id for sample in samples],
-            input_ids=np.concatenate([sample.input_ids for sample in samples], dtype=np.int64),
-            labels=np.concatenate([sample.labels for sample in samples], dtype=np.int64),
             cu_seqlens=np.cumsum([0, *map(len, samples)]),
-            position_ids=np.concatenate(positions, axis=1) if positions else None,
-            # A sample without types has only text, which has type 0.
-            token_type_ids=join_columns([(sample.token_type_ids, len(sample)) for sample in samples], np.int64(0)),
-            loss_weights=join_columns([(sample.loss_weights, len(sample)) for sample in samples], np.float32(1)),
-            image_token_id=_first(sample.image_token_id for sample in samples),
-            video_token_id=_first(sample.video_token_id for sample in samples),
-            dummy=_first(sample.dummy for sample in samples),
+            sources=[sample.source for sample in samples],
             _joined=samples,
+            **_joined_columns(samples),
+        )
+
+    @classmethod
+    def joined(cls, rows: Sequence[Sequence[EncodedSample]]) -> Sequence[EncodedSample]:
+        """Return the samples of all rows; stored rows are joined by their columns, into an EncodedRow.
+
+        Raises:
+            BatchError: some of the stored rows have M-RoPE positions and some do not.
+        """
+        if len(rows) == 1:
+            return rows[0]
+        stored = [row for row in rows if isinstance(row, EncodedRow) and row._joined is None]
+        if not rows or len(stored) < len(rows):
+            return [sample for row in rows for sample in row]
+        return cls(
+            ids=[ident for row in stored for ident in row.ids],
+            cu_seqlens=cu_seqlens_from_lengths(np.concatenate([np.diff(row.cu_seqlens) for row in stored])),
+            sources=[source for row in stored for source in row.sources],
+            **_joined_columns(stored),
         )
 
     @cached_property
     def _samples(self) -> Sequence[EncodedSample]:
         if self._joined is not None:
             return self._joined
-        names = ("image_token_id", "video_token_id", "dummy", "source")
-        shared = {name: getattr(self, name) for name in names}
+        shared = {name: getattr(self, name) for name in ("image_token_id", "video_token_id", "dummy")}
         samples = []
-        for ident, (start, end) in zip(self.ids, pairwise(self.cu_seqlens.tolist()), strict=True):
+        bounds = pairwise(self.cu_seqlens.tolist())
+        for ident, source, (start, end) in zip(self.ids, self.sources, bounds, strict=True):
             sample = object.__new__(EncodedSample)  # a third of the time of the dataclass's __init__
             fields = vars(sample)
-            fields.update(shared, id=ident, input_ids=self.input_ids[start:end], labels=self.labels[start:end])
+            fields.update(shared, id=ident, source=source)
+            fields.update(input_ids=self.input_ids[start:end], labels=self.labels[start:end])
             if self.position_ids is not None:
                 fields["position_ids"] = self.position_ids[:, start:end]
             if self.token_type_ids is not None:
@@ -317,11 +328,6 @@ class EncodedRow(Sequence[EncodedSample]):
                 return samples
         return ()
 
-    @property
-    def sources(self) -> list[SampleSource | None]:
-        """Dataset of each sample."""
-        return [self.source] * len(self) if self._joined is None else [sample.source for sample in self._joined]
-
     def __len__(self) -> int:
         return len(self.ids)
 
@@ -336,3 +342,25 @@ class EncodedRow(Sequence[EncodedSample]):
 
     def __iter__(self) -> Iterator[EncodedSample]:
         return iter(self._samples)  # Sequence.__iter__ would call `__getitem__` for each sample
+
+
+def _joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, Any]:
+    """Columns of a row, from the columns of its samples or of shorter rows.
+
+    Raises:
+        BatchError: some parts have M-RoPE positions and some do not.
+    """
+    positions = [part.position_ids for part in parts if part.position_ids is not None]
+    if positions and len(positions) < len(parts):
+        raise BatchError("some samples have M-RoPE positions and some do not; use one encoder for all")
+    return {
+        "input_ids": np.concatenate([part.input_ids for part in parts], dtype=np.int64),
+        "labels": np.concatenate([part.labels for part in parts], dtype=np.int64),
+        "position_ids": np.concatenate(positions, axis=1) if positions else None,
+        # A sample without types has only text, which has type 0.
+        "token_type_ids": join_columns([(part.token_type_ids, len(part.input_ids)) for part in parts], np.int64(0)),
+        "loss_weights": join_columns([(part.loss_weights, len(part.input_ids)) for part in parts], np.float32(1)),
+        "image_token_id": _first(part.image_token_id for part in parts),
+        "video_token_id": _first(part.video_token_id for part in parts),
+        "dummy": _first(part.dummy for part in parts),
+    }

@@ -91,8 +91,7 @@ class Collator(ABC):
         if features and isinstance(features[0], dict) and PACK in features[0]:
             features = [feature[PACK] for feature in features]
         if features and isinstance(features[0], (list, EncodedRow)):
-            samples = features[0] if len(features) == 1 else [sample for pack in features for sample in pack]
-            return self._inputs(self.collate(samples))
+            return self._inputs(self.collate(EncodedRow.joined(features)))
         if features and is_features(features[0]):
             return self._inputs(self.collate([from_features(feature) for feature in features]))
         return self.collate(features)
@@ -294,7 +293,7 @@ class PaddingFreeCollator(Collator):
             **(_videos(with_images, self.pixel_dtype) if with_images else {}),
             **(_vision_inputs(with_images, self.pixel_dtype) if with_images else {}),
             ids=list(row.ids),
-            sources=row.sources,
+            sources=list(row.sources),
             num_images=num_images,
             num_videos=num_videos,
             image_token_id=row.image_token_id,

@@ -55,7 +55,7 @@ def encode_pack(
         try:
             input_ids, labels = row.input_ids.astype(np.int64), row.labels.astype(np.int64)
             encoded_row = encoder.encode_row(row.ids, input_ids, labels, row.cu_seqlens, row.loss_weights)
-            encoded_row.source = source
+            encoded_row.sources = [source] * len(encoded_row)
             return encoded_row
         except EnergonPackedError:
             pass  # encode sample by sample below: only the bad sample is skipped, and its error names it
@@ -274,7 +274,7 @@ def _encode_packs(packs: Sequence[PackSample], processor: Processor, *, check_le
             rows.append(encode_pack(pack, processor, check_lengths=check_lengths, on_failure=on_failure))
         except EnergonPackedError as error:
             on_failure(error, pack)
-    return Encoded(rows[0] if len(rows) == 1 else [sample for row in rows for sample in row], failures)
+    return Encoded(EncodedRow.joined(rows), failures)
 
 
 def _encode_single(value: Any, processor: Processor) -> Encoded:

@@ -19,7 +19,7 @@ from energon_packed import (
     PaddingFreeCollator,
     SampleSource,
 )
-from tests.internals import StoredTokens, with_extra, with_weights
+from tests.internals import EncodedRow, StoredTokens, with_extra, with_weights
 
 
 def sample(ids: list[int], first_target: int = 0, *, mrope: bool = False) -> EncodedSample:
@@ -179,7 +179,7 @@ def test_a_row_is_collated_as_its_samples(encoder: Any, options: dict[str, Any])
     tokens = np.arange(11, 22)
     labels = np.where(tokens % 4, tokens, -100)
     row = encoder.encode_row(["a", "b", None], tokens, labels, np.array([0, 3, 5, 11], dtype=np.int32))
-    row.source = SampleSource("data", {})
+    row.sources = [SampleSource("data", {})] * 3
     collator = PaddingFreeCollator(**options)
     of_row, of_samples = collator.collate(row), collator.collate(list(row))
     assert len(row) == 3
@@ -202,6 +202,32 @@ def test_a_row_is_collated_as_its_samples(encoder: Any, options: dict[str, Any])
     assert row.cu_seqlens.tolist() == [0, 3, 5, 11]
     assert row.input_ids.tolist() == list(range(11, 22))
     assert row.labels.tolist() == labels.tolist()
+
+
+@pytest.mark.parametrize("encoder", [StoredTokens(), WithTypes()])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_stored_rows_are_joined_by_their_columns(encoder: Any, weighted: bool) -> None:
+    """A loader with several packs in a batch."""
+    first, second = (np.arange(start, start + 9) for start in (11, 40))
+    weights = np.linspace(0.5, 1.5, 9, dtype=np.float32) if weighted else None
+    rows = [
+        encoder.encode_row(["a", "b"], first, first, [0, 4, 9], weights),
+        encoder.encode_row(["c"], second, second, [0, 9], None),
+    ]
+    rows[0].sources, rows[1].sources = [SampleSource("data", {}), SampleSource("more", {})], [None]
+    joined: Any = EncodedRow.joined(rows)
+    expected = EncodedRow.of([one for row in rows for one in row])
+    for name in (one.name for one in fields(EncodedRow) if one.name != "_joined"):
+        found, wanted = getattr(joined, name), getattr(expected, name)
+        if isinstance(wanted, np.ndarray):
+            assert (found.tolist(), found.dtype.kind) == (wanted.tolist(), wanted.dtype.kind), name
+        else:
+            assert found == wanted, name
+    assert isinstance(joined, EncodedRow)  # no list of samples
+    assert [len(one) for one in joined] == [4, 5, 9]
+    assert EncodedRow.joined(rows[:1]) is rows[0]
+    assert EncodedRow.joined([rows[0], list(rows[1])]) == [*rows[0], *rows[1]]
+    assert EncodedRow.joined([]) == []
 
 
 @pytest.mark.parametrize("own_types", [True, False])

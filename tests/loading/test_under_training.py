@@ -78,13 +78,13 @@ class Faulty(StoredTokens):
         if hangs:
             os.mkfifo(self.fifo)
 
-    def encode_row(self, ids: Any, input_ids: Any, labels: Any, cu_seqlens: Any) -> Any:
+    def encode_row(self, ids: Any, input_ids: Any, labels: Any, cu_seqlens: Any, loss_weights: Any = None) -> Any:
         if "r13" in ids and self.flag.exists():
             if self.hangs:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)  # what waits for a disk is deaf to it
                 os.open(self.fifo, os.O_RDONLY)  # nobody ever writes to it
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().encode_row(ids, input_ids, labels, cu_seqlens)
+        return super().encode_row(ids, input_ids, labels, cu_seqlens, loss_weights)
 
 
 def write(folder: Path, first: int = 0) -> Path:
@@ -373,7 +373,7 @@ class Raising(StoredTokens):
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def encode_row(self, ids: Any, input_ids: Any, labels: Any, cu_seqlens: Any) -> Any:
+    def encode_row(self, ids: Any, input_ids: Any, labels: Any, cu_seqlens: Any, loss_weights: Any = None) -> Any:
         class Local(Exception):
             pass
 
@@ -384,7 +384,7 @@ class Raising(StoredTokens):
             errors = [Local("the cause"), LocalOfThePackage("the cause"), WithMessage("the cause")]
             errors.append(TwoArguments("the", "cause"))
             raise next(error for error in errors if type(error).__name__ == self.kind)
-        return super().encode_row(ids, input_ids, labels, cu_seqlens)
+        return super().encode_row(ids, input_ids, labels, cu_seqlens, loss_weights)
 
 
 @pytest.mark.parametrize("kind", ["Local", "LocalOfThePackage", "WithMessage", "TwoArguments"])

@@ -36,8 +36,8 @@ def cluster() -> Iterator[Any]:
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     for _ in range(2):
         cluster.add_node(num_cpus=1)
-    # Ray keeps nodes in functions of atexit only, which a process that multiprocessing of Python 3.13 forks clears; the
-    # node frees its connections there, whose threads the process lacks, and the process ends with SIGSEGV.
+    # Only functions of atexit refer to the nodes later. A process that multiprocessing of Python 3.13 forks drops the
+    # functions and ends with SIGSEGV, because a node closes connections whose threads are not in that process.
     _NODES.extend(cluster.list_all_nodes())
     ray.init(address=cluster.address, log_to_driver=False)
     yield cluster

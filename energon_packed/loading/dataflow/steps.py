@@ -23,7 +23,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple
 
-from energon_packed.encoding import EncodedSample
+from energon_packed.encoding import EncodedRow, EncodedSample
 from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step, WorkerStream, count_failures, failures_of
 from energon_packed.loading.distributors.base import LoaderLayout
@@ -309,8 +309,7 @@ class PlannedSteps(Steps):
                 dropped.append(place)
         if is_counted:
             roles.failures.use(len(used))
-        # A single row is collated by its columns.
-        samples = rows[0] if len(rows) == 1 else [sample for row in rows for sample in row]
+        samples = EncodedRow.joined(rows)
         return roles.collator.collate(samples) if samples else None, used, dropped
 
     def _dropped_at_the_end(self, segment: Segment) -> list[int]:
