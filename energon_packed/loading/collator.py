@@ -1,39 +1,29 @@
 """Collators: a list of EncodedSamples (or an EncodedRow) in, one PackedBatch out, padding-free unless requested.
 
-Subclasses of `Collator` implement `collate`; `PaddingFreeCollator` is the default. Rows without images and videos can
-get a dummy image (`DummyImages`), so that the vision tower runs on every rank:
-
-    rank 0   |-- text --|-- image --|             forward and backward through the vision tower
-    rank 1   |-- text --|-- text --|(dummy)       the same collective operations, with zero gradient
-
-DDP and FSDP reduce gradients, and FSDP gathers weights, in operations that every rank must join. A rank whose row has
-no image and no video skips the vision tower, and the other ranks wait for it forever. The dummy is the row's tail
-segment: padding with its own boundaries, without a target.
+Subclasses of `Collator` implement `collate`; `PaddingFreeCollator` is the default. `row_media.py` joins the media of
+samples, and `dummy_images.py` chooses the dummy image of a row without media.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from functools import reduce
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedRow, EncodedSample
-from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.batch import PackedBatch, trainer_inputs
-from energon_packed.loading.features import PACK, from_features, is_features
-from energon_packed.loading.ranks import DISPATCHED, dispatch_refusal, is_dispatched, is_distributed
+from energon_packed.loading.dummy_images import DummyChoice, DummyImages
+from energon_packed.loading.features import row_of
+from energon_packed.loading.ranks import DISPATCHED, dispatch_refusal, is_dispatched
+from energon_packed.loading.row_media import media_tensors
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 LossWeighting = Literal["token", "sample", "sqrt"]
-DummyChoice = Literal["auto", "always", "never"]
 _EXPONENT: dict[str, float] = {"token": 0.0, "sample": 1.0, "sqrt": 0.5}
-_log = logging.getLogger(__name__)
 
 
 class Collator(ABC):
@@ -88,12 +78,9 @@ class Collator(ABC):
                     "of the loader to the packs per step."
                 )
             return self._inputs(features[0])
-        if features and isinstance(features[0], dict) and PACK in features[0]:
-            features = [feature[PACK] for feature in features]
-        if features and isinstance(features[0], (list, EncodedRow)):
-            return self._inputs(self.collate(EncodedRow.joined(features)))
-        if features and is_features(features[0]):
-            return self._inputs(self.collate([from_features(feature) for feature in features]))
+        rows = [row for feature in features if (row := row_of(feature)) is not None]
+        if rows and len(rows) == len(features):
+            return self._inputs(self.collate(EncodedRow.joined(rows)))
         return self.collate(features)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -199,22 +186,6 @@ class PaddingFreeCollator(Collator):
         self.pad_token_id = pad_token_id
         self.dummy_images = DummyImages(dummy_images)
 
-    def __call__(self, features: Sequence[Any]) -> Any:
-        """Collate as Collator does; packs and features require `loss_weighting` 'token', except in a PackedTrainer.
-
-        Trainer ignores `loss_mask`, so other weightings would be lost without an error. Features are
-        `{"input_ids", "labels"}` as lists, arrays or tensors, as for Transformers' `DataCollatorWithFlattening`;
-        without labels, all tokens but the first are targets.
-        """
-        is_lost = self.loss_weighting != "token" and not self._with_weights
-        if is_lost and features and isinstance(features[0], list | dict | PackedBatch):
-            raise BatchError(
-                f"`loss_weighting` must be 'token' for packs and features, got {self.loss_weighting!r}: a model's own "
-                "loss ignores loss_mask. Use collate() and batch.loss(logits) in the training step, or set "
-                "`loss_weighting` to 'token'."
-            )
-        return super().__call__(features)
-
     def collate(self, samples: Sequence[EncodedSample]) -> PackedBatch:
         """Combine the samples into one row, in this order.
 
@@ -289,9 +260,7 @@ class PaddingFreeCollator(Collator):
             cu_seqlens_padded=torch.from_numpy(bounds) if is_padded_between else None,
             max_seqlen=int(segments.max()),
             padding_mask=None if padding is None else _row(padding),
-            **(_images(with_images, self.pixel_dtype) if with_images else {}),
-            **(_videos(with_images, self.pixel_dtype) if with_images else {}),
-            **(_vision_inputs(with_images, self.pixel_dtype) if with_images else {}),
+            **(media_tensors(with_images, self.pixel_dtype) if with_images else {}),
             ids=list(row.ids),
             sources=list(row.sources),
             num_images=num_images,
@@ -300,6 +269,15 @@ class PaddingFreeCollator(Collator):
             video_token_id=row.video_token_id,
             token_type_ids=_token_types(row, real, dummy, bounds),
         )
+
+    def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
+        if self.loss_weighting != "token" and not self._with_weights:
+            raise BatchError(
+                f"`loss_weighting` must be 'token' for packs and features, got {self.loss_weighting!r}: a model's own "
+                "loss ignores loss_mask. Use collate() and batch.loss(logits) in the training step, or set "
+                "`loss_weighting` to 'token'."
+            )
+        return super()._inputs(batch)
 
     def _weights(
         self, is_target: npt.NDArray[np.bool_], bounds: npt.NDArray[np.int32]
@@ -338,126 +316,6 @@ class PaddingFreeCollator(Collator):
         return torch.from_numpy(rows).unsqueeze(1)
 
 
-class DummyImages:
-    """Chooses the dummy image of each row: `encoder.dummy` of its samples, or the dummy passed as `choice`.
-
-    Args:
-        choice: `auto` (if several ranks train), `always`, `never`, or the dummy: `encoder.dummy`.
-
-    Raises:
-        ConfigError: an unknown choice, or a dummy without an image.
-    """
-
-    def __init__(self, choice: DummyChoice | EncodedSample) -> None:
-        fixed = choice if isinstance(choice, EncodedSample) else None
-        if fixed is None and choice not in (valid := get_args(DummyChoice)):
-            raise ConfigError(f"`dummy_images` must be one of {', '.join(valid)}, or `encoder.dummy`, got {choice!r}.")
-        if fixed is not None and fixed.num_images == 0:
-            raise ConfigError(
-                "`dummy_images` must be a sample with an image, got a sample without. Pass `encoder.dummy` of a "
-                "vision encoder."
-            )
-        self._fixed = fixed
-        self._choice = choice
-        self._is_warned = False
-        self._is_distributed = is_distributed()  # asked here too: spawned workers do not know the process group
-
-    def candidate(self, of_row: EncodedSample | None) -> EncodedSample | None:
-        """The dummy for rows of these samples, if they have no image; None if they do not get a dummy.
-
-        Args:
-            of_row: the dummy of the row's samples.
-
-        Raises:
-            BatchError: `always`, but no sample comes from a vision encoder.
-        """
-        if self._choice == "never":
-            return None
-        dummy = self._fixed or of_row
-        if dummy is not None and self._choice == "auto" and not (self._is_distributed or is_distributed()):
-            return None
-        if dummy is None and self._choice == "always":
-            raise BatchError(
-                "`dummy_images='always'` needs samples of an encoder with a vision family. Pass "
-                "`dummy_images=encoder.dummy`."
-            )
-        return dummy
-
-    def fit(self, dummy: EncodedSample | None, room: int | None) -> EncodedSample | None:
-        """Return the dummy if the row has room for it; with `auto`, warn once and return None if not.
-
-        Args:
-            dummy: result of `candidate`.
-            room: tokens that the row may still get; None without a limit, negative if the row is too long already,
-                which is reported elsewhere.
-
-        Raises:
-            BatchError: no room, and the choice is not `auto`.
-        """
-        if dummy is None or room is None or room < 0 or len(dummy) <= room:
-            return dummy
-        reason = (
-            f"A row without images has room for {room} tokens up to `pad_to`, but the dummy image that lets all ranks "
-            f"run the vision tower needs {len(dummy)}. Set `pad_to` to at least `seq_len` + {len(dummy)}, or pack "
-            "with a smaller `seq_len`"
-        )
-        if self._choice != "auto":
-            raise BatchError(f"{reason}, or set `dummy_images` to 'never'.")
-        if not self._is_warned:
-            self._is_warned = True
-            _log.warning("%s. Until then, ranks may wait for each other (DDP, FSDP).", reason)
-        return None
-
-
-def _images(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
-    """Pixels, grids and patch positions of all images of a row."""
-    with_grid = [sample for sample in samples if sample.image_grid_thw is not None]
-    if len({sample.patch_positions is None for sample in with_grid}) > 1:
-        raise BatchError("Some samples with images have patch positions and some do not. Use one encoder for all.")
-    positions = [torch.from_numpy(s.patch_positions) for s in with_grid if s.patch_positions is not None]
-    return {
-        "pixel_values": _pixel_row([sample.pixel_values for sample in samples], dtype),
-        "image_grid_thw": _joined([s.image_grid_thw for s in with_grid if s.image_grid_thw is not None]),
-        "patch_positions": _joined(positions),
-    }
-
-
-def _videos(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, torch.Tensor | None]:
-    """Pixels, grids and seconds of all video files of a row."""
-    with_grid = [sample for sample in samples if sample.video_grid_thw is not None]
-    if not with_grid:
-        return {}
-    seconds = [s.second_per_grid_ts for s in with_grid if s.second_per_grid_ts is not None]
-    if seconds and len(seconds) < len(with_grid):
-        raise BatchError("Some samples with videos have second_per_grid_ts and some do not. Use one encoder for all.")
-    return {
-        "pixel_values_videos": _pixel_row([sample.pixel_values_videos for sample in samples], dtype),
-        "video_grid_thw": _joined([s.video_grid_thw for s in with_grid if s.video_grid_thw is not None]),
-        # Processors return float32, and M-RoPE positions depend on the rounding.
-        "second_per_grid_ts": torch.from_numpy(np.concatenate(seconds).astype(np.float32)) if seconds else None,
-    }
-
-
-def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, Any]:
-    """Arguments of vision towers without patches and grids, and the slices of each sample in them."""
-    inputs = [sample.vision_inputs for sample in samples if sample.vision_inputs is not None]
-    if not inputs:
-        return {}
-    dims = {tuple(values.dims.items()) for values in inputs}
-    has_grid = any(not (s.image_grid_thw is None and s.video_grid_thw is None) for s in samples)
-    if has_grid or len(dims) > 1:
-        raise BatchError("Images of different vision families cannot share a row. Use one encoder for all samples.")
-    values, places = VisionInputs.joined(inputs)
-    if dtype is not None:
-        values = {name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()}
-    slices = iter(places)
-    return {
-        "vision_inputs": values,
-        "vision_dims": inputs[0].dims,
-        "vision_places": [{} if sample.vision_inputs is None else next(slices) for sample in samples],
-    }
-
-
 def _token_types(
     row: EncodedRow, real: Any, dummy: EncodedSample | None, bounds: npt.NDArray[np.int32]
 ) -> torch.Tensor | None:
@@ -473,38 +331,5 @@ def _token_types(
     return _row(types)
 
 
-def _pixel_row(pixels: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor | None:
-    """Pixels of all samples, (patches, patch_dim)."""
-    parts = [values for values in pixels if values is not None]
-    if not parts:
-        return None
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        raise BatchError(f"Patches must have one shape, got {sorted(shapes)}. Use one encoder for all samples.")
-    if any(part.device.type != "cpu" for part in parts):
-        return torch.cat([part.to(dtype=dtype) for part in parts])
-    dtype = dtype or reduce(torch.promote_types, (part.dtype for part in parts))
-    # One pass converts and joins; `torch.cat` of converted parts would write all pixels twice.
-    out = _empty((sum(part.shape[0] for part in parts), *shapes.pop()), dtype)
-    start = 0
-    for part in parts:
-        out[start : start + len(part)].copy_(part)
-        start += len(part)
-    return out
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in memory of NumPy, which requests huge pages: filling it is up to four times as fast."""
-    if dtype == torch.bfloat16:
-        return torch.from_numpy(np.empty(shape, dtype=np.int16)).view(torch.bfloat16)
-    if dtype == torch.float32:
-        return torch.from_numpy(np.empty(shape, dtype=np.float32))
-    return torch.empty(shape, dtype=dtype)
-
-
 def _row(array: Any) -> torch.Tensor:
     return torch.from_numpy(array[None])  # a third of the time of `unsqueeze`
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    return torch.cat(list(parts)) if parts else None

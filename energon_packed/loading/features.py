@@ -2,16 +2,18 @@
 
 | function | input | output |
 |---|---|---|
+| `row_of` | an item of a DataLoader | its samples |
 | `from_features` | `{"input_ids": [...], "labels": [...]}` of one sample | EncodedSample |
 | `hf_dataset` | PackedDataset or PlannedDataset | `datasets.Dataset`, for trainers that accept nothing else |
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding import IGNORE_INDEX, EncodedRow, EncodedSample
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
 from energon_packed.records.fields import shown
@@ -24,6 +26,22 @@ INDEX = "input_ids"
 def is_features(value: Any) -> bool:
     """Whether a value is a dict with the token ids of one sample, and neither messages nor images nor videos."""
     return isinstance(value, dict) and "input_ids" in value and not {"messages", "images", "videos"} & value.keys()
+
+
+def row_of(item: Any) -> Sequence[EncodedSample] | None:
+    """Return the samples of an item that a DataLoader passes to its collator: a pack, a row of `to_hf()`, or features.
+
+    Returns:
+        None for another item, such as a sample.
+
+    Raises:
+        BatchError: as `from_features`.
+    """
+    if isinstance(item, dict) and PACK in item:
+        item = item[PACK]
+    if isinstance(item, list | EncodedRow):
+        return item
+    return [from_features(item)] if is_features(item) else None
 
 
 def from_features(feature: dict[str, Any]) -> EncodedSample:
