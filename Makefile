@@ -47,6 +47,7 @@ demo: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/make_keywords.py --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

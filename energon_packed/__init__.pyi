@@ -1,6 +1,7 @@
 # The public names, in one list: loaded when they are first used, so that importing the package costs nothing.
 from .encoding import ChatEncoder as ChatEncoder
 from .encoding import EncodedSample as EncodedSample
+from .encoding import EncoderSettings as EncoderSettings
 from .encoding import Measurement as Measurement
 from .encoding import Processor as Processor
 from .encoding import SampleSource as SampleSource
@@ -67,12 +68,13 @@ from .loading.distributors.datasets import MapDistributor as MapDistributor
 from .loading.distributors.energon import EnergonDistributor as EnergonDistributor
 from .loading.distributors.mixture import MixtureDistributor as MixtureDistributor
 from .loading.distributors.rank_partitioned import RankPartitionedDistributor as RankPartitionedDistributor
-from .loading.energon.config import LoaderConfig as LoaderConfig
 from .loading.energon.packed_loader import get_packed_loader as get_packed_loader
 from .loading.energon.task_encoder import PackedTaskEncoder as PackedTaskEncoder
 from .loading.joint import JointLoader as JointLoader
 from .loading.manifests import steps_per_epoch as steps_per_epoch
 from .loading.monitoring.metrics import ThroughputMetrics as ThroughputMetrics
+from .loading.options import LoaderOptions as LoaderOptions
+from .loading.options import PackedLoaderOptions as PackedLoaderOptions
 from .loading.packers.base import Packer as Packer
 from .loading.packers.pool import BalancedPoolPacker as BalancedPoolPacker
 from .loading.packers.pool import PoolPacker as PoolPacker

@@ -20,13 +20,16 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypeVar, Unpack
 
 from energon_packed import storage
 from energon_packed.errors import ConfigError
+from energon_packed.keywords import OptionKeywords
 
 _KEY = "option"  # of the declaration in the metadata of a dataclass field
+_NO_NAMES: Mapping[str, str] = types.MappingProxyType({})
 _LARGEST = 2**63 - 1  # files and kernels store integers as int64
 # Without this check, Path("hf://x") would become a local folder named `hf:`. Path collapses `//` to `/`.
 _REMOTE = re.compile(r"(s3|s3a|gs|gcs|hf|az|abfs|abfss|hdfs|https?|msc):/", re.IGNORECASE)
@@ -89,26 +92,13 @@ class Declaration:
         return self.choices() if callable(self.choices) else self.choices
 
 
-class _Limits(TypedDict, total=False):
-    """The optional attributes of `Declaration`."""
-
-    metavar: str | None
-    choices: tuple[str, ...] | Callable[[], tuple[str, ...]] | None
-    minimum: float | None
-    parse: Callable[[Any], Any] | None
-    decides: str
-    shown_default: str | None
-    needed: bool
-    repeatable: bool
-
-
 def option(
     default: Any = dataclasses.MISSING,
     *,
     help: str,
     group: str,
     flags: tuple[str, ...] | None = None,
-    **limits: Unpack[_Limits],
+    **limits: Unpack[OptionKeywords],
 ) -> Any:
     """Return a dataclass field with a declaration.
 
@@ -123,9 +113,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def declared_again(cls: type[Any], name: str, default: Any) -> Any:
-    """Return a dataclass field with the declaration of `name` in `cls`, and another default."""
-    return dataclasses.field(default=default, metadata=cls.__dataclass_fields__[name].metadata)
+def declared_again(cls: type[Any], name: str, default: Any, **limits: Unpack[OptionKeywords]) -> Any:
+    """Return a dataclass field with the declaration of `name` in `cls`, except for the default and other limits."""
+    return option(default, **{**cls.__dataclass_fields__[name].metadata[_KEY], **limits})
 
 
 def declared(cls: type[Any]) -> list[Declaration]:
@@ -134,38 +124,44 @@ def declared(cls: type[Any]) -> list[Declaration]:
     return [_declaration(field, hints[field.name]) for field in dataclasses.fields(cls) if _KEY in field.metadata]
 
 
-def make(cls: type[T], values: Mapping[str, Any], *, what: str = "argument", others: Iterable[str] = ()) -> T:
-    """Build an option object.
-
-    Args:
-        cls: the option class.
-        values: by name.
-        what: noun for the names in messages.
-        others: further names that the caller accepts, for suggestions.
-
-    Raises:
-        ConfigError: a name is unknown (the message suggests a similar name), or a required name is missing.
-    """
-    check_names(cls, values, what=what, others=others)
+def make(
+    cls: type[T], values: Mapping[str, Any], *, what: str = "argument", refused: Mapping[str, str] = _NO_NAMES
+) -> T:
+    """Build an option object from values by name; arguments and errors as for `check_names`."""
+    check_names(cls, values, what=what, refused=refused)
     return cls(**values)
 
 
-def check_names(cls: type[Any], values: Iterable[str], *, what: str = "argument", others: Iterable[str] = ()) -> None:
-    """Refuse names that are not fields of an option class, and missing names; arguments as for `make`.
+def check_names(
+    cls: type[Any], values: Iterable[str], *, what: str = "argument", refused: Mapping[str, str] = _NO_NAMES
+) -> None:
+    """Refuse names that are not fields of an option class, and missing names.
+
+    Args:
+        cls: the option class.
+        values: names of the values.
+        what: noun for the names in messages.
+        refused: names that users of other tools know, with the end of the message about each.
 
     Raises:
         ConfigError: a name is unknown (the message suggests a similar name), or a required name is missing.
     """
     names = [field.name for field in dataclasses.fields(cls)]
     if unknown := [name for name in values if name not in names]:
-        valid = [*names, *others]
-        close = difflib.get_close_matches(unknown[0], valid, 1)
-        hint = f"; did you mean `{close[0]}`?" if close else f"; valid names: {', '.join(valid)}"
+        if unknown[0] in refused:
+            raise ConfigError(f"`{unknown[0]}` is not an option of {refused[unknown[0]]}")
+        close = difflib.get_close_matches(unknown[0], names, 1)
+        hint = f"; did you mean `{close[0]}`?" if close else f"; valid names: {', '.join(names)}"
         raise ConfigError(f"unknown {what} {unknown[0]!r}{hint}")
     required = [declaration.name for declaration in declared(cls) if declaration.is_required]
     if missing := [name for name in required if name not in values]:
         plural = "s" if len(missing) > 1 else ""
         raise ConfigError(f"missing required argument{plural}: {', '.join(f'`{name}`' for name in missing)}")
+
+
+def values_of(cls: type[Any], options: Any) -> dict[str, Any]:
+    """Values of the fields of an option class, from an object of this class or of a subclass with more fields."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(cls)}
 
 
 def check(options: Any) -> None:
@@ -185,6 +181,9 @@ def check(options: Any) -> None:
         if isinstance(value, str) and declaration.parse is not None:
             value = declaration.parse(value)
             object.__setattr__(options, name, value)  # option classes are frozen
+        if kind is int and not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's integers, too
+            value = int(value)
+            object.__setattr__(options, name, value)
         limit = ""
         if kind is Path and isinstance(value, str | Path):
             object.__setattr__(options, name, as_path(value, name))

@@ -15,15 +15,14 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.engines import EngineName
 from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, is_same_folder, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
-from energon_packed.encoding.rendering import LOSS_ON, LossOn, Rendered, Renderer
+from energon_packed.encoding.rendering import LOSS_ON, Rendered, Renderer
 from energon_packed.encoding.sample import (
     IGNORE_INDEX,
     EncodedRow,
@@ -35,7 +34,7 @@ from energon_packed.encoding.settings import IMAGES, EncoderSettings
 from energon_packed.encoding.special_text import SpecialText, control_tokens_of
 from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.tokenizer import TextTokenizer, Weights
-from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
+from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.media import (
     MediaSize,
     measure_media,
@@ -48,6 +47,7 @@ from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels
 from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.encoding.vision.timestamps import has_timestamps
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
+from energon_packed.keywords import EncoderKeywords
 from energon_packed.options import declared, make, plain_values
 from energon_packed.records import Conversation
 from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED, TIMESTAMPS_WRITTEN
@@ -61,6 +61,8 @@ _NO_MEDIA = MediaSize()
 # Part of the fingerprint; increase it when the same input produces different tokens.
 _VERSION = 1
 _DIGITS = 12  # characters shown of a fingerprint
+_OF_TEXT = ("loss_on", "allow_special_in_text")
+"""Settings that change the tokens of an encoder that was made in Python."""
 
 
 class ChatEncoder(Processor):
@@ -76,16 +78,15 @@ class ChatEncoder(Processor):
     Args:
         tokenizer: a fast Transformers tokenizer.
         vision: image processing of the model family; None for text only.
-        loss_on: supervised text: `assistant` (every assistant turn), `last` (only the last) or `all` (all text).
-        tokenizer_engine: `auto`, `tokenizers` or `fastokens`; the ids are the same.
-        allow_special_in_text: special tokens written in record text are control tokens instead of plain text.
+        settings: the settings of text; images are already decided by `vision`.
 
     Attributes:
         tokenizer: the Transformers tokenizer.
         vision: image processing of the model family; None for text only.
+        settings: the settings of the encoder; with a `tokenizer`, the encoder was loaded by them.
 
     Raises:
-        ConfigError: a slow tokenizer, an unknown `loss_on`, a tokenizer without the family's image token, or an
+        ConfigError: a slow tokenizer, a tokenizer without the family's image token, or an
             engine that cannot be used.
 
     Examples:
@@ -100,27 +101,20 @@ class ChatEncoder(Processor):
 
     @announced("analyzing the chat template")
     def __init__(
-        self,
-        tokenizer: Any,
-        vision: VisionFamily | None = None,
-        *,
-        loss_on: LossOn = "assistant",
-        tokenizer_engine: EngineName = "auto",
-        allow_special_in_text: bool = False,
+        self, tokenizer: Any, vision: VisionFamily | None = None, settings: EncoderSettings | None = None
     ) -> None:
-        if loss_on not in LOSS_ON:
-            raise ConfigError(f"`loss_on` must be one of {', '.join(LOSS_ON)}, got {loss_on!r}.")
+        self.settings = settings = settings or EncoderSettings()
         self.tokenizer = tokenizer
         self.parts = TokenizerParts.of(tokenizer)
         self.vision = vision
-        control = [] if allow_special_in_text else control_tokens_of(self.parts, vision)
-        self.text_tokenizer = TextTokenizer(self.parts.backend, tokenizer_engine, control=control)
+        control = [] if settings.allow_special_in_text else control_tokens_of(self.parts, vision)
+        self.text_tokenizer = TextTokenizer(self.parts.backend, settings.tokenizer_engine, control=control)
         self.renderer = Renderer(
             ChatTemplate(self.parts, image_token=vision.template_token if vision else None),
             placeholder=vision.placeholder if vision else None,
             video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
             end=self.parts.end_of_document,
-            loss_on=loss_on,
+            loss_on=settings.loss_on,
             special=SpecialText(control, self.parts.chat_template) if control else None,
         )
         if vision is not None:
@@ -133,74 +127,35 @@ class ChatEncoder(Processor):
                 )
                 vision.warnings = (*[line for line in vision.warnings if line != warning], warning)
         self.image_token_id = self.rules.image_token_id
-        # Settings that are known by name, for `differences`; `from_pretrained` knows all.
-        self._settings: dict[str, Any] = {"loss_on": loss_on, "allow_special_in_text": allow_special_in_text}
 
     @classmethod
     def from_pretrained(
-        cls,
-        tokenizer: str | Path,
-        processor: str | Path | None = None,
-        *,
-        image_processor: str | None = None,
-        vision_family: str | None = None,
-        factor: int | None = None,
-        patch_size: int | None = None,
-        merge_size: int | None = None,
-        min_pixels: int | None = None,
-        max_pixels: int | None = None,
-        patch_order: PatchOrder = "auto",
-        fps: float | None = None,
-        num_frames: int | None = None,
-        min_frames: int | None = None,
-        max_frames: int | None = None,
-        video_min_pixels: int | None = None,
-        video_max_pixels: int | None = None,
-        total_pixels: int | None = None,
-        loss_on: LossOn = "assistant",
-        tokenizer_engine: EngineName = "auto",
-        allow_special_in_text: bool = False,
-    ) -> "ChatEncoder":
+        cls, tokenizer: str | Path, processor: str | Path | None = None, **settings: Unpack[EncoderKeywords]
+    ) -> Self:
         """Load a tokenizer folder and, for images, a processor folder or a named image processor.
 
-        The parameters are the fields of `EncoderSettings`, and the options of `energon-packed pack` and `verify`.
-
         Args:
-            tokenizer: folder with tokenizer.json, or the name of a model in the local Hugging Face cache. If it has an
-                image processor, that is used too.
-            processor: folder with preprocessor_config.json.
-            image_processor: name of the processor, such as `Qwen2_5_VLProcessor`; determines the family if set.
-            vision_family: name of the family, such as `llava_onevision2`, in place of the names in the folder; `none`
-                for text without images.
-            factor: pixels per token side: `patch_size` times `merge_size`.
-            patch_size, merge_size: pixels of a patch side, patches merged along each side into one token.
-            min_pixels, max_pixels: limits of the resized image in pixels.
-            patch_order: order of patches in .npy files of positions: `row`, `block`, or `auto` (by their content).
-            fps: selected frames per second of a video file, at least `min_frames` and at most `max_frames`.
-            num_frames: number of selected frames, in place of `fps`.
-            min_frames, max_frames: limits of the number of frames that `fps` selects.
-            video_min_pixels, video_max_pixels: limits of a resized frame of a video file in pixels.
-            total_pixels: limit of all its resized frames together; a pair of frames counts as one.
-            loss_on: `assistant` (every assistant turn), `last` (only the last) or `all` (all text).
-            tokenizer_engine: `tokenizers`, `fastokens`, or `auto`: fastokens if it passes the equivalence test.
-            allow_special_in_text: special tokens written in record text are control tokens instead of plain text.
+            tokenizer, processor, settings: the fields of `EncoderSettings`, such as `max_pixels` and `loss_on`. An
+                image processor in the folder of the tokenizer is used, too.
 
         Raises:
-            ConfigError: an invalid value, a folder without a tokenizer, or settings that contradict each other.
+            ConfigError: an unknown setting, an invalid value, a folder without a tokenizer, or contradictory settings.
         """
-        # At this line, locals() contains exactly the parameters, so no setting can be left out.
-        settings = make(EncoderSettings, {name: value for name, value in locals().items() if name != "cls"})
+        values = {"tokenizer": tokenizer, "processor": processor, **settings}
+        return cls.of(make(EncoderSettings, values, what="encoder setting"))
+
+    @classmethod
+    def of(cls, settings: EncoderSettings) -> Self:
+        """Load the tokenizer and the image processor that settings name.
+
+        Raises:
+            ConfigError: as `from_pretrained`, or `tokenizer` is None.
+        """
+        if settings.tokenizer is None:
+            raise ConfigError("`tokenizer` must be a folder, or the name of a model, got None. Pass `tokenizer`.")
         # The tokenizer is loaded before the vision family: a wrong folder is reported as a missing tokenizer.
-        loaded = load_tokenizer(tokenizer)
-        encoder = cls(
-            loaded,
-            load_vision(settings),
-            loss_on=loss_on,
-            tokenizer_engine=tokenizer_engine,
-            allow_special_in_text=allow_special_in_text,
-        )
-        encoder._settings = dict(plain_values(settings))
-        return encoder
+        tokenizer = load_tokenizer(settings.tokenizer)
+        return cls(tokenizer, load_vision(settings), settings)
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Return tokens, labels, pixels and positions of a conversation.
@@ -354,11 +309,11 @@ class ChatEncoder(Processor):
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the settings of images and videos, and of text."""
-        return self._digests(self._settings["loss_on"], self._settings["allow_special_in_text"])[0]
+        return self._own_digests()[0]
 
     def has_fingerprint(self, recorded: str) -> bool:
         """Whether this encoder reads data with the fingerprint `recorded`; also data packed with only a `factor`."""
-        return recorded in self._digests(self._settings["loss_on"], self._settings["allow_special_in_text"])
+        return recorded in self._own_digests()
 
     def image_settings(self) -> dict[str, str]:
         """Settings of images by name, as JSON; {} without a vision family."""
@@ -377,15 +332,14 @@ class ChatEncoder(Processor):
             fingerprint: `tokenizer_fingerprint` of packing.json.
             images: `image_settings` of packing.json; {} without a vision family.
         """
-        known = self._settings
+        known = dict(plain_values(self.settings))
         if "processor_class" in packed:  # an encoder that was made in Python: only its fingerprint is recorded
-            names = ("loss_on", "allow_special_in_text")
             tried = product(LOSS_ON, (False, True))
-            packed = next(
-                (dict(zip(names, values, strict=True)) for values in tried if fingerprint in self._digests(*values)),
-                {},
-            )
+            values = next((values for values in tried if fingerprint in self._digests(*values)), ())
+            packed = dict(zip(_OF_TEXT, values, strict=False))
             known = {name: known[name] for name in packed}
+        elif self.settings.tokenizer is None:  # this encoder was made in Python
+            known = {name: known[name] for name in _OF_TEXT}
         named: list[str] = []
         folders: list[str] = []
         has_image_option = False
@@ -410,7 +364,7 @@ class ChatEncoder(Processor):
                 for name in dict.fromkeys([*images, *own])
                 if images.get(name) != own.get(name)
             ]
-        text_settings = packed.get("loss_on", self._settings["loss_on"]), packed.get("allow_special_in_text", False)
+        text_settings = packed.get("loss_on", self.settings.loss_on), packed.get("allow_special_in_text", False)
         if named and fingerprint in self._digests(*text_settings):
             return named  # the tokenizer and the image settings are equal, maybe in another folder
         if not named:
@@ -420,6 +374,9 @@ class ChatEncoder(Processor):
             verb = "differs" if len(parts) == 1 else "differ"
             named.append(f"{' or '.join(parts)} (`tokenizer_fingerprint`) {verb}")
         return [*named, *folders]
+
+    def _own_digests(self) -> list[str]:
+        return self._digests(self.settings.loss_on, self.settings.allow_special_in_text)
 
     def _digests(self, loss_on: str, allow_special_in_text: bool) -> list[str]:
         """Return the hex digests of the data that this encoder reads with these settings of text.
@@ -553,10 +510,10 @@ class ChatEncoder(Processor):
 
     def _vision(self, conversation: Conversation) -> VisionFamily:
         if self.vision is None:
-            if (named := self._settings.get("vision_family")) is not None:
+            if (named := self.settings.vision_family) is not None:
                 cause, remedy = f"`vision_family` is {named}", "Remove it"
             else:
-                folder = self._settings.get("tokenizer", "the folder of the tokenizer")
+                folder = self.settings.tokenizer or "the folder of the tokenizer"
                 cause = f"{folder} has no image settings (preprocessor_config.json)"
                 remedy = "Set `processor` to the processor folder of the model, or `image_processor`"
             record = "a record" if conversation.id is None else f"record {conversation.id}"

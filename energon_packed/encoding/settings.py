@@ -1,12 +1,11 @@
 """EncoderSettings: the settings of a ChatEncoder, declared once.
 
 Each field is declared by `option(default, help=...)`; creating an instance checks the values. The options of `pack`,
-`lengths` and `verify`, config files, `PackOptions`, `DataflowConfig`, its `processor_config` and the option tables in
-docs/ are generated from this class. The parameters of `ChatEncoder.from_pretrained` are written out for editors and
-type checkers; a test compares them with this class.
+`lengths` and `verify`, config files, `PackOptions`, `DataflowConfig`, its `processor_config`, the option tables in
+docs/ and the types of keyword arguments (`keywords.pyi`) are made from this class.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -29,6 +28,11 @@ class EncoderSettings:
 
     Raises:
         ConfigError: when made with an invalid value.
+
+    Examples:
+        >>> settings = EncoderSettings(tokenizer=tokenizer, loss_on="last")
+        >>> ChatEncoder.of(settings).settings.loss_on
+        'last'
     """
 
     tokenizer: Path | None = _token_option(
@@ -82,8 +86,3 @@ class EncoderSettings:
 
     def __post_init__(self) -> None:
         check(self)
-
-
-def settings_in(options: EncoderSettings) -> EncoderSettings:
-    """Return only the encoder settings of a class with more options, such as `PackOptions`."""
-    return EncoderSettings(**{field.name: getattr(options, field.name) for field in fields(EncoderSettings)})

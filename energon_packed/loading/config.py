@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from energon_packed.encoding import StoredTokens
-from energon_packed.encoding.settings import IMAGES
+from energon_packed.encoding.settings import TOKENS
 from energon_packed.errors import ConfigError, SourceError
 from energon_packed.files import read_yaml
 from energon_packed.loading.packers.base import Packer
@@ -50,34 +50,9 @@ class DataflowConfig(RejectOptions):
     The option names of `pack` are accepted as well: `inputs`, `sources`, `seq_len`, `algorithm`, `tokenizer`,
     `image_root`, `map`, `adapter`, `seed`, and the other options for reading and tokenizing.
 
-    Attributes:
-        dataset_path: a path, a list of paths, a list of sources with per-source settings (`path`, `weight`,
-            `image_root`, `map`, ...), or a YAML file with such a list.
-        dataset_format: file format that every input must have, such as `jsonl` or `parquet`; `auto` and `hf_dataset`
-            accept any.
-            `yaml`: dataset_path is a YAML file with a list of inputs, which may have any format.
-        packing: pack several samples per row; False puts one sample in each row.
-        packing_length: tokens in one row.
-        packing_strategy: `first_fit`, `best_fit`, `window_N` (sorted by length and packed within windows of N
-            samples), `sequential`, `pool_N` (best fit over a buffer of N). Streaming `first_fit` and `best_fit` use a
-            buffer of 256 samples; `plan_in_memory` uses all, and windows for `pool_N`.
-        overlong: drop and count samples longer than a row (`drop`), stop loading (`error`), or keep their first
-            tokens (`truncate`), as `pack` does.
-        shuffle: draw a new seeded order every epoch.
-        processor_config: folder of the tokenizer, or a mapping of the parameters of `ChatEncoder.from_pretrained`.
-            Without a tokenizer, records must be tokenized.
-        streaming: stream with `get_raw_loader`; False plans in memory. By default True, or as `dataset_type`.
-        datasets, dataset_type, filter_overlong: of lmms-engine: a list of inputs, whether to stream (`vision` plans in
-            memory, `vision_iterable` streams), and `overlong`: True is `drop`, False is `error`.
-        max_images, max_patches: limits of a row; None for no limit.
-        max_failures: records that may be rejected before the run stops, without overlong records; None for any
-            number. Planning counts all records, a stream counts the records of its rank in an epoch.
-        max_reject_rate: share of the records that may be rejected, None for any. A stream checks it for every 1,000
-            records in a row, and when an epoch ends, for the records of its rank.
-        strict: the first rejected record stops the run.
-        split, part: of `pack`, which divide the packs and the input. Only the complete input can be loaded, so other
-            values are refused.
-        work_dir: folder for measurements and converted copies, kept for the next run; by default temporary.
+    The limits on rejected records (`max_failures`, `max_reject_rate`, `strict`) end loading. Planning counts all
+    records; a stream counts the records of its rank in an epoch, and checks `max_reject_rate` for every 1,000 records
+    in a row, and when an epoch ends.
 
     Raises:
         ConfigError: a value is invalid, or two names of a setting have different values.
@@ -88,33 +63,63 @@ class DataflowConfig(RejectOptions):
         2048
     """
 
-    dataset_path: Any = option(None, help="Input.", group=INPUT, flags=())
-    dataset_format: str = option(AUTO, help="File format of the inputs, or auto.", group=INPUT, flags=())
+    dataset_path: Any = option(
+        None, help="A path, a list of paths, a list of sources with per-source settings (`path`, `weight`, "
+        "`image_root`, `map`, ...), or a YAML file with such a list.", group=INPUT, flags=(),
+    )  # fmt: skip
+    dataset_format: str = option(
+        AUTO, help="File format that every input must have, such as `jsonl` or `parquet`; `auto` and `hf_dataset` "
+        "accept any. `yaml`: dataset_path is a YAML file with a list of inputs, which may have any format.",
+        group=INPUT, flags=(),
+    )  # fmt: skip
     packing: bool = option(
         True, help="Pack several samples per row; False puts one sample in each row.", group=PACKING, flags=()
     )
-    packing_length: int | None = option(
-        None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
-    )
     seq_len: int | None = option(
-        None, help="Tokens in one row.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
+        None, help="Tokens in one row, required.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
     )
-    packing_strategy: str | None = option(None, help="Packer.", group=PACKING, flags=())
-    shuffle: bool = option(True, help="A new order every epoch.", group=PACKING, flags=())
-    processor_config: Any = option(None, help="Tokenizer and image settings.", group=IMAGES, flags=())
-    streaming: bool | None = option(None, help="Stream, or plan in memory.", group=RUN, flags=())
-    datasets: Any = option(None, help="Inputs with the settings of other tools.", group=INPUT, flags=())
-    dataset_type: str | None = option(None, help="Dataset of lmms-engine.", group=INPUT, flags=())
-    filter_overlong: bool | None = option(None, help="Drop longer samples.", group=PACKING, flags=())
-    max_images: int | None = option(None, help="Images in one row.", group=PACKING, flags=(), minimum=1)
-    max_patches: int | None = option(None, help="Patches in one row.", group=PACKING, flags=(), minimum=1)
-    group_by: GroupBy = option(
-        "none", help="media: rows of one kind.", group=PACKING, flags=(), choices=("none", "media")
+    packing_length: int | None = option(
+        None, help="Another name of `seq_len`.", group=PACKING, flags=(), parse=parse_seq_len, minimum=1
     )
-    split: Any = option(None, help="Must be one split.", group=PACKING, flags=(), parse=parse_split)
-    part: Any = option(None, help="Must be left out: a loader assigns records to ranks.", group=INPUT, flags=())
+    packing_strategy: str | None = option(
+        None, help="`first_fit`, `best_fit`, `window_N` (sorted by length and packed within windows of N samples), "
+        "`sequential`, `pool_N` (best fit over a buffer of N). Streaming `first_fit` and `best_fit` use a buffer of "
+        "256 samples; `plan_in_memory` uses all, and windows for `pool_N`.", group=PACKING, flags=(),
+        shown_default="as `algorithm`",
+    )  # fmt: skip
+    shuffle: bool = option(True, help="Draw a new seeded order every epoch.", group=PACKING, flags=())
+    processor_config: Any = option(
+        None, help="Folder of the tokenizer, or a mapping of the fields of `EncoderSettings`. Without a tokenizer, "
+        "records must be tokenized.", group=TOKENS, flags=(),
+    )  # fmt: skip
+    streaming: bool | None = option(
+        None, help="Stream with `get_raw_loader`; False plans in memory.", group=RUN, flags=(),
+        shown_default="True, or as `dataset_type`",
+    )  # fmt: skip
+    datasets: Any = option(None, help="Of lmms-engine: a list of inputs.", group=INPUT, flags=())
+    dataset_type: str | None = option(
+        None, help="Of lmms-engine: `vision` plans in memory, `vision_iterable` streams.", group=INPUT, flags=()
+    )
+    filter_overlong: bool | None = option(
+        None, help="Of lmms-engine, for `overlong`: True is `drop`, False is `error`.", group=PACKING, flags=()
+    )
+    max_images: int | None = option(None, help="Maximum images in one row.", group=PACKING, flags=(), minimum=1)
+    max_patches: int | None = option(
+        None, help="Maximum patches of images and videos in one row of a stream.", group=PACKING, flags=(), minimum=1
+    )
+    group_by: GroupBy = declared_again(PackOptions, "group_by", "none")
+    split: Any = option(
+        None, help="Of `pack`: the records of all splits would be loaded, so several splits are refused.",
+        group=PACKING, flags=(), parse=parse_split,
+    )  # fmt: skip
+    part: Any = option(
+        None, help="Of `pack`: a loader assigns records to ranks, so a part is refused.", group=INPUT, flags=()
+    )
     max_failures: int | None = declared_again(RejectOptions, "max_failures", 1000)
-    work_dir: Path | None = option(None, help="Folder for measurements.", group=RUN, flags=())
+    work_dir: Path | None = option(
+        None, help="Folder for measurements and converted copies, kept for the next run.", group=RUN, flags=(),
+        shown_default="a temporary folder",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         if str(self.dataset_format).lower() == "yaml":  # of the list of datasets, not of their files

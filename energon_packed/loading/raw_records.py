@@ -20,11 +20,12 @@ import torch
 from energon_packed.encoding import EncodedSample, SampleSource
 from energon_packed.encoding.fragments import fragment_id, fragment_of
 from energon_packed.errors import ConfigError, RecordError, Reject
+from energon_packed.keywords import LoaderKeywords
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.config import DataflowConfig, work_folder
 from energon_packed.loading.costs.model import RowSizes
-from energon_packed.loading.dataflow.loader import DataflowLoader, LoaderOptions
+from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.features import hf_dataset
@@ -44,14 +45,6 @@ from energon_packed.records import Conversation
 
 _log = logging.getLogger(__name__)
 _KEPT_BYTES = 1 << 26  # of encoded documents; the last document is kept whatever its size
-
-
-class RawLoaderOptions(LoaderOptions, total=False):
-    """Options of a loader of raw records that a config does not decide; `seed` and `max_failures` override it."""
-
-    num_workers: int
-    collator: Collator | None
-    batch_size: int | None
 
 
 class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
@@ -303,8 +296,8 @@ class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any
 
     Args:
         config: the input, and how it is packed.
-        options: `num_workers`, `collator`, `rank`, `world_size`, and the other options of `DataflowLoader`, such as
-            `order_log`; `seed` and `max_failures` override the config.
+        collator, batch_size: as for DataflowLoader; the rows of a stream are batches, so it refuses `batch_size`.
+        options: the fields of `LoaderOptions`; `seed` and `max_failures` override the config.
 
     Raises:
         ConfigError, SourceError: as `pack`.
@@ -316,7 +309,14 @@ class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any
         True
     """
 
-    def __init__(self, config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> None:
+    def __init__(
+        self,
+        config: DataflowConfig,
+        *,
+        collator: Collator | None = None,
+        batch_size: int | None = None,
+        **options: Unpack[LoaderKeywords],
+    ) -> None:
         reader = open_reader(config, work_folder(config))
         config.check_format(reader)
         # Before the loader forks its workers, which inherit the loaded encoder.
@@ -326,6 +326,8 @@ class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any
             RecordDistributor(reader, shuffle=config.shuffle, fingerprint=fingerprint),
             config.encoder_loader.load(),
             config.packer(),
+            collator,
+            batch_size=batch_size,
             **_with_defaults(config, options),
         )
         self.failures.limits = config.limits
@@ -342,7 +344,13 @@ class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any
         return super().rest_of_epoch()
 
 
-def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) -> DataflowLoader:
+def get_raw_loader(
+    config: DataflowConfig,
+    *,
+    collator: Collator | None = None,
+    batch_size: int | None = None,
+    **options: Unpack[LoaderKeywords],
+) -> DataflowLoader:
     """Load raw records: stream them, or measure and plan them in memory, depending on `config.streaming`.
 
         loader = get_raw_loader(DataflowConfig.from_yaml("train.yaml"), num_workers=4)
@@ -353,23 +361,23 @@ def get_raw_loader(config: DataflowConfig, **options: Unpack[RawLoaderOptions]) 
     `plan_in_memory(config)`, whose length is known. Rejected records are in `loader.failures` in both cases.
 
     Args:
-        config: the input, and how it is packed.
-        options: as for `PackedIterableDataset`.
+        config, collator, batch_size, options: as for `PackedIterableDataset`.
 
     Raises:
         ConfigError, SourceError, RejectLimitError: as `PackedIterableDataset` and `plan_in_memory`.
     """
     check_type("config", config, DataflowConfig, "Pass DataflowConfig.from_yaml(FILE).")
     if config.streaming:
-        return PackedIterableDataset(config, **options)
+        return PackedIterableDataset(config, collator=collator, batch_size=batch_size, **options)
     dataset = plan_in_memory(config)
     distributor = MapDistributor(dataset, shuffle=config.shuffle)
-    loader = DataflowLoader(distributor, **_with_defaults(config, options))
+    options = _with_defaults(config, options)
+    loader = DataflowLoader(distributor, collator=collator, batch_size=batch_size, **options)
     # Planning has rejected its records before the loader exists, so its report is added to the loader's.
     loader.failures.planned = dataset.rejects
     return loader
 
 
-def _with_defaults(config: DataflowConfig, options: RawLoaderOptions) -> Any:
+def _with_defaults(config: DataflowConfig, options: LoaderKeywords) -> LoaderKeywords:
     """Options of a loader, with `seed` and `max_failures` of the config as defaults."""
     return {"seed": config.seed, "max_failures": config.max_failures, **options}

@@ -7,16 +7,15 @@ an `EncoderLoader`, which is pickled into tasks; its `load()` returns the encode
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder, EncoderSettings, Processor
 from energon_packed.encoding.pretrained import find_pretrained
-from energon_packed.encoding.settings import settings_in
 from energon_packed.encoding.vision.families import VisionFamily
-from energon_packed.options import declared, plain_values
+from energon_packed.options import declared, plain_values, values_of
 
 _log = logging.getLogger(__name__)
 # Chunks from which workers compare two tokenizer engines: loading a second engine costs about as much time as
@@ -39,7 +38,7 @@ class PretrainedEncoder:
     settings: EncoderSettings
 
     def __post_init__(self) -> None:
-        settings = settings_in(self.settings)
+        settings = EncoderSettings(**values_of(EncoderSettings, self.settings))
         names = {"tokenizer": settings.tokenizer, "processor": settings.processor}
         folders: dict[str, Any] = {name: find_pretrained(path) for name, path in names.items() if path is not None}
         object.__setattr__(self, "settings", replace(settings, **folders))
@@ -112,4 +111,4 @@ def _stamps(folder: Path | None) -> Iterator[tuple[str, int, int]]:
 
 @lru_cache(maxsize=2)
 def _load_encoder(settings: EncoderSettings, *stamps: object) -> ChatEncoder:
-    return ChatEncoder.from_pretrained(**asdict(settings))
+    return ChatEncoder.of(settings)

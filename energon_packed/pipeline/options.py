@@ -7,7 +7,6 @@ stages get the encoder loader, the codec and the reject limits.
 InputOptions    input, encoder and flavor; shared with `lengths` and the planned datasets
 RejectOptions   + the limits on rejected records
 PackOptions     + the output folder, shards and engine
-PackKeywords    the keyword arguments of `pack`, for editors and type checkers
 """
 
 import hashlib
@@ -19,15 +18,12 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypedDict, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import numpy as np
 
 from energon_packed.encoding import EncoderSettings, Processor
-from energon_packed.encoding.engines import EngineName
-from energon_packed.encoding.rendering import LossOn
 from energon_packed.encoding.settings import IMAGES
-from energon_packed.encoding.vision.families import PatchOrder
 from energon_packed.encoding.vision.media import ImageCheck
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
@@ -664,73 +660,3 @@ class PackOptions(RejectOptions):
         names = [declaration.name for declaration in declared(type(self)) if declaration.decides == "tars"]
         names += ["split_overlap"] if self.overlong == "split" else []  # otherwise without effect
         return {name: getattr(self, name) for name in (*names, "use_patch_positions", "prefix")}
-
-
-class PackKeywords(TypedDict, total=False):
-    """The keyword arguments of `pack` beside `inputs` and `encoder`: the fields of `PackOptions`.
-
-    A test compares the names and types with `PackOptions`, which accepts strings for paths and for parsed values.
-    """
-
-    tokenizer: Path | str | None
-    processor: Path | str | None
-    image_processor: str | None
-    vision_family: str | None
-    factor: int | None
-    patch_size: int | None
-    merge_size: int | None
-    min_pixels: int | None
-    max_pixels: int | None
-    patch_order: PatchOrder
-    fps: float | None
-    num_frames: int | None
-    min_frames: int | None
-    max_frames: int | None
-    video_min_pixels: int | None
-    video_max_pixels: int | None
-    total_pixels: int | None
-    loss_on: LossOn
-    tokenizer_engine: EngineName
-    allow_special_in_text: bool
-    sources: Sequence[SourceConfig | Mapping[str, Any] | str]
-    image_root: Path | str | None
-    source_split: str | None
-    use_patch_positions: bool
-    map: Mapping[str, str] | str | None
-    adapter: str | None
-    record_weight: RecordWeight
-    media_root: Mapping[str, str] | str
-    no_links: bool
-    trust_sample_loader: bool
-    check_images: CheckImages
-    sample_class: str
-    unpacked: bool
-    layout: str | None
-    algorithm: str
-    max_samples_per_pack: int | None
-    pad_multiple: int
-    seed: int
-    workers: int
-    max_reject_rate: float | None
-    overlong: Overlong
-    split_overlap: int
-    max_failures: int | None
-    strict: bool
-    output_dir: Path | str
-    work_dir: Path | str | None
-    seq_len: int | str
-    group_by: GroupBy
-    split: dict[str, float] | str
-    shard_prefix: str | None
-    keep_bytes: bool
-    dataset_module: str | None
-    media: Media
-    media_check: MediaCheck
-    extract_frames: bool
-    max_packs_per_shard: int
-    max_shard_bytes: int | str
-    part: tuple[int, int] | str | None
-    engine: Literal["local", "ray"]
-    ray_address: str | None
-    resume: bool
-    overwrite: bool

@@ -19,13 +19,14 @@ import pyarrow as pa
 
 from energon_packed.encoding import ChatEncoder, Processor
 from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
+from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
-from energon_packed.pipeline.options import PackKeywords, PackOptions
+from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints

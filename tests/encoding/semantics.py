@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from energon_packed import ChatEncoder, RecordError, normalize
+from energon_packed import ChatEncoder, EncoderSettings, RecordError, normalize
 from tests.internals import IGNORE_INDEX
 
 # As Qwen2.5-VL's: a system prompt of its own, contents as text or parts; tools, calls and reasoning have no place.
@@ -168,7 +168,7 @@ def encoder_for(tokenizer_dir: Path, template: str, **options: Any) -> ChatEncod
     loaded.tokenizer.add_special_tokens({"additional_special_tokens": list(_LLAMA_TOKENS)}, False)
     loaded.tokenizer.bos_token = "<|begin_of_text|>"
     loaded.tokenizer.chat_template = template
-    return ChatEncoder(loaded.tokenizer, loaded.vision, **options)
+    return ChatEncoder(loaded.tokenizer, loaded.vision, EncoderSettings(**options))
 
 
 def write_image(folder: Path) -> str:

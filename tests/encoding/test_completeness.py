@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from energon_packed import ChatEncoder, Conversation, Message, RecordError, StoredSample
+from energon_packed import ChatEncoder, Conversation, EncoderSettings, Message, RecordError, StoredSample
 from tests.encoding.semantics import LLAMA
 from tests.internals import CHATML_TEMPLATE, IGNORE_INDEX, codec_for, supervised_turns
 
@@ -36,7 +36,7 @@ def encoder_with(tokenizer_dir: Path) -> Any:
     def make(template: str, **options: Any) -> ChatEncoder:
         encoder = ChatEncoder.from_pretrained(tokenizer_dir)
         encoder.tokenizer.chat_template = template
-        return ChatEncoder(encoder.tokenizer, **options)
+        return ChatEncoder(encoder.tokenizer, settings=EncoderSettings(**options))
 
     return make
 

@@ -8,8 +8,8 @@ from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPI
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from energon_packed import ChatEncoder, ConfigError, normalize
-from tests.internals import EncoderSettings, load_vision
+from energon_packed import ChatEncoder, ConfigError, EncoderSettings, normalize
+from tests.internals import load_vision
 
 REFUSED, WARNED = "refused", "warned "
 IMAGES = "Qwen2VLImageProcessor"

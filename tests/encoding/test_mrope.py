@@ -13,8 +13,8 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
-from energon_packed import ChatEncoder, ConfigError, EncodedSample, Reject, VisionFamily, normalize
-from tests.internals import DemoDataset, EncoderSettings, load_vision, mrope_positions
+from energon_packed import ChatEncoder, ConfigError, EncodedSample, EncoderSettings, Reject, VisionFamily, normalize
+from tests.internals import DemoDataset, load_vision, mrope_positions
 
 TEXT, IMAGE, VIDEO = 1, 9, 8
 NO_GRIDS = np.zeros((0, 3), dtype=np.int64)

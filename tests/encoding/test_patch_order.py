@@ -9,8 +9,8 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
-from energon_packed import ChatEncoder, ConfigError, Conversation, RecordError, normalize
-from tests.internals import EncoderSettings, load_vision, mrope_positions
+from energon_packed import ChatEncoder, ConfigError, Conversation, EncoderSettings, RecordError, normalize
+from tests.internals import load_vision, mrope_positions
 
 LAYOUTS = {2: {"factor": 28}, 3: {"factor": 48}}
 

@@ -14,6 +14,7 @@ from energon_packed import (
     ChatEncoder,
     ConfigError,
     EncodedSample,
+    EncoderSettings,
     MediaReference,
     PackedBatch,
     PackedDataset,
@@ -22,7 +23,7 @@ from energon_packed import (
     get_packed_loader,
     normalize,
 )
-from tests.internals import EncoderSettings, load_image, load_vision
+from tests.internals import load_image, load_vision
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen2-VL": {"image_processor": "Qwen2VLProcessor", "min_pixels": 28 * 28, "max_pixels": 28 * 28 * 9},

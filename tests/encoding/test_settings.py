@@ -1,9 +1,7 @@
 """One declaration of encoder settings: everything that takes them takes all of them, with the same meaning."""
 
-import inspect
 import re
 import shutil
-import typing
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,8 @@ from typing import Any
 import click
 import pytest
 
-from energon_packed import ChatEncoder, ConfigError, DataflowConfig, PackOptions
-from tests.internals import EncoderSettings, cli, declared
+from energon_packed import ChatEncoder, ConfigError, DataflowConfig, EncoderSettings, PackOptions
+from tests.internals import cli, declared
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGES = {"pack": "packing.md", "lengths": "inspect.md", "verify": "inspect.md"}
@@ -51,21 +49,6 @@ def command(name: str) -> click.Command:
 
 def without(settings: dict[str, Any], name: str) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != name}
-
-
-def test_from_pretrained_has_every_setting_with_its_default_and_type() -> None:
-    parameters = inspect.signature(ChatEncoder.from_pretrained).parameters
-    assert list(parameters) == NAMES
-    hints, declarations = typing.get_type_hints(ChatEncoder.from_pretrained), typing.get_type_hints(EncoderSettings)
-    for one in declared(EncoderSettings):
-        expected = declarations[one.name]
-        if one.name == "tokenizer":
-            assert (parameters[one.name].default, hints[one.name]) == (inspect.Parameter.empty, str | Path)
-            continue
-        assert parameters[one.name].default == one.default
-        assert hints[one.name] == (str | Path | None if expected == Path | None else expected), one.name
-        kind = parameters[one.name].kind
-        assert one.name == "processor" or kind is inspect.Parameter.KEYWORD_ONLY
 
 
 @pytest.mark.parametrize("name", ["pack", "lengths", "verify"])

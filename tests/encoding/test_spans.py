@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from energon_packed import ChatEncoder, ConfigError, RecordError, TemplateError, normalize
+from energon_packed import ChatEncoder, ConfigError, EncoderSettings, RecordError, TemplateError, normalize
 from tests.internals import CHATML_TEMPLATE
 
 CONVERSATION = {
@@ -37,7 +37,7 @@ FORGETTING = (
 def encoder_with(tokenizer_dir: Path, template: str | None, **options: Any) -> ChatEncoder:
     loaded = ChatEncoder.from_pretrained(tokenizer_dir)
     loaded.tokenizer.chat_template = template
-    return ChatEncoder(loaded.tokenizer, loaded.vision, **options)
+    return ChatEncoder(loaded.tokenizer, loaded.vision, EncoderSettings(**options))
 
 
 def supervised(encoder: ChatEncoder, record: Any) -> list[str]:

@@ -16,9 +16,9 @@ from PIL import Image
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from energon_packed import ChatEncoder, ConfigError, RecordError, VisionFamily, normalize
+from energon_packed import ChatEncoder, ConfigError, EncoderSettings, RecordError, VisionFamily, normalize
 from tests.golden.videos.cases import FAMILIES, FILES, FOLDERS, MESSAGES, PATCH, Case, Video, cases, digest
-from tests.internals import EncoderSettings, VideoInfo, VideoSettings, load_vision
+from tests.internals import VideoInfo, VideoSettings, load_vision
 from tests.videos import decoded, make_video
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from energon_packed import ChatEncoder, ConfigError, VisionFamily, normalize
-from tests.internals import EncoderSettings, load_vision
+from energon_packed import ChatEncoder, ConfigError, EncoderSettings, VisionFamily, normalize
+from tests.internals import load_vision
 
 QWEN = "Qwen2_5_VLProcessor"
 

@@ -19,6 +19,7 @@ from PIL import Image
 from energon_packed import (
     ChatEncoder,
     ConfigError,
+    EncoderSettings,
     FormatError,
     PackedDataset,
     PaddingFreeCollator,
@@ -249,7 +250,7 @@ def test_an_encoder_made_in_python_is_compared_by_what_is_known(
     packed = pack(data, output_dir=tmp_path / "b", tokenizer=text_tokenizer_dir, seq_len=64, workers=1)
     for shards in (result.shards, packed.shards):
         with pytest.raises(ConfigError, match=r"encoder: `loss_on` was 'assistant', now 'all'\. Use"):
-            PackedDataset(shards, ChatEncoder(loaded, loss_on="all"))
+            PackedDataset(shards, ChatEncoder(loaded, settings=EncoderSettings(loss_on="all")))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,12 @@
 """Raw records into training: one config, streaming or planned, with nothing lost and exact resume."""
 
 import collections
-import dataclasses
 import inspect
 import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +16,14 @@ from energon_packed import (
     ConfigError,
     DataflowConfig,
     DataflowLoader,
+    LoaderOptions,
     MapDistributor,
     PackedIterableDataset,
     SourceError,
     get_raw_loader,
     plan_in_memory,
 )
-from tests.internals import DemoDataset, torch_loader
+from tests.internals import DemoDataset
 from tests.loading.flows import check_every_step, signature
 from tests.processes import energon_packed
 from tests.sources.test_sources import RECORDS, write
@@ -262,21 +262,17 @@ def test_a_folder_keeps_measurements(tokens: Path, tmp_path: Path) -> None:
     assert list((tmp_path / "w" / "measure").rglob("*.arrow"))
 
 
-def test_loader_options_are_the_options_of_dataflow_loader() -> None:
-    """`get_raw_loader` and `PackedIterableDataset` accept what DataflowLoader does, beside their own arguments."""
-    unpacked = [inspect.signature(f).parameters["options"].annotation for f in (get_raw_loader, PackedIterableDataset)]
-    assert unpacked[0] == unpacked[1]
-    names = set(get_args(unpacked[0])[0].__annotations__)
-    settings = {field.name for field in dataclasses.fields(torch_loader.Settings)}
-    of_loader = {"batch_size", "collator", "num_workers"}
-    of_torch = names - settings - of_loader
-    assert names == settings | of_torch | of_loader
-    assert of_torch <= set(inspect.signature(torch.utils.data.DataLoader.__init__).parameters)
-    items = MapDistributor([{"input_ids": [1, 2, 3]}])
-    torch_values = dict.fromkeys(of_torch, None) | {"timeout": 0, "pin_memory": False, "persistent_workers": False}
-    assert DataflowLoader(items, batch_size=1, **torch_values)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="unknown option"):
-        DataflowLoader(items, nothing=1)  # type: ignore[call-arg, unused-ignore]
+def test_options_of_torch_have_the_names_and_defaults_of_torch() -> None:
+    parameters = inspect.signature(torch.utils.data.DataLoader.__init__).parameters
+    options = LoaderOptions(num_workers=1).of_torch()
+    assert options == {name: parameters[name].default for name in options} | {"num_workers": 1}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_an_unknown_option_of_a_loader_is_named(tokens: Path, streaming: bool) -> None:
+    config = config_of(tokens, streaming=streaming)
+    with pytest.raises(ConfigError, match=r"^unknown argument 'order_logs'; did you mean `order_log`\?$"):
+        get_raw_loader(config, order_logs="order")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(

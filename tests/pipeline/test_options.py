@@ -2,24 +2,20 @@
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from energon_packed import ChatEncoder, ConfigError, PackOptions, PackResult, RejectLimitError
+from energon_packed import ChatEncoder, ConfigError, PackResult, RejectLimitError
 from tests.conftest import Packer
 from tests.internals import (
     DemoDataset,
-    PackKeywords,
     ShardReader,
     cli,
-    declared,
     result_table,
     view_pack,
 )
@@ -246,20 +242,3 @@ def test_the_default_flavor_is_the_one_that_holds_all_records(build: Any, tmp_pa
     assert rejected.manifest.sample_class == "PackedCaptioningSample"  # what is rejected does not decide
     part = build(plain, output_dir=tmp_path / "d", part=(0, 1))
     assert part.manifest.sample_class == "PackedMultiMixQASample"  # parts are packed without knowing each other
-
-
-def test_keywords_of_pack_agree_with_the_fields_of_pack_options() -> None:
-    fields, keywords = get_type_hints(PackOptions), get_type_hints(PackKeywords)
-    parsed = {declaration.name for declaration in declared(PackOptions) if declaration.parse is not None}
-    assert list(keywords) == [name for name in fields if name not in ("inputs", "encoder")]
-    for name, keyword in keywords.items():
-        accepted = fields[name]
-        if accepted in (Path, Path | None) or name in parsed:
-            accepted |= str  # converted by `check`
-        if name == "map":
-            accepted |= Mapping[str, str]  # as in a config file
-        assert _members(keyword) == _members(accepted), name
-
-
-def _members(hint: Any) -> set[Any]:
-    return set(get_args(hint)) if get_origin(hint) in (Union, UnionType) else {hint}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 from energon_packed.blends import has_split
 from energon_packed.encoding import Processor
@@ -15,52 +15,25 @@ from energon_packed.integrations.megatron.ranks import (
     num_microbatches,
 )
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
+from energon_packed.keywords import ProviderKeywords
 from energon_packed.loading.collator import Collator
 from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
-from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.packed_loader import get_packed_loader
-from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics
+from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
+from energon_packed.options import declared
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
 Order = Literal["global", "energon"]
-_DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")  # by Megatron
+DECIDED = ("rank", "world_size", "split", "epochs", "shuffle")
+"""Options that Megatron decides."""
 _OF_DATASET = ("check_encoder", "check_lengths", "trust_sample_loader", "media_root")
 _OF_ORDER = ("balance", "accumulation")
-
-
-class OrderedOptions(TypedDict, total=False):
-    """Options of `ordered_loader` that Megatron does not decide."""
-
-    micro_batch_size: int
-    num_workers: int
-    seed: int
-    collator: Collator | None
-    balance: Balance | None
-    accumulation: int
-    max_failures: int
-    check_encoder: bool
-    check_lengths: bool
-    trust_sample_loader: bool
-    timeout: float
-    media_root: Mapping[str, str] | None
-    order_log: str | Path | None
-
-
-class ProviderOptions(OrderedOptions, total=False):
-    """Options of the provider: of `ordered_loader`, and of `get_packed_loader` with order='energon'."""
-
-    config: LoaderConfig | None
-    packer: Packer | None
-    seq_len: int | None
-    complete_epochs: bool
-    shuffle_buffer_size: int
-    packing_buffer_size: int | None
-    epoch_end: EpochEnd
+_OF_ENERGON = ("seq_len", "complete_epochs", "shuffle_buffer_size", "packing_buffer_size", "epoch_end")
 
 
 def train_valid_test_dataloaders_provider(
@@ -71,7 +44,11 @@ def train_valid_test_dataloaders_provider(
     restore: str | Path | Literal["auto"] | None = "auto",
     order: Order = "global",
     metrics: ThroughputMetrics | None = None,
-    **options: Unpack[ProviderOptions],
+    collator: Collator | None = None,
+    packer: Packer | None = None,
+    balance: Balance | None = None,
+    accumulation: int | None = None,
+    **options: Unpack[ProviderKeywords],
 ) -> Provider:
     """Return a provider for Megatron's `pretrain`: called on every rank, it returns (train, valid, test) iterators.
 
@@ -97,8 +74,12 @@ def train_valid_test_dataloaders_provider(
             Energon's loader, which also packs on the fly and draws a blend by weight without an epoch.
         metrics: counts the rows of the `train` iterator, with the micro batches of a step; by default over the
             data-parallel group of this process.
-        options: with `global`, the options of `ordered_loader`; with `energon`, the options of `get_packed_loader`
-            except rank, world_size, split, epochs and shuffle.
+        collator, balance: as for `ordered_loader`.
+        packer: with `energon`, as for `get_packed_loader`.
+        accumulation: as for `ordered_loader`; by default the micro batches of a step, if Megatron's calculator of
+            micro batches is initialized.
+        options: the fields of `PackedLoaderOptions` except rank, world_size, split, epochs and shuffle; with `global`,
+            also without the options of Energon's order.
 
     Raises:
         ConfigError: a layout, order or option is unknown, or Megatron decides the option; when the provider is called,
@@ -107,19 +88,20 @@ def train_valid_test_dataloaders_provider(
         BatchError: when the provider is called, the state does not match the loader.
     """
     check_layout(layout)
-    _check_options(options, order)
+    of_order = {"collator": collator, "packer": packer, "balance": balance, "accumulation": accumulation}
+    given: dict[str, Any] = {**options, **{name: value for name, value in of_order.items() if value is not None}}
+    _check_options(given, order)
 
     def provider(train_val_test_num_samples: Any = None) -> tuple[Any, Any, Any]:
         ranks = MegatronRanks.of_this_process()
-        check_parallelism(ranks, layout, options.get("collator"))
+        check_parallelism(ranks, layout, collator)
         if not ranks.loads(layout):
             return None, None, None
 
         if metrics is not None:
             metrics.micro_batches = num_microbatches()
             metrics.group = metrics.group or data_parallel_group()
-        given: dict[str, Any] = dict(options)
-        if options.get("balance") is not None:
+        if balance is not None:
             given.setdefault("accumulation", num_microbatches())
 
         def iterator(split: str) -> MegatronIterator:
@@ -147,54 +129,47 @@ def ordered_loader(
     rank: int,
     world_size: int,
     split: str = "train",
-    **options: Unpack[OrderedOptions],
+    collator: Collator | None = None,
+    balance: Balance | None = None,
+    accumulation: int = 1,
+    **options: Unpack[ProviderKeywords],
 ) -> DataflowLoader:
     """Return a loader of packs in their global order, epoch after epoch without end.
 
     Args:
         path, encoder, split: as for PackedDataset.
         rank, world_size: data-parallel rank and world size.
-        options: further options, all with defaults:
-
-            - `micro_batch_size`: packs in one batch, which are joined into one row; by default 1.
-            - `num_workers`: worker processes, by default 2; 0 loads in this process.
-            - `seed`: seed of the order; by default 0.
-            - `collator`: by default PaddingFreeCollator.
-            - `balance`, `accumulation`: as for MapDistributor. The provider sets `accumulation` to the micro batches
-              of a step, if Megatron's calculator of micro batches is initialized.
-            - `max_failures`: packs of this rank that may fail to load and are skipped; by default 0.
-            - `check_encoder`, `check_lengths`, `trust_sample_loader`, `media_root`: as for PackedDataset.
-            - `timeout`: seconds to wait for a batch of the worker processes; 0, the default, waits as long as they
-              live.
-            - `order_log`: folder in which every step is recorded.
+        collator: as for DataflowLoader.
+        balance, accumulation: as for MapDistributor.
+        options: fields of `PackedLoaderOptions` that Megatron does not decide, without the options of Energon's order.
 
     Raises:
         ConfigError, FormatError: as PackedDataset and DataflowLoader.
     """
-    given: dict[str, Any] = dict(options)
-    of_dataset, of_order = (
-        {name: given.pop(name) for name in names if name in given} for names in (_OF_DATASET, _OF_ORDER)
-    )
+    of_loader: dict[str, Any] = dict(options)
+    of_dataset = {name: of_loader.pop(name) for name in _OF_DATASET if name in of_loader}
+    packs = PackedDataset(path, encoder, split=split, **of_dataset)
     return DataflowLoader(
-        MapDistributor(PackedDataset(path, encoder, split=split, **of_dataset), repeat=True, **of_order),
-        batch_size=given.pop("micro_batch_size", 1),
-        num_workers=given.pop("num_workers", 2),
+        MapDistributor(packs, repeat=True, balance=balance, accumulation=accumulation),
+        collator=collator,
+        batch_size=of_loader.pop("micro_batch_size", 1),
         rank=rank,
         world_size=world_size,
-        **given,
+        **{"num_workers": 2, **of_loader},
     )
 
 
 def _check_options(options: Mapping[str, Any], order: str) -> None:
     if order not in ("global", "energon"):
         raise ConfigError(f"`order` must be 'global' or 'energon', got {order!r}.")
-    for name in _DECIDED:
+    for name in DECIDED:
         if name in options:
             raise ConfigError(
                 f"`{name}` is not an option of the provider: Megatron sets ranks and splits, and its loop repeats "
                 "shuffled data. Remove it."
             )
-    known = OrderedOptions.__annotations__
+    names = [option.name for option in declared(PackedLoaderOptions) if option.name not in (*DECIDED, *_OF_ENERGON)]
+    known = [*names, "collator", *_OF_ORDER]
     if order == "energon" and (misplaced := [name for name in _OF_ORDER if name in options]):
         raise ConfigError(
             f"`{misplaced[0]}` is not an option of order='energon', in which Energon decides the packs of each step. "

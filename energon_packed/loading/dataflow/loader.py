@@ -2,7 +2,6 @@
 
 | name | content |
 |---|---|
-| Settings, LoaderOptions | options of DataflowLoader: as values, and as types of its arguments |
 | DataflowLoader | the loader, in the main process |
 | WorkerSteps | the dataset under torch's DataLoader, in the worker processes |
 """
@@ -12,25 +11,26 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, TypedDict, Unpack
+from typing import Any, NoReturn, Unpack
 
 import torch
 
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError
+from energon_packed.keywords import LoaderKeywords
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.steps import Steps
 from energon_packed.loading.dataflow.transport import Message, guarded, messages, round_robin
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
 from energon_packed.loading.distributors.base import Distributor, LoaderLayout
-from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end
 from energon_packed.loading.failures import FailureLog, watched
 from energon_packed.loading.monitoring.order_log import OrderLog
+from energon_packed.loading.options import LoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
 from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank
@@ -49,74 +49,22 @@ from energon_packed.pipeline.run_state import digest
 
 _log = logging.getLogger(__name__)
 _REFUSED = {
-    "collate_fn": "pass a `collator`",
-    "sampler": "the distributor decides the order",
-    "batch_sampler": "the packer decides the batches",
-    "shuffle": "set it on the distributor",
-    "dataset": "pass it to a distributor, such as MapDistributor(dataset)",
+    "collate_fn": "DataflowLoader. Pass a `collator`.",
+    "sampler": "DataflowLoader: the distributor decides the order.",
+    "batch_sampler": "DataflowLoader: the packer decides the batches.",
+    "shuffle": "DataflowLoader. Set it on the distributor.",
+    "dataset": "DataflowLoader. Pass it to a distributor, such as MapDistributor(dataset).",
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Settings of `DataflowLoader`, which documents them."""
-
-    rank: int | None = None
-    world_size: int | None = None
-    seed: int = 0
-    max_failures: int | None = 0
-    epoch_end: EpochEnd = "repeat"
-    check_lengths: bool = True
-    allow_changed_weights: bool = False
-    order_log: str | Path | None = None
-
-    def __post_init__(self) -> None:
-        check_epoch_end(self.epoch_end)
-        for name in ("seed", "max_failures"):
-            if getattr(self, name) is not None and getattr(self, name) < 0:
-                raise ConfigError(f"`{name}` must be at least 0, got {getattr(self, name)}.")
-
-
-class TorchOptions(TypedDict, total=False):
-    """Options that DataflowLoader passes to torch's DataLoader."""
-
-    persistent_workers: bool
-    pin_memory: bool
-    prefetch_factor: int | None
-    timeout: float
-    multiprocessing_context: Any
-    worker_init_fn: Callable[[int], None] | None
-
-
-class RunOptions(TorchOptions, total=False):
-    """Options of a run, for every loader that is made of a DataflowLoader."""
-
-    seed: int
-    max_failures: int | None
-    epoch_end: EpochEnd
-    check_lengths: bool
-    allow_changed_weights: bool
-    order_log: str | Path | None
-
-
-class LoaderOptions(RunOptions, total=False):
-    """Options of `DataflowLoader` beside the roles: options of Settings, and of torch."""
-
-    rank: int | None
-    world_size: int | None
-
-
 def _check_contradictions(
-    distributor: Any, processor: Any, packer: Any, collator: Any, batch_size: int | None, options: Mapping[str, Any]
+    distributor: Any, processor: Any, packer: Any, collator: Any, batch_size: int | None
 ) -> None:
-    """Refuse objects of another class as a role, and options that contradict the roles.
+    """Refuse objects of another class as a role, and a batch size beside a packer.
 
     Raises:
         ConfigError: the message names the option to remove.
     """
-    for name, remedy in _REFUSED.items():
-        if options.get(name) is not None:
-            raise ConfigError(f"Unsupported argument `{name}`: {remedy}.")
     if not isinstance(distributor, Distributor):
         raise ConfigError(
             f"`distributor` must be a Distributor, got {type(distributor).__name__}. Wrap map-style data in "
@@ -130,14 +78,6 @@ def _check_contradictions(
             f"Pass either `batch_size` or `packer`, not both (got batch_size={batch_size} and "
             f"{type(packer).__name__})."
         )
-
-
-def _without_worker_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return torch's options without those that need worker processes, and log the names of these."""
-    names = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
-    if ignored := [name for name in names if options.get(name)]:
-        _log.warning("%s need worker processes, so they have no effect with `num_workers` 0", ", ".join(ignored))
-    return {name: value for name, value in options.items() if name not in names}
 
 
 _PARENT_CHECK_SECONDS = 2.0  # between two checks of the parent process
@@ -239,22 +179,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         packer: decides which samples share a row; by default every item is a row (PlannedPacker).
         collator: makes the batch; by default PaddingFreeCollator.
         batch_size: items in one batch, instead of a packer: builds a SimpleBatcher.
-        num_workers: worker processes; 0 loads in this process.
-        options: further options, all with defaults:
-
-            - `rank`, `world_size`: data-parallel rank and world size; by default from torch.distributed.
-            - `seed`: of the order; by default 0.
-            - `max_failures`: samples of this rank that may fail to load in an epoch; 0 raises the first failure.
-            - `epoch_end`: the packs that do not fill the last step of all ranks. "repeat", the default: a rank without
-              a batch gets a row without targets, so every item counts once; "drop": the step is left out on all ranks,
-              with a warning; "error": ConfigError. The ranks of a stream of unknown length exchange before each batch
-              whether they have a batch, so every rank must iterate the loader.
-            - `check_lengths`: a sample of a pack fails if its length differs from the recorded length.
-            - `allow_changed_weights`: accept a state with other weights of a mixture or blend, and draw the rest by
-              the new weights.
-            - `order_log`: folder in which every step is recorded (`energon-packed order check` reads it).
-            - `persistent_workers`, `pin_memory`, `prefetch_factor`, `timeout`, `multiprocessing_context`,
-              `worker_init_fn`: as in torch's DataLoader.
+        options: the fields of `LoaderOptions`.
 
     Attributes:
         failures: samples of the current epoch that failed or were dropped: `counts` by reason, and the first `rows`.
@@ -283,35 +208,28 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         collator: Collator | None = None,
         *,
         batch_size: int | None = None,
-        num_workers: int = 0,
-        **options: Unpack[LoaderOptions],
+        **options: Unpack[LoaderKeywords],
     ) -> None:
-        _check_contradictions(distributor, processor, packer, collator, batch_size, options)
-        torch_names = TorchOptions.__annotations__
-        of_torch: dict[str, Any] = {name: value for name, value in options.items() if name in torch_names}
-        own = {name: value for name, value in options.items() if name not in torch_names}
-        settings = make(Settings, own, what="option", others=("batch_size", "num_workers", *torch_names))
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-            raise ConfigError(f"`num_workers` must be an integer of at least 0, got {num_workers!r}.")
+        _check_contradictions(distributor, processor, packer, collator, batch_size)
+        self._options = make(LoaderOptions, options, refused=_REFUSED)
+        of_torch = self._options.of_torch()
         if batch_size is not None:
             packer = SimpleBatcher(batch_size)
-        if not num_workers:
-            of_torch = _without_worker_options(of_torch)
         context = of_torch.get("multiprocessing_context")
-        self.failures = FailureLog(settings.max_failures, context=context, readers=distributor.readers)
+        self.failures = FailureLog(self._options.max_failures, context=context, readers=distributor.readers)
         self.roles = LoaderParts(
             distributor,
             processor or StoredTokens(),
             packer or PlannedPacker(),
             collator or PaddingFreeCollator(),
             self.failures,
-            settings.epoch_end,
-            settings.check_lengths,
+            self._options.epoch_end,
+            self._options.check_lengths,
         )
-        self._settings = settings
-        self._rank, self._world_size = resolve_rank(settings.rank, settings.world_size)
-        layout = LoaderLayout(self._rank, self._world_size, max(1, num_workers), self.roles.packer.rows)
-        self._plan = Steps.of(self.roles, layout, settings.seed)
+        self._rank, self._world_size = resolve_rank(self._options.rank, self._options.world_size)
+        workers = max(1, self._options.num_workers)
+        layout = LoaderLayout(self._rank, self._world_size, workers, self.roles.packer.rows)
+        self._plan = Steps.of(self.roles, layout, self._options.seed)
         self.order_log: OrderLog | None = None
         self._step: Step | None = None  # of the batch that is about to be yielded
         self._position = self._plan.begin(0)
@@ -324,14 +242,13 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         super().__init__(
             WorkerSteps(self._plan, in_flight=of_torch.get("prefetch_factor") or 2),
             batch_size=None,
-            num_workers=num_workers,
             collate_fn=unchanged,
             **of_torch,
         )
         if self._schedule is not None:
-            self._schedule.in_flight = num_workers * (self.prefetch_factor or 0)
-        if settings.order_log is not None:
-            self.log_order(settings.order_log)
+            self._schedule.in_flight = self.num_workers * (self.prefetch_factor or 0)
+        if self._options.order_log is not None:
+            self.log_order(self._options.order_log)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Yield the remaining batches of the current epoch; after its last batch, the batches of the next epoch.
@@ -350,7 +267,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         Raises:
             ConfigError: as iterating.
         """
-        check_rank((self._rank, self._world_size), self._settings.rank, self._settings.world_size)
+        check_rank((self._rank, self._world_size), self._options.rank, self._options.world_size)
         check_not_resharded(self._world_size)
         if torch.utils.data.get_worker_info() is not None:
             raise ConfigError(
@@ -486,7 +403,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             states = states_of(state)
             for state_of_rank in states:
                 check_state(state_of_rank, _NAME)
-            allow = self._settings.allow_changed_weights
+            allow = self._options.allow_changed_weights
             self._position = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
             if self.order_log is not None:
                 at = (self._position.epoch, self._position.step)
@@ -518,7 +435,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     def _identity(self) -> dict[str, Any]:
         """Return the data and settings that a loader must share with a state to continue from it."""
-        return {"seed": self._settings.seed, "processor": self._processor} | self._plan.identity()
+        return {"seed": self._options.seed, "processor": self._processor} | self._plan.identity()
 
     def _end_epoch(self) -> None:
         self.failures.end_epoch(self.epoch, is_alone=self._world_size == 1)

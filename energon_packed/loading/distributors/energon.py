@@ -11,7 +11,6 @@ from megatron.energon import Sample, SavableDataset, WorkerConfig, edataclass, s
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.flavors import PackSample
 from energon_packed.loading.distributors.base import Distributor, Item, LoaderLayout
-from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.ranks import packs_of_epoch
 from energon_packed.loading.energon.source import EnergonSource, reading
@@ -20,6 +19,7 @@ from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.epoch_end import EpochEnd, steps_of_epoch
 from energon_packed.loading.failures import named, reraise_with_location
 from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, loaded_splits, repeats_packs
+from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.process import Failure, Packs
 from energon_packed.loading.ranks import ShardSpec
@@ -66,7 +66,7 @@ class EnergonDistributor(Distributor):
         trust_sample_loader: bool = False,
         media_root: Mapping[str, str] | None = None,
     ) -> None:
-        config = LoaderConfig(
+        config = PackedLoaderOptions(
             split=split,
             epochs=None if repeat else 1,
             shuffle=shuffle,
@@ -80,7 +80,7 @@ class EnergonDistributor(Distributor):
     def of(
         cls,
         path: str | Path,
-        config: LoaderConfig,
+        config: PackedLoaderOptions,
         splits: Sequence[LoadedSplit],
         encoder: Processor,
         packer: Packer | None,
@@ -101,7 +101,7 @@ class EnergonDistributor(Distributor):
     def _set(
         self,
         path: str | Path,
-        config: LoaderConfig,
+        config: PackedLoaderOptions,
         splits: Sequence[LoadedSplit],
         encoder: Processor,
         packer: Packer | None,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from energon_packed.errors import ConfigError
-from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.manifests import LoadedSplit
+from energon_packed.loading.options import PackedLoaderOptions
 
 
 def check_every_worker_has_packs(splits: Sequence[LoadedSplit], world_size: int, num_workers: int) -> None:
@@ -24,7 +24,7 @@ def check_every_worker_has_packs(splits: Sequence[LoadedSplit], world_size: int,
         )
 
 
-def packs_of_epoch(config: LoaderConfig, splits: Sequence[LoadedSplit]) -> list[tuple[int, float]] | None:
+def packs_of_epoch(config: PackedLoaderOptions, splits: Sequence[LoadedSplit]) -> list[tuple[int, float]] | None:
     """Return (packs, repetitions) of each split in an epoch; None if packs are not counted, or rows are not packs."""
     packs = [(split.packs, split.repetitions or 1) for split in splits]
     # Without `shuffle`, Energon reads each input of a blend once.

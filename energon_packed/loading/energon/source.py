@@ -12,11 +12,11 @@ from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, ge
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.energon.config import LoaderConfig
 from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.pack_reader import read_whole_packs
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.manifests import OpenedSplits
+from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META
 from energon_packed.shards import PackingManifest
@@ -56,7 +56,7 @@ class EnergonSource:
     """
 
     path: str | Path
-    config: LoaderConfig
+    config: PackedLoaderOptions
     task_encoder: PackedTaskEncoder
     worker_config: WorkerConfig
     opened: OpenedSplits

@@ -8,28 +8,17 @@
 
 import re
 from collections.abc import Callable
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from energon_packed.errors import BatchError
+from energon_packed.keywords import PoolKeywords
 from energon_packed.loading.costs.model import CostModel, RowSizes
 from energon_packed.loading.packers.base import Packer, check_choice, check_positive
 from energon_packed.packing import pack_lengths
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import GroupBy, Overlong
-
-
-class PoolOptions(TypedDict, total=False):
-    """Options of PoolPacker, which documents them, for packers that are made of it."""
-
-    pool_size: int
-    algorithm: str
-    max_samples: int | None
-    multiple: int
-    max_images: int | None
-    max_patches: int | None
-    overlong: Overlong
 
 
 class PoolPacker(Packer):
@@ -119,8 +108,7 @@ class BalancedPoolPacker(PoolPacker):
         rows_per_round: rows emitted together, below the rows of a full pool (`pool_size` divided by the samples of a
             row). A larger number balances better.
         cost: cost model of a row.
-        options: `pool_size`, `algorithm`, `max_samples`, `multiple`, `max_images`, `max_patches` and `overlong`, as
-            for PoolPacker.
+        options: the other arguments of PoolPacker, except `group_by` and `size_fn`.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -136,7 +124,7 @@ class BalancedPoolPacker(PoolPacker):
         *,
         rows_per_round: int = 16,
         cost: CostModel | None = None,
-        **options: Unpack[PoolOptions],
+        **options: Unpack[PoolKeywords],
     ) -> None:
         super().__init__(max_tokens, **options)
         check_positive(rows_per_round=rows_per_round)
