@@ -28,7 +28,7 @@ from megatron.energon import (
 from megatron.energon.cache import FileStore
 from megatron.energon.wrappers.base import BaseWrapperDataset
 
-from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.encoding import EncodedRow, EncodedSample, Processor
 from energon_packed.encoding.vision.media import num_images
 from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample, load_pack
@@ -187,16 +187,14 @@ class PackedTaskEncoder(TaskEncoder):
     @stateless
     def pack_selected_samples(self, samples: list[EncodedPack]) -> EncodedPack:
         """Join the chosen samples into one pack."""
-        inside = [encoded for sample in samples for encoded in sample.samples]
+        inside = EncodedRow.joined([sample.samples for sample in samples])
         pack: EncodedPack = EncodedPack.derive_from(samples[0], samples=inside)
         return pack
 
     @stateless
     def batch(self, samples: list[EncodedPack]) -> PackedBatch:
         """Join all samples of a micro batch into one row."""
-        is_single = len(samples) == 1  # a stored row is collated by its columns
-        inside = samples[0].samples if is_single else [encoded for sample in samples for encoded in sample.samples]
-        batch = self.collator.collate(inside)
+        batch = self.collator.collate(EncodedRow.joined([sample.samples for sample in samples]))
         batch.__key__ = [sample.__key__ for sample in samples]
         return batch
 
