@@ -195,9 +195,10 @@ class PaddingFreeCollator(Collator):
         """
         if not samples:
             raise BatchError("A batch must have at least 1 sample, got 0.")
-        if not isinstance(samples, EncodedRow) and not isinstance(samples[0], EncodedSample):
+        others = [] if isinstance(samples, EncodedRow) else [s for s in samples if not isinstance(s, EncodedSample)]
+        if others:
             raise BatchError(
-                f"PaddingFreeCollator needs EncodedSamples, got {type(samples[0]).__name__}. Return EncodedSamples "
+                f"PaddingFreeCollator needs EncodedSamples, got {type(others[0]).__name__}. Return EncodedSamples "
                 "from the processor, or pass a `collator`, such as DefaultBatchCollator()."
             )
         # From here on, the row is columns: nothing below asks single samples, except for their images.

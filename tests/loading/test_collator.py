@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from energon_packed import (
@@ -94,6 +94,7 @@ def test_mrope_positions_are_four_rows() -> None:
     multiple=st.integers(1, 5),
     spare=st.none() | st.integers(0, 5),
 )
+@example(lengths=[3], multiple=2, spare=None)
 def test_padding_can_be_taken_off_again(lengths: list[int], multiple: int, spare: int | None) -> None:
     samples = [sample(list(range(100 * i + 1, 100 * i + 1 + n))) for i, n in enumerate(lengths, start=1)]
     if max(lengths) == 1:
@@ -153,6 +154,13 @@ def test_a_collator_serves_a_torch_loader() -> None:
         collate_fn=PaddingFreeCollator(),
     )
     assert [batch.cu_seqlens.tolist() for batch in loader] == [[0, 2, 4, 6, 8], [0, 2, 4]]
+
+
+def test_a_batch_of_packs_and_samples_is_refused() -> None:
+    """Not the packs alone, without the samples."""
+    for features in ([[sample([1, 2])], sample([3, 4])], [sample([3, 4]), [sample([1, 2])]]):
+        with pytest.raises(BatchError, match="needs EncodedSamples, got list"):
+            PaddingFreeCollator()(features)
 
 
 def test_weights_that_a_stock_trainer_would_not_read_are_refused() -> None:
