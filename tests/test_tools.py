@@ -37,3 +37,22 @@ def test_help_of_every_script_prints_help_and_does_nothing(tmp_path: Path) -> No
     assert not {name: text[:80] for name, text in printed.items() if not text.lower().startswith("usage:")}
     assert not list(tmp_path.iterdir())
     assert _files() == before
+
+
+def test_the_check_of_a_gpu_runs_in_a_small_form_on_the_cpu(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.json"
+    code = "import runpy, sys; sys.path.insert(0, 'tools'); runpy.run_path('tools/bench_gpu.py', run_name='__main__')"
+    done = run_python(f"import sys; sys.argv[0] = 'bench_gpu.py'; {code}", "--small", "--json", file, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    tables = json.loads(file.read_text(encoding="utf-8"))["tables"]
+    assert set(tables) == {"peak", "throughput", "isolation", "waits", "training from a loader"}
+    assert {row["attention"] for row in tables["throughput"]} == {"sdpa", "flash_varlen"}
+    assert all(row["tokens per second"] > 0 for row in tables["throughput"])
+    assert {row["family"] for row in tables["isolation"]} == {"Qwen2ForCausalLM", "qwen3_vl"}
+    for row in tables["isolation"]:
+        exact = row["dtype"] == "float32"
+        assert row["result"] == "clean"
+        assert row["logits"] < (1e-5 if exact else 1e-2)
+        assert row["gradients"] < (1e-5 if exact else 0.5 * row["rounding"])
+    assert [row["waits"] for row in tables["waits"]] == ["none", "none"]
+    assert "| Qwen2ForCausalLM | flash_varlen | bfloat16 | clean |" in done.stdout

@@ -101,7 +101,7 @@ def result(model: Any, attention: str, batch: PackedBatch | None = None) -> dict
 
 def withheld(model: Any, inputs: dict[str, Any], bounds: list[int]) -> IsolationResult:
     """Run the same test without boundaries: the positions continue over all samples."""
-    positions = torch.arange(bounds[-1]).expand_as(inputs["position_ids"])
+    positions = torch.arange(bounds[-1], device=inputs["position_ids"].device).expand_as(inputs["position_ids"])
     plain = {name: value for name, value in inputs.items() if name not in _BOUNDARIES}
     return measure(model, plain | {"position_ids": positions}, bounds)
 
