@@ -90,3 +90,23 @@ def test_a_loader_that_pins_gives_the_same_batches(num_workers: int) -> None:
         assert [batch.ids for batch in found] == [batch.ids for batch in new_loader()]
     if torch.accelerator.is_available():
         assert all(tensor.is_pinned() for batch in found for tensor in tensors(batch).values())
+
+
+def test_losses_are_computed_where_the_logits_are() -> None:
+    """A batch that stays on the host, and logits of a model on the accelerator, if there is one."""
+    batch = batch_with_everything()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    logits = torch.randn(*batch.input_ids.shape, 128, generator=torch.Generator().manual_seed(0))
+    there = logits.to(device)
+    for targets in (None, 5.0, torch.tensor(5.0), torch.tensor(5.0, device=device)):
+        of_host = targets.cpu() if isinstance(targets, torch.Tensor) else targets
+        loss = batch.loss(there, targets=targets)
+        assert loss.device.type == there.device.type
+        assert loss.item() == pytest.approx(batch.loss(logits, targets=of_host).item(), rel=1e-5)
+    signals: tuple[Any, ...] = ("loss", "entropy", "gradient_norm")
+    for signal in signals:
+        found, expected = batch.loss_by_source(there, signal), batch.loss_by_source(logits, signal)
+        assert {value.device.type for value in found.values()} == {there.device.type}
+        assert {name: value.item() for name, value in found.items()} == pytest.approx(
+            {name: value.item() for name, value in expected.items()}, rel=1e-4
+        )
