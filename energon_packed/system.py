@@ -5,6 +5,7 @@
 | described, remedy_of | an OSError to a one-line message with the remedy |
 | resource_error, raise_resource_error | an exception to a ResourceError, if the data is not the cause |
 | most_open | the number of files that a cache wants to keep open to the number that `ulimit -n` affords |
+| ending | the exit code of a process to words |
 | call_in_child | a function to its result, from a process that can be killed |
 | memory_limit | a block of code, whose allocations are limited |
 | announced | a block of code that may take long, to a log message |
@@ -170,6 +171,19 @@ def _file_bytes() -> int | str:
     return "unlimited" if limit == resource.RLIM_INFINITY else limit
 
 
+def ending(exitcode: int) -> str:
+    """Describe the end of a process for messages: `was killed by signal 9 (SIGKILL)`, or `ended with exit code 1`.
+
+    Args:
+        exitcode: of `multiprocessing.Process`: -N if signal N ended the process.
+    """
+    if exitcode >= 0:
+        return f"ended with exit code {exitcode}"
+    number = -exitcode
+    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
+    return f"was killed by signal {number} ({name})"
+
+
 def call_in_child(function: Callable[..., Any], *arguments: Any, seconds: float | None = None) -> Any:
     """Return `function(*arguments)` of a forked process: memory and threads that it needs stay in that process.
 
@@ -178,8 +192,7 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, seconds: float 
         seconds: wall-clock time after which the process is killed; None waits as long as it runs.
 
     Raises:
-        ChildProcessError: the process ended without a result; the message is `ended with exit code N`, or
-            `was killed by SIGNAL`.
+        ChildProcessError: the process ended without a result; the message is its `ending`.
         TimeoutError: it was killed.
     """
     context = multiprocessing.get_context("fork")
@@ -193,9 +206,7 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, seconds: float 
         return receiver.recv()
     except EOFError:
         child.join()
-        code = child.exitcode or 0  # -N if signal N killed it
-        end = f"ended with exit code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
-        raise ChildProcessError(end) from None
+        raise ChildProcessError(ending(child.exitcode or 0)) from None
     except BaseException:  # also Ctrl-C, which the child ignores
         child.kill()
         raise

@@ -37,7 +37,7 @@ from energon_packed import (
     prepare_loader,
 )
 from tests.conftest import Packer
-from tests.internals import as_path, end_workers, load_image, ranks, read_video_info
+from tests.internals import as_path, load_image, ranks, read_video_info, watched
 from tests.storage import Store
 from tests.video_demo import VideoDemo
 from tests.videos import make_video
@@ -160,7 +160,7 @@ def test_torch_without_the_workers_of_a_loader(pack_demo: Packer, encoder: ChatE
     batches = iter(torch.utils.data.DataLoader([1, 2], num_workers=1))
     monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_workers", absent("_workers"), raising=False)
     with pytest.raises(ConfigError, match=line("torch", "in which _MultiProcessingDataLoaderIter has no `_workers`")):
-        end_workers(batches)
+        next(watched(batches, "X", 0))
     monkeypatch.undo()  # before it is deleted
     del batches
 

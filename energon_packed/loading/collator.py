@@ -18,7 +18,7 @@ from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.batch import PackedBatch, trainer_inputs
 from energon_packed.loading.dummy_images import DummyChoice, DummyImages
 from energon_packed.loading.features import row_of
-from energon_packed.loading.ranks import DISPATCHED, dispatch_refusal, is_dispatched
+from energon_packed.loading.resharding import DISPATCHED, dispatch_refusal, is_dispatched
 from energon_packed.loading.row_media import media_tensors
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 

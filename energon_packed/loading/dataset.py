@@ -27,7 +27,6 @@ from energon_packed.formats.references import MEDIA_PART, emptied, located_names
 from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.costs.model import Balance, RowSizes, cost_model
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
-from energon_packed.loading.failures import remedy_of, sendable
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.manifests import (
     LoadedSplit,
@@ -43,7 +42,9 @@ from energon_packed.loading.manifests import (
 )
 from energon_packed.loading.order import Order, check_sizes
 from energon_packed.loading.process import encode_pack
-from energon_packed.loading.ranks import refuse_dispatch, resolve_rank
+from energon_packed.loading.ranks import resolve_rank
+from energon_packed.loading.resharding import refuse_dispatch
+from energon_packed.loading.sample_errors import remedy_of, sendable
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.packing.balance import Imbalance, Int64
 from energon_packed.pipeline.run_state import digest

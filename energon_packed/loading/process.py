@@ -12,7 +12,7 @@
 A Processor that `reads` any items encodes features and records of no known format, too, and with `raw` all items.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,6 +118,25 @@ class RecordAt(NamedTuple):
     id: str | None
 
 
+class PackAt(NamedTuple):
+    """The place of a pack, for messages.
+
+    Attributes:
+        key: of the pack, or the name of an item that is not a pack.
+        tars: paths of its tars, joined; "" if they are not known.
+    """
+
+    key: str
+    tars: str = ""
+
+    @classmethod
+    def of(cls, key: object, sources: Iterable[Any] | None) -> "PackAt":
+        """Return the place of a sample of Energon with this `__key__` and these `__sources__`."""
+        return cls(
+            str(key), ", ".join(sorted({f"{source.dataset_path}/{source.shard_name}" for source in sources or ()}))
+        )
+
+
 class Packs(tuple[PackSample, ...]):
     """An item that is a row of several packs, which the distributor chose."""
 
@@ -143,11 +162,11 @@ class Failure(NamedTuple):
 
     Attributes:
         error: the reason.
-        pack: the pack that contains it, or its `__key__` and `__sources__`; None if it is the item.
+        at: place of the pack that contains it; None if it is the item.
     """
 
     error: Exception
-    pack: PackSample | Mapping[str, Any] | None = None
+    at: PackAt | None = None
 
 
 class Encoded(NamedTuple):
@@ -265,8 +284,8 @@ def _encode_packs(packs: Sequence[PackSample], processor: Processor, *, check_le
     """Encode one pack, or the packs of a row; a bad sample is left out, and the other samples stay."""
     failures: list[Failure] = []
 
-    def on_failure(error: Exception, pack: Any) -> None:
-        failures.append(Failure(error, pack))
+    def on_failure(error: Exception, pack: PackSample) -> None:
+        failures.append(Failure(error, PackAt.of(pack.__key__, pack.__sources__)))
 
     rows: list[Sequence[EncodedSample]] = []
     for pack in packs:

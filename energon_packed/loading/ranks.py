@@ -7,39 +7,18 @@
 | `all_gather_object`, `broadcast_object`, `all_reduce_mean` | collective operations, also without a process group |
 | `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
 | `resolve_rank`, `check_rank` | rank and world size of a loader |
-| `check_not_resharded` | error for tools that would shard the data a second time |
-| `refuse_dispatch`, `is_dispatched`, `dispatch_refusal` | errors for tools that read on process 0 for all processes |
-
-Sharding twice loses rows without an error, and a dataset is not informed about it. So the tools are searched
-among the callers, by the names of their classes:
-
-    IterableDatasetShard    accelerate, Transformers: keeps every n-th item of a shard that belongs to one rank already
-    DataLoaderDispatcher    reads on process 0; accelerate's version cuts every tensor in equal parts, the version of
-                            ms-swift sends rows of process 0 to all processes
 """
 
-import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from energon_packed.errors import ConfigError
-
-_DISPATCHER = "DataLoaderDispatcher"
-_SHARD = "IterableDatasetShard"
-_ACCELERATE = "accelerate."
-DISPATCHED = (
-    "`dispatch_batches=True` splits tensors between processes, which breaks packed rows. Pass "
-    "DataLoaderConfiguration(dispatch_batches=False), or accelerator_config={'dispatch_batches': False} in "
-    "TrainingArguments."
-)
-_READING = ("__iter__", "_fetch_batches")  # methods that read data; others, such as __len__, are harmless
 
 
 def has_group() -> bool:
@@ -174,93 +153,3 @@ def shuffled(items: Sequence[int] | int, shard: ShardSpec, *salt: int, shuffle: 
     """Numbers in the order of an epoch, int64 (n,): a seeded permutation, or as they are."""
     numbers = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
     return shard.rng(*salt).permutation(numbers) if shuffle else numbers
-
-
-def check_not_resharded(world_size: int) -> None:
-    """Raise if a class that shards data over processes reads a loader that is sharded already.
-
-    Args:
-        world_size: world size of the loader; with 1, every process has all data, and sharding it once is right.
-
-    Raises:
-        ConfigError: the data is sharded twice; the message names the remedies.
-    """
-    if world_size == 1:
-        return
-    for method, caller, kind in _callers(_SHARD, _DISPATCHER):
-        if method in _READING and _processes(caller) > 1:
-            raise ConfigError(
-                f"This loader is already sharded over {world_size} ranks; {type(caller).__module__}.{kind.__name__} "
-                "would shard it again and drop data. Iterate it directly, use PackedDataset instead, or create it "
-                "with rank=0, world_size=1."
-            )
-
-
-def refuse_dispatch() -> None:
-    """Raise if a dispatcher is calling, on every process, before anything is read.
-
-    A batch of packs is one row, and its boundaries and pixels are longer or shorter than the row: it cannot be cut.
-
-    Raises:
-        ConfigError: the message names the remedies.
-    """
-    for _, _, kind in _callers(_DISPATCHER):
-        if kind.__module__.startswith(_ACCELERATE):
-            raise ConfigError(DISPATCHED)
-        raise ConfigError(
-            f"{kind.__module__}.{kind.__name__} reads on process 0 for all ranks, but this loader is sharded over "
-            "ranks. Pass a PackedDataset, or a loader created with rank=0, world_size=1."
-        )
-
-
-class DispatchRefusal:
-    """Stand-in for a batch that a dispatcher of accelerate reads: unpickling it raises the error of `refuse_dispatch`.
-
-    Only process 0 calls a collator, perhaps in a worker process, and the other processes wait for its batch. So a
-    worker returns this object to process 0, and process 0 sends it to the other processes.
-    """
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _raise_dispatched, ()
-
-
-def dispatch_refusal() -> DispatchRefusal | None:
-    """Refuse a dispatcher of accelerate that reads the batch of this call; None without a dispatcher.
-
-    Raises:
-        ConfigError: on every process. A worker process returns the refusal instead, and its receiver raises.
-    """
-    if not is_dispatched():
-        return None
-    return _raise_dispatched() if torch.utils.data.get_worker_info() is None else DispatchRefusal()
-
-
-def is_dispatched() -> bool:
-    """Return whether a dispatcher of accelerate is among the callers, also if this is a forked worker process."""
-    return any(kind.__module__.startswith(_ACCELERATE) for _, _, kind in _callers(_DISPATCHER))
-
-
-def _raise_dispatched() -> NoReturn:
-    rank, world_size = group_place()
-    if world_size > 1 and rank == 0:
-        torch.distributed.broadcast_object_list([DispatchRefusal(), True])  # the structure of a batch, and the end
-    raise ConfigError(DISPATCHED)
-
-
-def _callers(*names: str) -> Iterator[tuple[str, Any, type]]:
-    """(method, object, matching class) of every running method of these classes, the innermost first."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        # By name along the MRO, as importing accelerate or ms-swift to compare classes would cost seconds.
-        kind = next((base for base in type(caller).__mro__ if base.__name__ in names), None)
-        if kind is not None:
-            yield frame.f_code.co_name, caller, kind
-        frame = frame.f_back
-
-
-def _processes(caller: Any) -> int:
-    """Number of processes that a tool shards over."""
-    state = getattr(caller, "state", caller)
-    count: Any = getattr(state, "num_processes", None) or getattr(caller, "world_size", 1)  # ms-swift has the latter
-    return int(count)

@@ -30,7 +30,7 @@ from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
 from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.packers.base import Sizes
-from energon_packed.loading.ranks import refuse_dispatch
+from energon_packed.loading.resharding import refuse_dispatch
 from energon_packed.options import check_type
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers

@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from energon_packed.errors import EnergonPackedError
+from energon_packed.system import ending
 
 
 class Progress:
@@ -89,14 +90,10 @@ def killed(process: str, exitcode: int | None, doing: str) -> str:
         exitcode: as in `multiprocessing.Process`: the negative number of the signal.
         doing: result of `label`.
     """
-    if exitcode is None or exitcode >= 0:
-        return f"{process} ended{doing} with exit status {exitcode}; run again: completed work is reused"
-    number = -exitcode
-    name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
-    if number == signal.SIGKILL:
-        why = "perhaps the machine ran out of memory"
-        return f"{process} was killed by signal {number} ({name}){doing}: {why}; {_REMEDY}"
-    return f"{process} ended by signal {number} ({name}){doing}; run again: completed work is reused"
+    how = f"{process} {ending(exitcode or 0)}{doing}"
+    if exitcode == -signal.SIGKILL:
+        return f"{how}: perhaps the machine ran out of memory; {_REMEDY}"
+    return f"{how}; run again: completed work is reused"
 
 
 def out_of_memory(process: str, doing: str) -> str:

@@ -137,7 +137,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
     ("die", "end"),
     [
         (lambda: os._exit(9), "ended with exit code 9"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by signal 9 \(SIGKILL\)"),
     ],
     ids=["exit", "signal"],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
+from megatron.energon.flavors.webdataset.itar import ITarFile
 from megatron.energon.flavors.webdataset.itar_reader import ITarReader
 from PIL import Image
 
@@ -73,6 +74,22 @@ def test_packs_are_read_as_energon_reads_them(pack_demo: Packer, monkeypatch: py
     samples = list(get_loader(replaced, watchdog_timeout_seconds=None))
     assert [vars(sample) for sample in samples] == [vars(sample) for sample in expected]
     assert all(len(sample.__sources__[0].file_names) > 1 for sample in samples)
+
+
+def test_energon_reads_a_pack_by_more_than_one_read(pack_demo: Packer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without this, the readers of Energon's datasets need not be replaced (`pack_reader.py`)."""
+    headers, following = [], ITarFile.next
+    monkeypatch.setattr(ITarFile, "next", lambda tar: headers.append(1) or following(tar))
+    config = WorkerConfig(rank=0, world_size=1, num_workers=0)
+    dataset = get_val_dataset(
+        str(pack_demo(sample_class="PackedCaptioningSample").shards),
+        split_part="train",
+        worker_config=config,
+        batch_size=None,
+        task_encoder=RawSamples(),
+    )
+    samples = list(get_loader(dataset, watchdog_timeout_seconds=None))
+    assert len(headers) >= sum(len(sample.__sources__[0].file_names) for sample in samples) > len(samples)
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)

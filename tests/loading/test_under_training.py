@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from energon_packed import (
     get_packed_loader,
     pack,
 )
-from tests.internals import StoredTokens, cli, end_workers, lost_worker, transport, watched
+from tests.internals import StoredTokens, cli, transport
 
 RECORDS, NEW = 24, 5000  # tokens of records that replace others begin at NEW
 HANG = 240  # seconds: what takes longer is a hang, also on a slow machine
@@ -304,22 +303,16 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
     path, encoder = packed(tmp_path), Faulty(tmp_path)
     whole = [tokens(batch) for batch in reader(path, 2, encoder)]
     encoder.flag.touch()
-    for _ in range(3):  # torch raises wherever the main process is: now and then that is here
-        batches = reader(path, 2, encoder)
-        read, states = [], []
-        with pytest.raises(RuntimeError, match="pid.*killed by signal: Killed|exited unexpectedly") as caught:
-            for batch in batches:
-                read.append(tokens(batch))
-                states.append(batches.state_dict())
-        if isinstance(caught.value, WorkerError):
-            break
+    batches = reader(path, 2, encoder)
+    read, states = [], []
+    message = r"\(pid \d+\) was killed by signal 9 \(SIGKILL\): out of memory.*resume from the last saved state"
+    with pytest.raises(WorkerError, match=message) as caught:
+        for batch in batches:
+            read.append(tokens(batch))
+            states.append(batches.state_dict())
     assert read == whole[: len(read)]
     assert len(read) < len(whole)
-    assert isinstance(caught.value, WorkerError)
     assert "\n" not in str(caught.value)
-    assert "resume from the last saved state" in str(caught.value)
-    if "Killed" in str(caught.value):
-        assert "out of memory" in str(caught.value)
     encoder.flag.unlink()
     fresh = reader(path, 2, encoder)
     if states:
@@ -329,33 +322,23 @@ def test_a_killed_worker_is_one_error_and_the_state_is_good(tmp_path: Path, read
 
 
 @pytest.mark.parametrize("reader", RESUMING)
-def test_a_worker_killed_in_the_training_step_is_one_error_and_ends_the_others(
+def test_a_worker_killed_in_the_training_step_is_one_error_after_it_and_ends_the_others(
     tmp_path: Path, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "_STEPS", 1)  # or a worker could end, because its first message has all its steps
     path = packed(tmp_path)
-    before = set(multiprocessing.active_children())
+    before, steps = set(multiprocessing.active_children()), 0
     with pytest.raises(
-        WorkerError, match=r"^a worker process of .* \(pid \d+\) is killed by signal: Killed: .*new loader.$"
+        WorkerError, match=r"^a worker process of .* \(pid \d+\) was killed by signal 9 \(SIGKILL\): .*new loader.$"
     ):
         for _ in reader(path, 2):
             workers = set(multiprocessing.active_children()) - before
             assert len(workers) == 2
             os.kill(next(iter(workers)).pid, signal.SIGKILL)  # type: ignore[arg-type]
-            time.sleep(60)  # the training step, which the signal interrupts
-    for worker in workers:
-        worker.join(60)
+            time.sleep(1)  # the training step, which the signal does not interrupt
+            steps += 1
+    assert steps == 1
     assert not set(multiprocessing.active_children()) - before
-
-
-def test_a_killed_worker_of_a_dataloader_of_the_user_stays_the_error_of_torch(tmp_path: Path) -> None:
-    next(iter(by_dataflow(packed(tmp_path), 1)))  # replaces the handler of torch
-    batches = iter(torch.utils.data.DataLoader(range(100), num_workers=1))  # type: ignore[arg-type]
-    next(batches)
-    with pytest.raises(RuntimeError, match="DataLoader worker .* is killed by signal") as raised:
-        os.kill(batches._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        time.sleep(60)
-    assert not isinstance(raised.value, WorkerError)
 
 
 class TwoArguments(EnergonPackedError):
@@ -411,27 +394,8 @@ def test_a_killed_worker_of_stock_torch_is_an_error_too(tmp_path: Path) -> None:
     with torch_notices_no_death():
         with pytest.raises((RuntimeError, OSError, EOFError)):
             read_all(iterator)
-        end_workers(iterator)
-
-
-def test_a_connection_to_a_dead_worker_is_its_death() -> None:
-    """As torch notices it where a tensor comes in shared memory: ConnectionResetError, before the signal."""
-    context = multiprocessing.get_context("fork")
-    worker = context.Process(target=os._exit, args=(1,))
-    batches = type("Batches", (), {"_workers": [worker], "_shutdown_workers": lambda self: None})()
-
-    def lost() -> Iterator[Any]:
-        worker.start()
-        wait([worker.sentinel], timeout=60)
-        yield from ()
-        raise ConnectionResetError(104, "Connection reset by peer")
-
-    with pytest.raises(ConnectionResetError) as raised:
-        next(watched(lost(), "X"))
-    found = lost_worker(raised.value, "X", batches)
-    assert isinstance(found, WorkerError)
-    assert re.search(r"worker process of X \(pid \d+\) exited unexpectedly \(ConnectionResetError\)", str(found))
-    assert lost_worker(ValueError("other"), "X", batches) is None
+        for worker in iterator._workers:
+            worker.kill()
 
 
 @pytest.mark.parametrize("reader", [by_energon, by_dataflow])

@@ -163,7 +163,7 @@ def test_each_step_has_its_items_or_a_row_of_another_rank(case: int) -> None:
     assert data.requested[: len(requests)] == requests
     del failed[""]
     assert Counter(row["id"] for row in plan.roles.failures.rows) == failed
-    assert plan.roles.failures._used.value == sum(
+    assert plan.roles.failures.used == sum(
         number(place) not in bad for index in range(first, count) for place in places(index, rank)
     )
     if repeat:

@@ -267,8 +267,8 @@ def energon_loads(folder: PackedFolder) -> Check:
 
     from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
+    from energon_packed.loading.energon.faults import own_error
     from energon_packed.loading.energon.task_encoder import cook_pack
-    from energon_packed.loading.failures import in_one_line
     from energon_packed.loading.trust import check_trusted
 
     try:
@@ -309,7 +309,6 @@ def energon_loads(folder: PackedFolder) -> Check:
                 warnings.simplefilter("ignore")  # pinned memory without a GPU
                 next(iter(get_loader(dataset, watchdog_timeout_seconds=None)))  # a watchdog thread would never end
         except Exception as error:  # Energon does not wrap the errors of its readers
-            # Of a changed image, the error of Energon has a long text, and the error of this package in its causes.
-            error = in_one_line(error, "Energon") or error
+            error = own_error(error) or error
             check.fail(f"split {split}: {type(error).__name__}: {' '.join(str(error).split())[:200]}")
     return check

@@ -11,7 +11,8 @@ import torch
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.accelerate import check_loader_rank
 from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
-from energon_packed.loading.ranks import check_not_resharded, group_place, refuse_dispatch
+from energon_packed.loading.ranks import group_place
+from energon_packed.loading.resharding import check_not_resharded, refuse_dispatch
 
 _ALL_ARGUMENTS = (
     "packed_training_arguments(output_dir, stream) sets every argument that a stream needs, and "

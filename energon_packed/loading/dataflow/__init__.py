@@ -7,4 +7,5 @@
 | worker_stream.py | the four roles of a worker shard |
 | state_files.py | loader states in files, and for another number of ranks |
 | transport.py | batches from worker processes to the main process |
+| workers.py | worker processes that die or do not answer |
 """

@@ -27,13 +27,15 @@ from energon_packed.loading.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.steps import Steps
 from energon_packed.loading.dataflow.transport import Message, guarded, messages, round_robin
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
+from energon_packed.loading.dataflow.workers import watched, watching
 from energon_packed.loading.distributors.base import Distributor, LoaderLayout
-from energon_packed.loading.failures import FailureLog, watched
+from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.options import LoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
-from energon_packed.loading.ranks import check_not_resharded, check_rank, resolve_rank
+from energon_packed.loading.ranks import check_rank, resolve_rank
+from energon_packed.loading.resharding import check_not_resharded
 from energon_packed.loading.state import (
     Position,
     check_state,
@@ -297,8 +299,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
 
     def _own_batches(self) -> Iterator[Any]:
         """Yield the remaining batches of the items of this rank, each after the position moved to it."""
-        steps = self._remaining_steps()
-        while (step := self._next_of(steps)) is not None:
+        while (step := self._next_step()) is not None:
             if self._schedule is not None and not step.ended:
                 self._schedule.count_step(step.worker)
             # Before the batch is yielded: a state saved in the loop body is the state after this batch.
@@ -327,16 +328,18 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             if self._schedule is not None:
                 self._schedule.start_epoch()
             dataset: WorkerSteps = self.dataset  # type: ignore[assignment]
-            with dataset.starting_at(self._position):
-                self._steps = watched(super().__iter__(), type(self).__name__)
+            watch = (type(self).__name__, self.timeout)
+            with dataset.starting_at(self._position), watching(self._iterator, *watch):  # persistent workers answer
+                self._steps = super().__iter__()
             if self.num_workers:
-                self._steps = round_robin(self._steps, self._plan.first_worker(self._position), dataset.counts)
+                received = watched(self._steps, *watch)
+                self._steps = round_robin(received, self._plan.first_worker(self._position), dataset.counts)
         return self._steps
 
-    def _next_of(self, steps: Iterator[Any]) -> Any:
+    def _next_step(self) -> Any:
         """Return the next step, or None; after an error, iterating starts again at the position."""
         try:
-            return next(steps, None)
+            return next(self._remaining_steps(), None)
         except BaseException:
             self._iterator = self._steps = None
             raise

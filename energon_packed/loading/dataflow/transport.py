@@ -31,7 +31,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from energon_packed.errors import EnergonPackedError
-from energon_packed.loading.failures import sendable
+from energon_packed.loading.sample_errors import sendable
 from energon_packed.system import resource_error
 
 _LARGE = 1 << 20  # bytes of a tensor above which shared memory is cheaper than a copy through a pipe

@@ -36,6 +36,7 @@ from energon_packed.loading.packers.base import Packer, Sizes, kind_of, unfit
 from energon_packed.loading.process import (
     Encoded,
     Failure,
+    PackAt,
     Packs,
     RecordAt,
     WithSource,
@@ -453,7 +454,7 @@ def count_failures(log: FailureLog, failures: Sequence[Failure], name: str, at: 
         elif isinstance(error, RecordError) and error.reason in REQUESTED_REJECTS:
             log.drop(error.reason.value)
         else:
-            log.handle(error, {"__key__": name} if pack is None else pack)
+            log.handle(error, pack or PackAt(name))
 
 
 def record_of(value: Any) -> tuple[RecordAt, str] | None:

@@ -11,17 +11,16 @@ from megatron.energon import Sample, SavableDataset, WorkerConfig, edataclass, s
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.flavors import PackSample
 from energon_packed.loading.distributors.base import Distributor, Item, LoaderLayout
-from energon_packed.loading.energon.faults import raise_with_file_name
+from energon_packed.loading.energon.faults import key_and_sources, raise_with_file_name, raise_with_location
 from energon_packed.loading.energon.ranks import packs_of_epoch
 from energon_packed.loading.energon.source import EnergonSource, reading
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, to_plain
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.epoch_end import EpochEnd, steps_of_epoch
-from energon_packed.loading.failures import named, reraise_with_location
 from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, loaded_splits, repeats_packs
 from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
-from energon_packed.loading.process import Failure, Packs
+from energon_packed.loading.process import Failure, PackAt, Packs
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path
@@ -156,9 +155,9 @@ class EnergonDistributor(Distributor):
         """Return an error handler of Energon that adds the error of a pack to a list."""
 
         def handler(error: Exception, sample: Any, sources: Any = None) -> None:
-            pack = named(sample, sources)
-            self._opened.check_sources(pack["__sources__"])  # raises if the tar was replaced, which is the cause
-            failed.append(Failure(error, pack))
+            key, sources = key_and_sources(sample, sources)
+            self._opened.check_sources(sources)  # raises if the tar was replaced, which is the cause
+            failed.append(Failure(error, PackAt.of(key, sources)))
 
         return handler
 
@@ -166,7 +165,7 @@ class EnergonDistributor(Distributor):
         """Read packs again by Energon's restore keys."""
         if not keys:
             return []
-        dataset, packs = self._dataset(shard, reraise_with_location), []
+        dataset, packs = self._dataset(shard, raise_with_location), []
         for key in keys:
             with reading(dataset.worker_config, 0), raise_with_file_name(self.path, self._config.split, self._opened):
                 packs.append(_value(dataset.restore_sample(from_plain(key))))
@@ -177,7 +176,7 @@ class EnergonDistributor(Distributor):
         if self.infinite or self._packer is not None:
             return None
         if (packs := packs_of_epoch(self._config, self._splits)) is None:
-            return int(self._dataset(shard, reraise_with_location).len_worker(0))
+            return int(self._dataset(shard, raise_with_location).len_worker(0))
         return steps_of_ranks(packs, world_size=shard.num_shards)[shard.index]
 
     def steps_of_epoch(self, layout: LoaderLayout, epoch_end: EpochEnd) -> int | None:
@@ -203,7 +202,7 @@ class EnergonDistributor(Distributor):
 
     @cached_property
     def _fingerprint(self) -> str:
-        return dataset_fingerprint(self._dataset(ShardSpec(), reraise_with_location).config())
+        return dataset_fingerprint(self._dataset(ShardSpec(), raise_with_location).config())
 
     def _dataset(self, shard: ShardSpec, error_handler: Callable[..., None]) -> "SavableDataset[Any]":
         config = self._config

@@ -1,7 +1,13 @@
-"""Errors of Energon to errors that name the damaged file.
+"""Errors of Energon to errors that name the damaged file, or the pack.
 
 Energon does not validate its files, and fails with the first error that the damage causes: `ReadError: bad checksum`,
 `issubclass() arg 1 must be a class`. Only after such an error, `raise_with_file_name` checks the files one by one.
+
+| function | error |
+|---|---|
+| raise_with_file_name | of creating or reading a dataset |
+| own_error | of this package, which Energon wrapped |
+| key_and_sources, raise_with_location | of a single pack, in Energon's `global_error_handler` |
 """
 
 import ast
@@ -14,11 +20,14 @@ from typing import Any
 import numpy as np
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta, get_info_shard_files
+from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
-from energon_packed.errors import EnergonPackedError, FormatError
+from energon_packed.errors import DataChangedError, EnergonPackedError, FormatError, ResourceError
 from energon_packed.files import read_yaml
-from energon_packed.loading.failures import in_one_line
+from energon_packed.flavors.base import FatalDataChangedError, FatalResourceError
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits
+from energon_packed.loading.process import PackAt
+from energon_packed.loading.sample_errors import add_location
 from energon_packed.metadatasets import NV_META
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader
@@ -26,7 +35,6 @@ from energon_packed.shards.scan import scan_tar
 from energon_packed.storage import as_path, energon_url
 from energon_packed.system import raise_resource_error
 
-NAME = "the loader of get_packed_loader"
 _FUNCTIONS = ("sample_loader", "part_filter")  # names in dataset.yaml
 
 
@@ -48,7 +56,7 @@ def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | No
     except ImportError:  # a package that is not installed: the file is intact
         raise
     except Exception as error:
-        if known := in_one_line(error, NAME):
+        if known := own_error(error):
             raise known from error
         if isinstance(error, EnergonPackedError):
             raise
@@ -58,6 +66,36 @@ def raise_with_file_name(path: str | Path, split: str, opened: OpenedSplits | No
         if fault := _fault(as_path(path), split):
             raise FormatError(f"{fault} ({type(error).__name__}: {' '.join(str(error).split())[:200]})") from error
         raise
+
+
+def own_error(error: BaseException) -> EnergonPackedError | None:
+    """Return the error of this package that stopped Energon, which raises a long FatalSampleError in its place."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, FatalDataChangedError):
+            return DataChangedError(str(cause))
+        if isinstance(cause, FatalResourceError):
+            return ResourceError(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def key_and_sources(sample: Any, sources: Any = None) -> tuple[Any, Any]:
+    """Return `__key__` and `__sources__` of a sample in any form that Energon passes to its error handlers."""
+    while isinstance(sample, RawSampleData | list | tuple) and sample:
+        sample = sample.data if isinstance(sample, RawSampleData) else sample[0]
+    if isinstance(sample, dict):
+        return sample.get("__key__"), sources or sample.get("__sources__")
+    return sample.__key__, sources or sample.__sources__
+
+
+def raise_with_location(error: Exception, sample: Any, sources: Any = None) -> None:
+    """Raise the error of a sample, with its location: the `global_error_handler` if no failure is skipped.
+
+    Raises:
+        Exception: the error.
+    """
+    raise add_location(error, PackAt.of(*key_and_sources(sample, sources))) from error
 
 
 def _fault(path: Path, split: str) -> str | None:

@@ -1,0 +1,115 @@
+"""Worker processes of torch's DataLoader: their death, and a batch that does not come, as one-line errors.
+
+Torch (all releases until 2.13, `torch/utils/data/_utils/signal_handling.py`) raises the death of a worker in its
+handler of SIGCHLD, wherever the main process is: in a training step, or while a checkpoint is written. No argument of
+the DataLoader changes that. So torch knows the process ids of the workers only while the main process waits for a
+batch. There the handler is needed: a worker that dies while it writes leaves a part of a message in the pipe, and
+nothing else ends the read of the rest. `tests/loading/test_workers.py` fails if torch no longer raises in a training
+step.
+"""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import wait
+from typing import Any
+
+from torch.utils.data._utils import signal_handling
+
+from energon_packed.errors import WorkerError
+from energon_packed.libraries import private
+from energon_packed.system import ending
+
+_CRASHED = "out of memory, or a crash. Use fewer workers, or `num_workers=0` to see the cause"
+_REMEDIES = {  # by exit code
+    -signal.SIGKILL: "out of memory (see dmesg). Use fewer workers, a smaller `prefetch_factor` or "
+    "`shuffle_buffer_size`, or more memory",
+    -signal.SIGBUS: "shared memory is full, or an input file was truncated while it was read. Enlarge /dev/shm, or "
+    "use fewer workers",
+}
+_RESUME = "then resume from the last saved state in a new loader."
+_END_SECONDS = 5.0  # for a process to end: the kernel closes its connections before that
+
+
+def watched(batches: Any, loader: str, timeout: float) -> Iterator[Any]:
+    """Iterate over the batches of worker processes, `watching` them while the main process waits.
+
+    Args:
+        batches: iterator of torch's DataLoader, with worker processes.
+        loader, timeout: as for `watching`.
+    """
+    end = object()
+    while True:
+        with watching(batches, loader, timeout):
+            batch = next(batches, end)
+        if batch is end:
+            return
+        yield batch
+
+
+@contextmanager
+def watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
+    """Context manager of a block that waits for workers; if one died, or no batch comes, the others are killed.
+
+    Args:
+        batches: iterator of torch's DataLoader, with worker processes; None if they have not started.
+        loader: name of the loader in messages.
+        timeout: of the DataLoader, in seconds; 0 waits as long as the workers run.
+
+    Raises:
+        WorkerError: a worker ended with an error, or the time is over.
+        Exception: another error of the block.
+    """
+    if batches is None:
+        yield
+        return
+    workers: Sequence[Any] = private(batches, "_workers", "torch")
+    # A worker that died before may have left a part of a message, whose rest the block would wait for.
+    lost, cause, start = _death(workers, loader), None, time.monotonic()
+    if lost is None:
+        _set_known(batches, workers)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, OSError | EOFError):  # the broken connection may be noticed before the death
+                wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_END_SECONDS)
+            lost, cause = _death(workers, loader), error
+            if lost is None and isinstance(error, RuntimeError) and 0 < timeout <= time.monotonic() - start:
+                lost = WorkerError(
+                    f"{loader} timed out after {timeout:g} seconds (`timeout`) waiting for a batch: storage hangs, or "
+                    f"samples are slow. Check the storage or raise `timeout`, {_RESUME}"
+                )
+            if lost is None:
+                raise
+        finally:
+            _set_known(batches, ())
+    if lost is not None:
+        _kill(workers)
+        raise lost from cause
+
+
+def _death(workers: Sequence[Any], loader: str) -> WorkerError | None:
+    """Return the error for the first worker that ended with an error; None if there is none."""
+    dead = next((worker for worker in workers if worker.exitcode), None)  # None while it runs
+    if dead is None:
+        return None
+    remedy = _REMEDIES.get(dead.exitcode, _CRASHED)
+    return WorkerError(f"a worker process of {loader} (pid {dead.pid}) {ending(dead.exitcode)}: {remedy}, {_RESUME}")
+
+
+def _kill(workers: Sequence[Any]) -> None:
+    """Kill the workers: a worker that hangs in a read does not answer torch, and Python waits for it when it exits."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join(_END_SECONDS)
+
+
+def _set_known(batches: Any, workers: Sequence[Any]) -> None:
+    """Set the workers of an iterator for whose death torch's handler of SIGCHLD raises."""
+    if private(batches, "_worker_pids_set", "torch"):  # False after torch ended its workers itself
+        private(signal_handling, "_remove_worker_pids", "torch")(id(batches))
+    if workers:
+        private(signal_handling, "_set_worker_pids", "torch")(id(batches), tuple(worker.pid for worker in workers))
+    batches._worker_pids_set = bool(workers)
