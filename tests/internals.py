@@ -194,8 +194,8 @@ PLACES = {
     "kernels": "packing.kernels",
     "load_kernels": "packing:load_kernels",
     # pipeline: stages on their own, for faults and limits that a small run does not meet
-    "FolderLock": "pipeline.workspace:FolderLock",
-    "Workspace": "pipeline.workspace:Workspace",
+    "FolderLock": "pipeline.locks:FolderLock",
+    "Folder": "pipeline.folder:Folder",
     "run_status": "pipeline.run:run_status",
     "loading_code": "shards.loading_code:loading_code",
     "keys": "pipeline.run_state",
@@ -207,7 +207,6 @@ PLACES = {
     "most_common": "pipeline.table:most_common",
     "count_strings": "pipeline.chunks:count_strings",
     "reader": "pipeline.reader",
-    "workspace": "pipeline.workspace",
     "dry_run": "pipeline:dry_run",
     "TokenCache": "pipeline.chunks:TokenCache",
     "TokenReader": "pipeline.chunks:TokenReader",

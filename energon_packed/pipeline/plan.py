@@ -256,12 +256,12 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     Raises:
         RejectLimitError: more records are rejected than allowed.
     """
-    options, workspace = state.options, state.workspace
+    options, output = state.options, state.output
     state.progress.start("plan", len(table), "records")
     rejects, entries = plan_rejects(table, options, state.reader, state.engine, kept=kept_tokens(state, table))
-    report = partial(write_reports, rejects, entries.fragments, usable_len=options.usable_len, workspace=workspace)
+    report = partial(write_reports, rejects, entries.fragments, usable_len=options.usable_len, output=output)
     try:
-        rejects.check(options.limits, str(workspace.rejects))
+        rejects.check(options.limits, str(output.rejects))
     except RejectLimitError:
         report(places=sample_places(len(entries), None, [], options))
         raise

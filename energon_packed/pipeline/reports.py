@@ -33,6 +33,7 @@ from energon_packed.pipeline.chunks import (
     read_rows,
     string_column,
 )
+from energon_packed.pipeline.folder import Folder
 from energon_packed.pipeline.options import RejectOptions
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import (
@@ -47,7 +48,6 @@ from energon_packed.pipeline.rejects import (
     summary,
 )
 from energon_packed.pipeline.table import RecordTable, reject_counts
-from energon_packed.pipeline.workspace import Workspace
 
 _SCHEMA = pa.schema(
     {
@@ -255,7 +255,7 @@ def write_reports(
     fragments: Fragments | None,
     *,
     usable_len: int,
-    workspace: Workspace,
+    output: Folder,
     places: SamplePlaces,
 ) -> None:
     """Write lengths.parquet and rejects.jsonl.
@@ -269,7 +269,7 @@ def write_reports(
         rejects: the measured records and their rejects.
         fragments: fragments of split records, by ascending `record`, or None.
         usable_len: tokens of a row; packed records with more tokens get the status `truncated`.
-        workspace: paths of both files.
+        output: paths of both files.
         places: place of each record, then of each fragment.
     """
     table, reader, status = rejects.table, rejects.reader, rejects.status
@@ -281,8 +281,8 @@ def write_reports(
     has_videos = bool(table.num_videos.any())
     schema = _SCHEMA.append(pa.field("num_videos", pa.int32())) if has_videos else _SCHEMA
     with (
-        atomic_path(workspace.lengths) as lengths_file,
-        atomic_path(workspace.rejects) as rejects_file,
+        atomic_path(output.lengths) as lengths_file,
+        atomic_path(output.rejects) as rejects_file,
         # The other columns have a value of their own in each row; differences of the numbers need few bytes.
         pq.ParquetWriter(lengths_file, schema, use_dictionary=_FEW_VALUES, column_encoding=_DELTAS) as writer,
         rejects_file.open("wb") as out,

@@ -24,6 +24,8 @@ from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
+from energon_packed.pipeline.folder import Folder, work_folder
+from energon_packed.pipeline.locks import FolderLock, lock_holder
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
 from energon_packed.pipeline.options import PackOptions
@@ -31,7 +33,6 @@ from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.workspace import FolderLock, Workspace, lock_holder, work_folder
 from energon_packed.pipeline.write import write_index, write_shards
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.media_yaml import refuse_other_media_yaml
@@ -85,10 +86,10 @@ def run_status(output_dir: Path, work_dir: Path | None = None) -> list[RunStatus
 
 
 def _status(folder: Path, work: Path) -> RunStatus:
-    workspace = Workspace(folder, work)
-    measured = sum(_records(file) for file in _latest(workspace.work, "measure-*", "*.arrow"))
-    shards = len(_latest(workspace.work, "write-*", "*.json"))
-    manifest = PackingManifest.load_if_there(workspace.shards) if workspace.shards.is_dir() else None
+    output = Folder(folder, work)
+    measured = sum(_records(file) for file in _latest(output.work, "measure-*", "*.arrow"))
+    shards = len(_latest(output.work, "write-*", "*.json"))
+    manifest = PackingManifest.load_if_there(output.shards) if output.shards.is_dir() else None
     status = RunStatus(
         output_dir=folder,
         stage="written" if shards else "measured" if measured else "nothing",
@@ -186,45 +187,45 @@ def pack(
         inputs = make(PackOptions, {"inputs": inputs, "encoder": encoder, **options})
     work = work_folder(inputs.output_dir, inputs.work_dir)
     with FolderLock(inputs.output_dir, work, overwrite=inputs.overwrite) as lock:
-        workspace = Workspace(inputs.output_dir, work)
+        output = Folder(inputs.output_dir, work)
         try:
-            return _run(inputs, workspace, lock, progress or Progress())
+            return _run(inputs, output, lock, progress or Progress())
         except FileNotFoundError as error:
             lock.check()  # if the whole folder was replaced, that is the better explanation
             removed = None if error.filename is None else as_path(str(error.filename)).absolute()
-            if removed is None or workspace.root.absolute() not in removed.parents:
+            if removed is None or output.root.absolute() not in removed.parents:
                 raise
             raise ConfigError(
                 f"{error.filename} was removed during the run: another process is using `output_dir`. Stop it and run "
                 "again"
             ) from error
         finally:
-            workspace.remove_leftovers()
+            output.remove_leftovers()
 
 
-def _run(options: PackOptions, workspace: Workspace, lock: FolderLock, progress: Progress) -> PackResult:
-    reader = open_reader(options, workspace.work, options.part)
-    workspace.check_inputs(source.path for source in reader.sources)
+def _run(options: PackOptions, output: Folder, lock: FolderLock, progress: Progress) -> PackResult:
+    reader = open_reader(options, output.work, options.part)
+    output.check_inputs(source.path for source in reader.sources)
     log_notices(options.encoder_loader)  # before the first reading of the files, which may need minutes
     if options.media == "reference":
-        refuse_other_media_yaml(workspace.root)
+        refuse_other_media_yaml(output.root)
     inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
     keys = compute_fingerprints(options, reader.sources, options.part)
-    workspace.settings = keys.settings
-    workspace.encoder_differences = lambda: _encoder_differences(options, workspace)
+    output.settings = keys.settings
+    output.encoder_differences = lambda: _encoder_differences(options, output)
     if not options.resume:
-        workspace.forget(keys.measure, keys.write)
-    workspace.open_for(keys.write, overwrite=options.overwrite)
+        output.forget(keys.measure, keys.write)
+    output.open_for(keys.write, overwrite=options.overwrite)
     with closing(make_engine(options)) as engine:
-        state = RunState(options=options, progress=progress, engine=engine, workspace=workspace, reader=reader)
+        state = RunState(options=options, progress=progress, engine=engine, output=output, reader=reader)
         return _stages(state, inputs, keys, lock)
 
 
-def _encoder_differences(options: PackOptions, workspace: Workspace) -> list[str]:
+def _encoder_differences(options: PackOptions, output: Folder) -> list[str]:
     """Name the settings in which the encoder differs from packing.json; empty if it is not recorded there."""
     encoder = options.encoder_loader.load()
     try:
-        manifest = PackingManifest.load_if_there(workspace.shards)
+        manifest = PackingManifest.load_if_there(output.shards)
     except FormatError:  # of a damaged folder, or of another format version
         return []
     if manifest is None or not manifest.tokenizer_fingerprint or not isinstance(encoder, ChatEncoder):
@@ -235,15 +236,15 @@ def _encoder_differences(options: PackOptions, workspace: Workspace) -> list[str
 
 
 def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLock) -> PackResult:
-    options, progress, workspace, reader = state.options, state.progress, state.workspace, state.reader
+    options, progress, output, reader = state.options, state.progress, state.output, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
-    _log.info("restart state: %s", workspace.measure_folder(keys.measure))
+    _log.info("restart state: %s", output.measure_folder(keys.measure))
     clock = _Clock(progress)
     measure = MeasureStage(
         options=options,
         reader=reader,
-        folder=workspace.measure_folder(keys.measure),
+        folder=output.measure_folder(keys.measure),
         engine=state.engine,
         keep_tokens=options.codec.stores_tokens,
         keep_media=options.media == "reference",
@@ -252,7 +253,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
         counters=state.counters,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage("measure"), _watched(inputs, workspace, keys):
+    with clock.stage("measure"), _watched(inputs, output, keys):
         table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
     # The runs of input parts do not see each other's records, but must choose the same flavor.
@@ -266,9 +267,9 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     _log.info("plans %d packs in %d shards, %.1f MiB", plan.packs.num_packs, len(plan.shards), size)
     stored = None
     if options.media == "reference" and any(media_file(file).exists() for file in table.files):
-        with clock.stage("media"), _watched(inputs, workspace, keys):
+        with clock.stage("media"), _watched(inputs, output, keys):
             stored = store_media(state, keys.write, table, plan)
-    with clock.stage("write"), _watched(inputs, workspace, keys):
+    with clock.stage("write"), _watched(inputs, output, keys):
         shards = write_shards(state, keys.write, table, plan, stored)
     if options.media == "reference" and options.media_check == "digest":
         clock.seconds["digest"] = sum(shard.digest_seconds for shard in shards)
@@ -276,15 +277,15 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     lock.check()
     with clock.stage("index"):
         if stored is not None:
-            index_media(workspace, stored)
+            index_media(output, stored)
         manifest = write_index(state, keys, table, plan, shards, stored)
-    remove_unused(workspace, stored)
+    remove_unused(output, stored)
     _warn_of_empty_splits(manifest, options)
     return PackResult(
         manifest=manifest,
-        shards=workspace.shards,
-        lengths=workspace.lengths,
-        rejects=workspace.rejects,
+        shards=output.shards,
+        lengths=output.lengths,
+        rejects=output.rejects,
         bytes=sum(shard.size for shard in shards),
         splits=tuple(options.split),
         seconds=clock.seconds,
@@ -321,7 +322,7 @@ def _check_unchanged(inputs: Stamps) -> None:
 
 
 @contextmanager
-def _watched(inputs: Stamps, workspace: Workspace, keys: Fingerprints) -> Iterator[None]:
+def _watched(inputs: Stamps, output: Folder, keys: Fingerprints) -> Iterator[None]:
     """Raise if the input changed during the block, and delete the restart state that was made from it.
 
     The input is checked after an error of the block, too, because the change is then its likely cause.
@@ -334,7 +335,7 @@ def _watched(inputs: Stamps, workspace: Workspace, keys: Fingerprints) -> Iterat
             raise
         _check_unchanged(inputs)
     except SourceError:
-        workspace.forget(keys.measure, keys.write)
+        output.forget(keys.measure, keys.write)
         raise
 
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from energon_packed.pipeline.engine import Engine, Progress
+from energon_packed.pipeline.folder import ENCODER, Folder
 from energon_packed.pipeline.options import InputOptions, PackOptions, image_check
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.workspace import ENCODER, Workspace
 from energon_packed.records.mapping import Adapter
 from energon_packed.sources import Source
 from energon_packed.sources.base import changed_at
@@ -125,7 +125,7 @@ class RunState:
         options: options of the run.
         progress: notified of every stage.
         engine: runs the tasks.
-        workspace: the output folder.
+        output: the output folder.
         reader: reads the input.
         counters: records measured, tokenized, and reused from an earlier run; shards written and reused.
         tokenizer_engines: names of the tokenizer engines in use.
@@ -134,7 +134,7 @@ class RunState:
     options: PackOptions
     progress: Progress
     engine: Engine
-    workspace: Workspace
+    output: Folder
     reader: RecordReader
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     tokenizer_engines: set[str] = field(default_factory=set)

@@ -22,6 +22,8 @@ from energon_packed.options import option, short
 from energon_packed.pipeline.chunks import Chunk
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine, Progress
+from energon_packed.pipeline.folder import Folder, work_folder
+from energon_packed.pipeline.locks import FolderLock
 from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions, PackOptions, parse_seq_len
 from energon_packed.pipeline.plan import plan_packs, plan_rejects, plan_shards
@@ -30,7 +32,6 @@ from energon_packed.pipeline.rejects import RejectLimits, advice
 from energon_packed.pipeline.reports import TableRejects, record_names
 from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
-from energon_packed.pipeline.workspace import FolderLock, Workspace, work_folder
 from energon_packed.sources import Source
 
 _MAX_SEQ_LEN = int(np.iinfo(np.int32).max)
@@ -210,8 +211,8 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         ConfigError, SourceError: as `pack`.
         RejectLimitError: more records are rejected than `max_reject_rate` allows, or all are.
     """
-    with _work_folder(options) as workspace:
-        reader = open_reader(options, workspace.work)
+    with _work_folder(options) as output:
+        reader = open_reader(options, output.work)
         if options.output_dir is None and options.image_root is None:  # otherwise pack may reuse the measurements
             configs = options.source_configs
             unbounded = [n for n, s in enumerate(reader.sources) if configs[s.reading.config].image_root is None]
@@ -220,7 +221,7 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         stage = MeasureStage(
             options=options,
             reader=reader,
-            folder=workspace.measure_folder(compute_fingerprints(options, reader.sources, None).measure),
+            folder=output.measure_folder(compute_fingerprints(options, reader.sources, None).measure),
             engine=LocalEngine(options.processes),
             keep_tokens=options.codec.stores_tokens and options.output_dir is not None,
             progress=progress or Progress(),
@@ -266,18 +267,18 @@ def write_lengths(table: RecordTable, reader: RecordReader, out: Path) -> None:
 
 
 @contextmanager
-def _work_folder(options: LengthsOptions) -> Iterator[Workspace]:
+def _work_folder(options: LengthsOptions) -> Iterator[Folder]:
     """Open the output folder, or a temporary folder, which is enough for a sample: `pack` cannot reuse it."""
     if options.output_dir is None or options.sample is not None:
         with tempfile.TemporaryDirectory(prefix="energon-packed-") as folder:
-            yield Workspace(Path(folder))
+            yield Folder(Path(folder))
         return
-    workspace = Workspace(options.output_dir, work_folder(options.output_dir, options.work_dir))
-    with FolderLock(options.output_dir, workspace.work):
+    output = Folder(options.output_dir, work_folder(options.output_dir, options.work_dir))
+    with FolderLock(options.output_dir, output.work):
         try:
-            yield workspace
+            yield output
         finally:
-            workspace.remove_leftovers()
+            output.remove_leftovers()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,17 +327,17 @@ def dry_run(options: PackOptions) -> DryRun:
         SourceError: an input cannot be read.
         RejectLimitError: more records are rejected than the options allow, or all are.
     """
-    workspace = Workspace(options.output_dir, work_folder(options.output_dir, options.work_dir))
-    with _scratch(workspace) as work:
+    output = Folder(options.output_dir, work_folder(options.output_dir, options.work_dir))
+    with _scratch(output) as work:
         reader = open_reader(options, work, options.part)
         log_notices(options.encoder_loader)
         keys = compute_fingerprints(options, reader.sources, options.part)
-        workspace.settings = keys.settings
-        workspace.check_other_run(keys.write, overwrite=options.overwrite)
+        output.settings = keys.settings
+        output.check_other_run(keys.write, overwrite=options.overwrite)
         stage = MeasureStage(
             options=options,
             reader=reader,
-            folder=workspace.measure_folder(keys.measure),
+            folder=output.measure_folder(keys.measure),
             engine=LocalEngine(1),
             keep_tokens=options.codec.stores_tokens,
             keep_media=options.media == "reference",
@@ -357,7 +358,7 @@ def dry_run(options: PackOptions) -> DryRun:
         rejects, summary = rejected.counts, rejected.summary()
         example = _example(table, rejected.status, reader)
     planned = _planned(entries, options, scale)
-    workspace.check_space(planned["num_bytes"], keys.write, options.unfinished_bytes)
+    output.check_space(planned["num_bytes"], keys.write, options.unfinished_bytes)
     files = tuple(source.path for source in reader.sources)
     return DryRun(
         files=files,
@@ -367,7 +368,7 @@ def dry_run(options: PackOptions) -> DryRun:
         records=round(len(table) * scale),
         rejects={reason: max(1, round(count * scale)) for reason, count in rejects.items()},
         reject_summary=summary,
-        free_bytes=workspace.free_bytes(keys.write),
+        free_bytes=output.free_bytes(keys.write),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
         ignored_entries=reader.ignored_entries,
@@ -415,11 +416,11 @@ def _planned(table: RecordTable, options: PackOptions, scale: float) -> dict[str
 
 
 @contextmanager
-def _scratch(workspace: Workspace) -> Iterator[Path]:
+def _scratch(output: Folder) -> Iterator[Path]:
     """Make a temporary folder for the files that opening the input writes, with links to existing converted copies."""
     with tempfile.TemporaryDirectory(prefix="energon-packed-") as folder:
         work = Path(folder)
         (work / "converted").mkdir()
-        for copy in (workspace.work / "converted").glob("[!.]*"):
+        for copy in (output.work / "converted").glob("[!.]*"):
             (work / "converted" / copy.name).symlink_to(copy.resolve())
         yield work

@@ -370,21 +370,21 @@ def write_shards(
     Returns:
         All shards, in order.
     """
-    options, workspace = state.options, state.workspace
-    folder = workspace.write_folder(key)
+    options, output = state.options, state.output
+    folder = output.write_folder(key)
     shards = {shard.name(options.prefix): shard for shard in plan.shards}
-    present = {tar.name for tar in workspace.shards.glob("*.tar")}
+    present = {tar.name for tar in output.shards.glob("*.tar")}
     missing = [name for name in shards if name not in present or not state_file(folder, name).exists()]
     needed = sum(shards[name].num_bytes for name in missing)
-    workspace.check_space(needed, key, options.unfinished_bytes)  # before anything is replaced
-    workspace.delete_other_run(key)
+    output.check_space(needed, key, options.unfinished_bytes)  # before anything is replaced
+    output.delete_other_run(key)
     folder.mkdir(parents=True, exist_ok=True)
     kept, frames = kept_tokens(state, table), kept_frames(table)
 
     def task_of(name: str) -> ShardTask:
         shard = shards[name]
         return ShardTask(
-            tar=workspace.shards / name,
+            tar=output.shards / name,
             state=state_file(folder, name),
             prefix=options.prefix,
             first_pack=shard.first_pack,
@@ -411,7 +411,7 @@ def write_shards(
                 finish(finished, "shards_reused")
     todo = [name for name in shards if name not in done]
     if todo:
-        workspace.remove_index()
+        output.remove_index()
     locator = None
     if options.media == "reference":
         locator = MediaLocator(check=options.media_check, stored=stored)
@@ -426,7 +426,7 @@ def write_shards(
     with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
         for summary in summaries:
             finish(summary, "shards_written")
-    workspace.remove_strays(set(shards))
+    output.remove_strays(set(shards))
     if sum(summary.packs for summary in done.values()) != plan.packs.num_packs:
         raise AssertionError("the shards do not contain every planned pack")
     return [done[name] for name in shards]
@@ -448,11 +448,11 @@ def write_index(
     """Write the indexes and the manifest; return it as saved in packing.json."""
     state.progress.start("index", len(shards), "shards")
     by_name = {shard.name: shard for shard in shards}
-    map_paths(lambda tar: _check_shard(tar, by_name[tar.name]), [state.workspace.shards / name for name in by_name])
+    map_paths(lambda tar: _check_shard(tar, by_name[tar.name]), [state.output.shards / name for name in by_name])
     entries = _entries(plan, shards, state.options)
-    folder = state.workspace.write_folder(keys.write)
+    folder = state.output.write_folder(keys.write)
     write_nv_meta(
-        state.workspace.shards,
+        state.output.shards,
         codec=state.options.codec,
         shards=shards,
         rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
@@ -461,12 +461,12 @@ def write_index(
         staging=folder,
     )
     if state.options.media == "reference":
-        write_media_yaml(state.workspace.shards)
+        write_media_yaml(state.output.shards)
     manifest = _manifest(state, keys, table, plan, entries)
     if stored is not None:
         manifest = replace(manifest, media_stored={"images": stored.images, "bytes": stored.bytes})
     manifest = replace(manifest, loading_code=loading_code(manifest))
-    manifest.save(state.workspace.shards)
+    manifest.save(state.output.shards)
     state.progress.advance(len(shards))
     return manifest
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.internals import Workspace
+from tests.internals import Folder
 from tests.pipeline.faults import Fault, Ran
 from tests.pipeline.undisturbed import Build, contents, leftovers
 from tests.processes import run_python
@@ -171,17 +171,17 @@ def test_the_folder_is_removed_meanwhile(
 def test_a_folder_that_is_removed_while_it_is_listed_has_no_leftovers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace = Workspace(tmp_path)
-    workspace.work.mkdir()
+    output = Folder(tmp_path)
+    output.work.mkdir()
     list_folder = os.scandir
 
     def remove_first(path: Any = ".") -> Any:
         monkeypatch.undo()
-        workspace.work.rmdir()
+        output.work.rmdir()
         return list_folder(path)
 
     monkeypatch.setattr(os, "scandir", remove_first)
-    workspace.remove_leftovers()
+    output.remove_leftovers()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from energon_packed import (
     RejectLimitError,
     SourceConfig,
 )
-from tests.internals import chunks, open_sources, reader, rejects, reports, table, workspace
+from tests.internals import Folder, chunks, open_sources, reader, rejects, reports, table
 
 FRAGMENT = table.FRAGMENT
 OVERLONG = chunks.STATUSES.index("overlong")
@@ -150,8 +150,8 @@ def test_reports_list_every_record(tmp_path: Path, seed: int, is_split: bool, vi
         ["x", "y", "z"],
         "out",
     )
-    folder = workspace.Workspace(tmp_path)
-    reports.write_reports(data.rejected, fragments, usable_len=50, workspace=folder, places=places)
+    folder = Folder(tmp_path)
+    reports.write_reports(data.rejected, fragments, usable_len=50, output=folder, places=places)
     expected = []
     ends = [*data.file_starts[1:], len(data.records)]
     for start, end in zip(data.file_starts, ends, strict=True):

@@ -30,12 +30,12 @@ from energon_packed.files import atomic_path, remove_tree
 from energon_packed.formats.references import media_digest
 from energon_packed.metadatasets import NV_META
 from energon_packed.pipeline.chunks import MEDIA_ENTRY, MediaEntries, media_file, read_media
+from energon_packed.pipeline.folder import Folder
 from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
 from energon_packed.pipeline.plan import Plan, cut_evenly
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.workspace import Workspace
 from energon_packed.pipeline.write import changed_record, finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.shards.nv_meta import index_uuid, write_nv_meta
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
@@ -222,26 +222,26 @@ def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> St
     Raises:
         ConfigError: `out/media` has other files, or the disk is too small.
     """
-    workspace = state.workspace
-    index = workspace.media_work / "index"
+    output = state.output
+    index = output.media_work / "index"
     media = MediaPlan(table.files, index, state.options.max_shard_bytes)
     if not media.images:
         return None
-    _refuse_other_files(workspace.media)
+    _refuse_other_files(output.media)
     names, done = [], {}
     for number in range(len(media.sizes)):
-        task = _task(workspace, media, number)
+        task = _task(output, media, number)
         names.append(task.tar.name)
         if (finished := finished_shard(task)) is not None:
             done[finished.name] = finished
     todo = [number for number, name in enumerate(names) if name not in done]
-    workspace.check_space(int(media.sizes[todo].sum()), None, state.options.unfinished_bytes)
-    workspace.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, key, state.options.unfinished_bytes)
+    output.check_space(int(media.sizes[todo].sum()), None, state.options.unfinished_bytes)
+    output.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, key, state.options.unfinished_bytes)
     state.progress.start("media", media.images, "images")
     state.progress.advance(sum(shard.packs for shard in done.values()))
     state.counters["media_shards_reused"] = len(done)
     writer = MediaWriter(reader=state.reader)
-    with closing(state.engine.run(writer, (_task(workspace, media, number) for number in todo))) as written:
+    with closing(state.engine.run(writer, (_task(output, media, number) for number in todo))) as written:
         for shard in written:
             done[shard.name] = shard
             state.progress.advance(shard.packs)
@@ -251,10 +251,10 @@ def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> St
     )
 
 
-def _task(workspace: Workspace, media: MediaPlan, number: int) -> MediaTask:
+def _task(output: Folder, media: MediaPlan, number: int) -> MediaTask:
     entries = media.entries(number)
     name = f"media-{number:06d}-{_content_digest(entries)[:16]}.tar"
-    return MediaTask(tar=workspace.media / name, state=state_file(workspace.media_work, name), entries=entries)
+    return MediaTask(tar=output.media / name, state=state_file(output.media_work, name), entries=entries)
 
 
 def _refuse_other_files(folder: Path) -> None:
@@ -266,33 +266,33 @@ def _refuse_other_files(folder: Path) -> None:
             )
 
 
-def index_media(workspace: Workspace, stored: StoredMedia) -> None:
+def index_media(output: Folder, stored: StoredMedia) -> None:
     """Write `.nv-meta` of `out/media`, unless it is there."""
-    meta = workspace.media / NV_META
+    meta = output.media / NV_META
     if (meta / "index.sqlite").is_file() and (meta / "index.uuid").read_bytes() == index_uuid(stored.shards):
         return
     remove_tree(meta)  # index.sqlite is the last file that is written
     names = [shard.name for shard in stored.shards]
     write_nv_meta(
-        workspace.media,
+        output.media,
         codec=None,
         shards=stored.shards,
-        rows=(shard_rows(state_file(workspace.media_work, name)) for name in names),
+        rows=(shard_rows(state_file(output.media_work, name)) for name in names),
         splits={"train": names},
-        staging=workspace.media_work,
+        staging=output.media_work,
     )
 
 
-def remove_unused(workspace: Workspace, stored: StoredMedia | None) -> None:
+def remove_unused(output: Folder, stored: StoredMedia | None) -> None:
     """Delete the tars of `out/media` of earlier runs; call it when the dataset is complete."""
     names = {shard.name for shard in stored.shards} if stored else set()
-    found = {match[1] for file in workspace.media.glob("media-*") if (match := _OWN_NAME.fullmatch(file.name))}
+    found = {match[1] for file in output.media.glob("media-*") if (match := _OWN_NAME.fullmatch(file.name))}
     for name in found - names:
-        state_file(workspace.media_work, name).unlink(missing_ok=True)
-        (workspace.media / name).unlink(missing_ok=True)
-        (workspace.media / name).with_suffix(".tar.idx").unlink(missing_ok=True)
+        state_file(output.media_work, name).unlink(missing_ok=True)
+        (output.media / name).unlink(missing_ok=True)
+        (output.media / name).with_suffix(".tar.idx").unlink(missing_ok=True)
     if found and not names:
-        remove_tree(workspace.media / NV_META)
-        if not is_remote(workspace.media):  # a prefix without objects does not exist
+        remove_tree(output.media / NV_META)
+        if not is_remote(output.media):  # a prefix without objects does not exist
             with contextlib.suppress(OSError):  # it has other files
-                workspace.media.rmdir()
+                output.media.rmdir()

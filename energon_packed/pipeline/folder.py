@@ -1,44 +1,26 @@
-"""The output folder, its lock and the restart state in it.
+"""The output folder of a run, and the restart state in it.
 
 Input: `output_dir` and the fingerprints of a run. Output: the paths of all files that the stages write, and a
-ConfigError if the folder belongs to another run, is locked, or its disk is too small.
+ConfigError if the folder has shards of another run, or its disk is too small.
 """
 
 import contextlib
 import hashlib
-import logging
 import os
-import secrets
 import shutil
-import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import orjson
-from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
-from energon_packed.files import (
-    atomic_write,
-    error_of_path,
-    format_bytes,
-    move,
-    open_regular,
-    remove_if_possible,
-    remove_tree,
-)
+from energon_packed.files import atomic_write, format_bytes, move, open_regular, remove_if_possible, remove_tree
 from energon_packed.shards.media_yaml import remove_media_yaml
-from energon_packed.storage import RemotePath, StorageError, is_remote
+from energon_packed.storage import StorageError, is_remote
 
-_log = logging.getLogger(__name__)
 ENCODER = "encoder (tokenizer, template or image settings)"
 """Name of the digest of the encoder in the settings of a run."""
-_LOCK = "lock"
-_OWNER = "owner.json"
-_TOKEN = "token"
-_LOCK_TIMEOUT = 1.0  # seconds; after a run was killed, its forked workers keep the lock until they have ended
 
 
 def work_folder(output_dir: Path, work_dir: Path | None = None) -> Path:
@@ -65,183 +47,8 @@ def work_folder(output_dir: Path, work_dir: Path | None = None) -> Path:
     return (work_dir or Path(cache, "energon-packed")).absolute() / digest[:16]
 
 
-class FolderLock:
-    """Context manager that locks an output folder, by the file `lock` in the folder of its restart state.
-
-    The operating system releases the lock when the process ends, however it ends. `owner.json` beside the lock names
-    the process, for the error message of another run. In an object store, the object `.work/owner.json` also keeps
-    other machines away: it has the token of the restart state, so that a run that was killed continues.
-
-    Args:
-        folder: the output folder.
-        work: local folder of the restart state.
-        overwrite: claim an object store from the run that owns it.
-    """
-
-    def __init__(self, folder: Path, work: Path, *, overwrite: bool = False) -> None:
-        self.folder = folder
-        self._work = work
-        self._lock = _file_lock(self._work / _LOCK)
-        self._owner = orjson.dumps({"host": socket.gethostname(), "pid": os.getpid()})
-        self._overwrite = overwrite
-        self._claimed: bytes | None = None  # content of the object
-        self._created: list[Path] = []
-
-    def __enter__(self) -> "FolderLock":
-        """Acquire the lock.
-
-        Raises:
-            ConfigError: the folder is a file, or another run has the lock; the message names its host and process.
-            StorageError: the object store cannot be read or written.
-        """
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigError(f"`output_dir` {self.folder} is a file; pass a folder")
-        folders = (self._work,) if is_remote(self.folder) else (self._work, self.folder)
-        self._created = [folder for folder in folders if not folder.exists()]
-        try:
-            self._work.mkdir(parents=True, exist_ok=True)
-            self._acquire()
-            atomic_write(self._work / _OWNER, self._owner)  # replaces a link or FIFO
-            if isinstance(self.folder, RemotePath):
-                self._claim(self.folder)
-        except BaseException as error:
-            self.__exit__(type(error), error, None)
-            if isinstance(error, OSError) and (named := error_of_path(error, self._work / _OWNER)) is not error:
-                raise named from error
-            raise
-        return self
-
-    def _claim(self, folder: RemotePath) -> None:
-        """Make this run the owner of a folder in an object store."""
-        file = self._work / _TOKEN
-        if not file.is_file():
-            atomic_write(file, secrets.token_hex(16).encode())
-        owner = {**orjson.loads(self._owner), "token": file.read_text()}
-        content, target = orjson.dumps(owner), folder / ".work" / _OWNER
-        self._claimed = content  # before the request: its answer may be lost
-        if not target.create(content):
-            other = _read_object(target)
-            if not self._overwrite and other and other.get("token") != owner["token"]:
-                self._claimed = None
-                raise ConfigError(
-                    f"{folder} belongs to {_named(other)}, which writes there or was killed; wait for it to end, run "
-                    "its command again on that host, or set `overwrite` if it was killed"
-                )
-            target.write_bytes(content)
-        try:
-            for name in ("webdataset", "media", "media-index"):  # other folders below may belong to other runs
-                (folder / name).abort_uploads()
-        except StorageError as error:  # a separate permission, which packing does not need
-            _log.info("uploads of killed runs are not aborted: %s", error)
-
-    def _is_claimed(self) -> bool:
-        """Whether the object still names this process."""
-        try:
-            return (self.folder / ".work" / _OWNER).read_bytes() == self._claimed
-        except FileNotFoundError:
-            return False
-
-    def _acquire(self) -> None:
-        try:
-            self._lock.acquire(timeout=_LOCK_TIMEOUT)
-        except Timeout as error:
-            raise ConfigError(
-                f"{self.folder} is being written by {_holder(self._work)}; wait for it to end, or use another "
-                "`output_dir`"
-            ) from error
-        except (NotImplementedError, OSError) as error:
-            if isinstance(error, OSError) and error.filename is not None:  # the file cannot be opened
-                raise
-            raise ConfigError(
-                f"the file system of {self.folder} has no file locks: {error}; use another `output_dir`"
-            ) from error
-
-    def check(self) -> None:
-        """Check that the folder is still the locked folder: it may have been removed, and created by another run.
-
-        Raises:
-            ConfigError: the folder was removed or replaced, or another run has claimed it.
-        """
-        try:
-            is_same = (self._work / _OWNER).read_bytes() == self._owner
-        except FileNotFoundError:
-            is_same = False
-        if is_same and self._claimed is not None and not self._is_claimed():
-            raise ConfigError(
-                f"{self.folder} was taken over by another run, with `overwrite`. Stop one of them, and run the other "
-                "again with `overwrite`"
-            )
-        if is_same:
-            return
-        raise ConfigError(
-            f"`output_dir` {self.folder} was removed or replaced during the run. Delete the rest of it and run again"
-        )
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self._free()
-        except KeyboardInterrupt:  # raised once: the second attempt completes
-            self._free()
-            raise
-
-    def _free(self) -> None:
-        own = {_LOCK} if self._lock.is_locked else set()
-        with contextlib.suppress(OSError):  # the object stays if the store fails, and the token, by which it is reused
-            if self._claimed is not None and self._is_claimed():
-                (self.folder / ".work" / _OWNER).unlink()
-            own |= {_TOKEN} if own else set()
-        if own:
-            with contextlib.suppress(OSError):
-                (self._work / _OWNER).unlink()  # before the release: the next run writes its own file
-        with contextlib.suppress(OSError):
-            self._lock.release()
-        # A run that wrote no files removes the folders that it created; rmdir fails if they contain other files.
-        with contextlib.suppress(OSError):
-            if self._work in self._created and {path.name for path in self._work.iterdir()} <= own:
-                for name in own:
-                    (self._work / name).unlink(missing_ok=True)
-            for folder in self._created:
-                folder.rmdir()
-
-
-def lock_holder(folder: Path, work: Path | None = None) -> str | None:
-    """Name the process that writes in a folder, as `process 12 on host`; None if the folder is not locked.
-
-    Args:
-        folder: the output folder.
-        work: local folder of its restart state; by default `work_folder`.
-    """
-    work = work or work_folder(folder)
-    if is_remote(folder):
-        with contextlib.suppress(StorageError):
-            owner = _read_object(folder / ".work" / _OWNER)
-            if owner.get("host", socket.gethostname()) != socket.gethostname():  # whether it was killed is not known
-                return _named(owner)
-    if not (work / _LOCK).is_file():
-        return None
-    lock = _file_lock(work / _LOCK)
-    try:
-        with lock.acquire(timeout=0):
-            return None
-    except Timeout:
-        return _holder(work)
-    except (NotImplementedError, OSError):  # no locks in this file system, or a folder of another user
-        return None
-
-
-def _file_lock(path: Path) -> BaseFileLock:
-    """Make a lock of the operating system; a soft lock (the existence of a file) would survive a killed run."""
-    return FileLock(path, thread_local=False, fallback_to_soft=False)
-
-
-def _holder(work: Path) -> str:
-    return _named(_read_object(work / _OWNER))
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Content of a JSON file of the restart state; {} if it is missing or damaged."""
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of the restart state; {} if it is missing or damaged."""
     try:
         with open_regular(file) as stream:
             value = orjson.loads(stream.read())
@@ -252,13 +59,8 @@ def _read_object(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _named(owner: dict[str, Any]) -> str:
-    known = {"pid", "host"} <= owner.keys()
-    return f"process {owner['pid']} on {owner['host']}" if known else "another process"
-
-
-class Workspace:
-    """Paths in the output folder of a run.
+class Folder:
+    """Output folder of a run: the paths in it.
 
     out/webdataset/              the dataset
     out/media/                   images that are in no file, of datasets with references
@@ -283,6 +85,7 @@ class Workspace:
         # Names the settings in which its encoder differs from the encoder of the shards; empty if they are unknown.
         self.encoder_differences: Callable[[], list[str]] = list
         self._reports = root
+        self._run = root / ".work" / "run.json"  # the run that wrote the shards
 
     @property
     def lengths(self) -> Path:
@@ -341,16 +144,14 @@ class Workspace:
             ConfigError: the disk is too small; the message has both sizes.
         """
         free = self.free_bytes(key)
-        space = f"has {format_bytes(free)} free"
-        if is_remote(self.root) and min(needed, unfinished) > free:
+        what, place, remedy = "the tars need", self.root, "Free some space, or use another `output_dir`."
+        if is_remote(self.root):
+            needed, what, place = min(needed, unfinished), "unfinished shards need", self.work
+            remedy = "Use another `work_dir`, fewer `workers` or a smaller `max_shard_bytes`."
+        if needed > free:
             raise ConfigError(
-                f"unfinished shards need about {format_bytes(min(needed, unfinished))}, but the file system of "
-                f"{self.work} {space}. Use another `work_dir`, fewer `workers` or a smaller `max_shard_bytes`."
-            )
-        if not is_remote(self.root) and needed > free:
-            raise ConfigError(
-                f"the tars need about {format_bytes(needed)}, but the file system of {self.root} {space}. "
-                "Free some space, or use another `output_dir`."
+                f"{what} about {format_bytes(needed)}, but the file system of {place} has {format_bytes(free)} free. "
+                f"{remedy}"
             )
 
     def free_bytes(self, key: str | None) -> int:
@@ -388,7 +189,7 @@ class Workspace:
                 move(file, self.root / file.name)
         self._reports = self.root
         self.shards.mkdir(parents=True, exist_ok=True)
-        atomic_write(self.root / ".work" / "run.json", orjson.dumps({"key": key, "settings": self.settings}))
+        atomic_write(self._run, orjson.dumps({"key": key, "settings": self.settings}))
 
     def remove_index(self) -> None:
         """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
@@ -431,15 +232,11 @@ class Workspace:
 
     def _is_owner(self, key: str) -> bool:
         """Whether the shards were written by the run with this key."""
-        return bool(self._run_of_shards().get("key") == key)
-
-    def _run_of_shards(self) -> dict[str, Any]:
-        """Content of run.json."""
-        return _read_object(self.root / ".work" / "run.json")
+        return bool(read_json_object(self._run).get("key") == key)
 
     def _difference(self) -> str:
         """Name the settings in which the run of the shards differs."""
-        saved = self._run_of_shards().get("settings")
+        saved = read_json_object(self._run).get("settings")
         if not isinstance(saved, dict):
             return "input, options or image root differ, or its .work is gone"
         shown: list[str] = []
