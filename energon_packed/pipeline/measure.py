@@ -14,11 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement
+from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
@@ -234,79 +234,42 @@ class Measurer:
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk in batches of records and write its files."""
-        columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS)}
-        counts: StringCounts = {name: Counter() for name in COUNTED}
-        first: tuple[int, str | None, str, str] | None = None
-        tokenized = 0
-        tokens: list[EncodedSample] = []
-        selected: list[bytes] = []
-        media, in_memory = MediaFiles(), MediaInMemory(chunk)
-        rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         encoder = self.encoder.load()
-        tokenizer = encoder.text_tokenizer if isinstance(encoder, ChatEncoder) else None
+        content = _ChunkContent(chunk, encoder)
+        rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         while batch := list(islice(rows, _BATCH)):
-            conversations, results, stamps = self._read(chunk.source, batch, media)
-            usable = [index for index, conversation in enumerate(conversations) if conversation is not None]
-            measured = encoder.measure([c for c in conversations if c is not None], keep_tokens=chunk.keep_tokens)
-            measured = [
-                self._with_videos(conversations[index], measurement)
-                for index, measurement in zip(usable, measured, strict=True)
-            ]
-            for index, measurement in zip(usable, measured, strict=True):
-                # The check and the encoder may both have decoded the images of a record: not the sum.
-                decoded = max(results[index].decoded, measurement.decoded)
-                results[index] = replace(measurement, decoded=decoded) if decoded else measurement
-            for row, conversation, result in zip(batch, conversations, results, strict=True):
-                if conversation is not None and conversation.media_files and result.reject is None:
-                    in_memory.add(row.address, row.size, conversation.media_files)
-            tokens += [measurement.sample for measurement in measured if measurement.sample is not None]
-            tokenized += sum([c is not None and c.input_ids is None for c in conversations])
-            frames = [dump_frames(result.frames) for result in results]
-            selected.extend(filter(None, frames))
-            batch_columns = _columns(batch, conversations, results)
-            batch_columns["frames_bytes"] = [len(content) for content in frames]
-            batch_columns["media_stamp"] = stamps
-            batch_columns["narrow"] = [c is None or self.reader.fits_captioning(c) for c in conversations]
-            # Only of accepted records: the counts describe what is trained on.
-            accepted = zip(conversations, results, strict=True)
-            noted = [c for c, result in accepted if c is not None and result.reject is None]
-            if isinstance(encoder, ChatEncoder):
-                counts["notes"].update(note for c in noted for note in encoder.renderer.notes(c))
-                noted = [encoder.noted(c) for c in noted]
-            for name, counted in count_strings(noted).items():
-                counts[name].update(counted)
-            counts["notes"].update(note for result in results if result.reject is None for note in result.notes)
-            if weighted := sum([measurement.weighted for measurement in measured]):
-                counts["notes"][WEIGHTED] += weighted
-            if first is None:
-                names = ("address", "id", "detail")
-                rows_of_batch = zip(*(batch_columns[name] for name in names), results, strict=True)
-                first = next(
-                    (
-                        (address, ident, result.reject.reason, detail)
-                        for address, ident, detail, result in rows_of_batch
-                        if result.reject and result.reject.reason not in REQUESTED_REJECTS
-                    ),
-                    None,
-                )
-            for name, values in batch_columns.items():
-                columns[name] += values
-        # The other files first: a complete record file marks the chunk as measured.
-        if chunk.keep_tokens:
-            write_tokens(chunk.tokens, tokens)
-        write_frames(chunk, selected)
-        write_rows(chunk.file, columns, counts, media, in_memory.write())
-        return ChunkReport(
-            chunk=chunk,
-            records=len(columns["id"]),
-            tokenized=tokenized,
-            first_reject=first,
-            tokenizer_engine=tokenizer.engine if tokenizer is not None else "",
-        )
+            records = [self._read(chunk.source, row, content.media) for row in batch]
+            self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
+            content.add(records)
+        content.write()
+        return content.report()
 
-    def _with_videos(self, conversation: Conversation | None, measurement: Measurement) -> Measurement:
+    def _read(self, source: int, row: SourceRecord, media: MediaFiles) -> "_Record":
+        """Read a record as a conversation, and check its images."""
+        stamp = 0
+        try:
+            conversation = self.reader.conversation(source, row)
+            stamp = media.stamp((*conversation.media_files, *conversation.patch_positions))  # before a file is read
+            decoded = check_pixels(conversation, self.check_images)
+        except RecordError as error:
+            return _Record(row, None, Measurement.rejected(error.reject), stamp)
+        narrow = self.reader.fits_captioning(conversation)
+        return _Record(row, conversation, Measurement(0, decoded=decoded), stamp, narrow)
+
+    def _measure(self, encoder: Processor, records: list["_Record"], *, keep_tokens: bool) -> None:
+        """Set the measurements of the conversations, which are encoded together."""
+        conversations = {i: record.conversation for i, record in enumerate(records) if record.conversation is not None}
+        measurements = encoder.measure(list(conversations.values()), keep_tokens=keep_tokens)
+        for (i, conversation), measurement in zip(conversations.items(), measurements, strict=True):
+            result = self._with_videos(conversation, measurement)
+            # The check and the encoder may both have decoded the images of a record: not the sum.
+            if decoded := max(records[i].result.decoded, result.decoded):
+                result = replace(result, decoded=decoded)
+            records[i] = records[i]._replace(result=result)
+
+    def _with_videos(self, conversation: Conversation, measurement: Measurement) -> Measurement:
         """Check the selected frames of a record, and estimate their bytes if they become images."""
-        if conversation is None or not conversation.videos or measurement.reject is not None:
+        if not conversation.videos or measurement.reject is not None:
             return measurement
         if len(measurement.frames) != len(conversation.videos):
             detail = "its encoder selects no frames of videos; use a ChatEncoder, or frames as images"
@@ -324,26 +287,103 @@ class Measurer:
             return Measurement.rejected(error.reject)
         return replace(measurement, extracted_bytes=extracted) if self.check_frames else measurement
 
-    def _read(
-        self, source: int, rows: Sequence[SourceRecord], media: MediaFiles
-    ) -> tuple[list[Conversation | None], list[Measurement], list[int]]:
-        """Read records as conversations; a rejected record is None there, and has a rejected measurement.
 
-        The third list has the stamp of the media files of each record, from before any of them is read.
-        """
-        conversations: list[Conversation | None] = []
-        results: list[Measurement] = []
-        stamps = [0] * len(rows)
-        for index, row in enumerate(rows):
-            try:
-                conversation = self.reader.conversation(source, row)
-                stamps[index] = media.stamp((*conversation.media_files, *conversation.patch_positions))
-                results.append(Measurement(0, decoded=check_pixels(conversation, self.check_images)))
-                conversations.append(conversation)
-            except RecordError as error:
-                conversations.append(None)
-                results.append(Measurement.rejected(error.reject))
-        return conversations, results, stamps
+class _Record(NamedTuple):
+    """A record of a chunk.
+
+    Attributes:
+        row: the record in its source.
+        conversation: the record as a conversation; None if it cannot be read.
+        result: its measurement, perhaps a reject.
+        stamp: of its media files, from before any of them is read.
+        narrow: PackedCaptioningSample can store it.
+    """
+
+    row: SourceRecord
+    conversation: Conversation | None
+    result: Measurement
+    stamp: int
+    narrow: bool = True
+
+
+class _ChunkContent:
+    """Content of the files of a chunk, batch by batch.
+
+    Args:
+        chunk: the chunk.
+        encoder: it measured the records.
+    """
+
+    def __init__(self, chunk: Chunk, encoder: Processor) -> None:
+        self.media = MediaFiles()
+        self._chunk = chunk
+        self._encoder = encoder if isinstance(encoder, ChatEncoder) else None
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS)}
+        self._counts: StringCounts = {name: Counter() for name in COUNTED}
+        self._tokens: list[EncodedSample] = []
+        self._tokenized = 0
+        self._frames: list[bytes] = []
+        self._in_memory = MediaInMemory(chunk)
+        self._first_reject: tuple[int, str | None, str, str] | None = None
+
+    def add(self, records: Sequence[_Record]) -> None:
+        """Add a batch of measured records."""
+        for name, values in _columns(records).items():
+            self._columns[name] += values
+        frames = [dump_frames(record.result.frames) for record in records]
+        self._columns["frames_bytes"] += [len(content) for content in frames]
+        self._frames += filter(None, frames)
+        self._tokens += [record.result.sample for record in records if record.result.sample is not None]
+        conversations = [record.conversation for record in records if record.conversation is not None]
+        self._tokenized += sum([conversation.input_ids is None for conversation in conversations])
+        # Only of accepted records: the counts describe what is trained on.
+        accepted = [record for record in records if record.result.reject is None]
+        for row, conversation, *_ in accepted:
+            if conversation is not None and conversation.media_files:
+                self._in_memory.add(row.address, row.size, conversation.media_files)
+        self._count([record.conversation for record in accepted if record.conversation is not None])
+        notes = self._counts["notes"]
+        notes.update(note for record in accepted for note in record.result.notes)
+        if weighted := sum([record.result.weighted for record in records]):
+            notes[WEIGHTED] += weighted
+        if self._first_reject is None:
+            self._first_reject = next(filter(None, map(_unrequested_reject, records)), None)
+
+    def _count(self, conversations: Sequence[Conversation]) -> None:
+        """Count the notes and unused fields of accepted records."""
+        if self._encoder is not None:
+            renderer = self._encoder.renderer
+            self._counts["notes"].update(note for c in conversations for note in renderer.notes(c))
+            conversations = [self._encoder.noted(conversation) for conversation in conversations]
+        for name, counted in count_strings(conversations).items():
+            self._counts[name].update(counted)
+
+    def write(self) -> None:
+        """Write the files."""
+        # The other files first: a complete record file marks the chunk as measured.
+        if self._chunk.keep_tokens:
+            write_tokens(self._chunk.tokens, self._tokens)
+        write_frames(self._chunk, self._frames)
+        write_rows(self._chunk.file, self._columns, self._counts, self.media, self._in_memory.write())
+
+    def report(self) -> ChunkReport:
+        """Return the report of the chunk."""
+        tokenizer = None if self._encoder is None else self._encoder.text_tokenizer
+        return ChunkReport(
+            chunk=self._chunk,
+            records=len(self._columns["id"]),
+            tokenized=self._tokenized,
+            first_reject=self._first_reject,
+            tokenizer_engine="" if tokenizer is None else tokenizer.engine,
+        )
+
+
+def _unrequested_reject(record: _Record) -> tuple[int, str | None, str, str] | None:
+    """Return address, id, reason and detail of a record that is rejected, and not on request; else None."""
+    reject = record.result.reject
+    if reject is None or reject.reason in REQUESTED_REJECTS:
+        return None
+    return record.row.address, _id(record), reject.reason, reject.detail[:MOST_DETAIL]
 
 
 def _extracted_bytes(file: MediaReference, frames: FrameSelection) -> int:
@@ -366,14 +406,9 @@ def _check_size(file: MediaReference) -> None:
         )
 
 
-def _columns(
-    rows: Sequence[SourceRecord], conversations: Sequence[Conversation | None], results: Sequence[Measurement]
-) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA` and `VIDEO_COLUMNS` from records, conversations and measurements.
-
-    `narrow`, `media_stamp` and `frames_bytes` are missing.
-    """
-    pairs = list(zip(rows, conversations, strict=True))
+def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
+    """Build the columns of `SCHEMA` and `VIDEO_COLUMNS`, without `frames_bytes`."""
+    rows, conversations, results, stamps, narrow = map(list, zip(*records, strict=True))
     rejects = [result.reject for result in results]
     return {
         "address": [row.address for row in rows],
@@ -383,17 +418,23 @@ def _columns(
         "weight_checksum": [result.weight_checksum for result in results],
         "text_bytes": [0 if c is None else _text_bytes(c) for c in conversations],
         "media_bytes": [result.media_bytes for result in results],
+        "media_stamp": stamps,
         "num_images": [0 if c is None else len(c.images) for c in conversations],
         "num_videos": [0 if c is None else len(c.videos) for c in conversations],
         "num_frames": [sum([len(frames.indices) for frames in result.frames]) for result in results],
         "extracted_bytes": [result.extracted_bytes for result in results],
         "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
+        "narrow": narrow,
         "divisible": [c is not None and not c.messages and not c.videos for c in conversations],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
-        "id": [raw_id(row.record) if c is None else c.id for row, c in pairs],
+        "id": [_id(record) for record in records],
         "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],
     }
+
+
+def _id(record: _Record) -> str | None:
+    return raw_id(record.row.record) if record.conversation is None else record.conversation.id
 
 
 def _text_bytes(conversation: Conversation) -> int:

@@ -35,8 +35,9 @@ from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
 from energon_packed.pipeline.plan import Plan, cut_evenly
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
+from energon_packed.pipeline.samples import changed_record
+from energon_packed.pipeline.shard_states import finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.write import changed_record, finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.shards.nv_meta import index_uuid, write_nv_meta
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
 from energon_packed.storage import is_remote

@@ -1,0 +1,199 @@
+"""Stage 4, index.
+
+Input: the finished shards of a run, with their state files, its Plan and RecordTable. Output: `.nv-meta` and
+packing.json, the PackingManifest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.encoding import ChatEncoder
+from energon_packed.errors import ConfigError
+from energon_packed.pipeline.media.locator import StoredMedia
+from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.plan import Plan
+from energon_packed.pipeline.run_state import Fingerprints, RunState
+from energon_packed.pipeline.shard_states import is_stored, shard_rows, state_file
+from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
+from energon_packed.shards import PackingManifest, ShardEntry
+from energon_packed.shards.loading_code import loading_code
+from energon_packed.shards.manifest import SourceEntry
+from energon_packed.shards.media_yaml import write_media_yaml
+from energon_packed.shards.nv_meta import write_nv_meta
+from energon_packed.shards.tar import ShardSummary
+from energon_packed.storage import map_paths
+
+_MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
+
+
+def write_index(
+    state: RunState,
+    keys: Fingerprints,
+    table: RecordTable,
+    plan: Plan,
+    shards: Sequence[ShardSummary],
+    stored: StoredMedia | None = None,
+) -> PackingManifest:
+    """Write the indexes and the manifest; return it as saved in packing.json."""
+    state.progress.start("index", len(shards), "shards")
+    by_name = {shard.name: shard for shard in shards}
+    map_paths(lambda tar: _check_shard(tar, by_name[tar.name]), [state.output.shards / name for name in by_name])
+    entries = _entries(plan, shards, state.options)
+    folder = state.output.write_folder(keys.write)
+    write_nv_meta(
+        state.output.shards,
+        codec=state.options.codec,
+        shards=shards,
+        rows=(shard_rows(state_file(folder, shard.name)) for shard in shards),
+        splits={name: [e.name for e in entries if e.split == name] for name in state.options.split},
+        dataset_module=state.options.dataset_module,
+        staging=folder,
+    )
+    if state.options.media == "reference":
+        write_media_yaml(state.output.shards)
+    manifest = _manifest(state, keys, table, plan, entries, stored)
+    manifest = replace(manifest, loading_code=loading_code(manifest))
+    manifest.save(state.output.shards)
+    state.progress.advance(len(shards))
+    return manifest
+
+
+def _check_shard(tar: Path, shard: ShardSummary) -> None:
+    """Check that a shard was not removed, replaced or truncated since it was written.
+
+    Raises:
+        ConfigError: it was.
+    """
+    try:
+        if tar.with_suffix(".tar.idx").is_file() and is_stored(tar, shard):
+            return
+        size = tar.stat().st_size if tar.with_suffix(".tar.idx").is_file() else None
+    except FileNotFoundError:
+        size = None
+    change = "is gone" if size is None else f"has {size} bytes in place of {shard.size}"
+    if size == shard.size:
+        change = "has other content"
+    raise ConfigError(
+        f"{tar} {change} since it was written: another process is using `output_dir`. Stop it and run again"
+    )
+
+
+def _entries(plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:
+    """Build the manifest entries of the shards: counts from the plan, size and hash from the tar."""
+    return [
+        ShardEntry(
+            name=shard.name,
+            split=planned.split,
+            packs=shard.packs,
+            samples=len(planned.rows),
+            tokens=int(np.minimum(plan.entries.length[planned.rows], options.usable_len).sum(dtype=np.int64)),
+            bytes=shard.size,
+            sha256=shard.sha256,
+        )
+        for planned, shard in zip(plan.shards, shards, strict=True)
+    ]
+
+
+def _manifest(
+    state: RunState,
+    keys: Fingerprints,
+    table: RecordTable,
+    plan: Plan,
+    entries: list[ShardEntry],
+    stored: StoredMedia | None,
+) -> PackingManifest:
+    """Build the manifest of a run whose shards are written, from its counts and settings."""
+    options, packs, entries_of = state.options, plan.packs, plan.entries
+    encoder = options.encoder_loader.load()
+    cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
+    fragments = entries_of.fragments
+
+    def total(column: npt.NDArray[np.integer[Any]]) -> int:
+        return int(column[packs.indices].sum(dtype=np.int64))
+
+    num_videos = total(entries_of.num_videos)
+    return PackingManifest(
+        sample_class=options.sample_class,
+        layout=options.layout,
+        dataset_module=options.dataset_module,
+        shard_prefix=options.prefix,
+        records=len(table),
+        packed=len(packs.indices),
+        truncated=int(np.count_nonzero(cut)),
+        tokens_cut=int(cut.sum(dtype=np.int64)),
+        records_split=0 if fragments is None else int(np.count_nonzero(fragments["number"] == 0)),
+        fragments=0 if fragments is None else len(fragments),
+        rejects=reject_counts(plan.status),
+        unused_fields=most_common(table.counts["unused_fields"]),
+        notes=most_common(table.counts["notes"]),
+        ignored_entries=list(state.reader.ignored_entries),
+        packs=packs.num_packs,
+        tokens=packs.tokens,
+        supervised_tokens=_supervised(plan),
+        weight_checksum=int(entries_of.weight_checksum[packs.indices].sum()) % 2**63,
+        images=total(entries_of.num_images),
+        images_decoded=total(entries_of.num_decoded),
+        videos=num_videos,
+        frames=total(entries_of.num_frames),
+        extract_frames=num_videos > 0 and options.extract_frames,
+        check_images=options.check_images,
+        seq_len=options.seq_len,
+        algorithm=options.algorithm if options.codec.packed else "none",
+        max_samples_per_pack=options.max_samples_per_pack,
+        group_by=options.group_by,
+        seed=options.seed,
+        utilization=round(packs.utilization, 6),
+        split=options.split,
+        pad_multiple=options.pad_multiple,
+        overlong=options.overlong,
+        media=options.media,
+        media_check=options.media_check,
+        media_stored={} if stored is None else {"images": stored.images, "bytes": stored.bytes},
+        template_fingerprint=encoder.renderer.template.fingerprint if isinstance(encoder, ChatEncoder) else "",
+        image_settings=encoder.image_settings() if isinstance(encoder, ChatEncoder) else {},
+        tokenizer_fingerprint=keys.encoder,
+        input_fingerprint=keys.input,
+        fingerprint=keys.tars,
+        tokenizer_engine=", ".join(sorted(state.tokenizer_engines)),
+        encoder=options.encoder_loader.as_dict(),
+        counters=state.counters,
+        sources=_sources(state, table, plan),
+        shards=entries,
+    )
+
+
+def _supervised(plan: Plan) -> int | None:
+    """Targets in all packs; None if the targets of a sample are unknown."""
+    targets = plan.entries.supervised[plan.packs.indices]
+    return None if (targets < 0).any() else int(targets.sum(dtype=np.int64))
+
+
+def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:
+    """Build the manifest entries of the sources; sources after the first `_MAX_SOURCES` are joined in one entry."""
+    configs, readings = state.options.source_configs, [source.reading for source in state.reader.sources]
+    config_of = np.minimum([reading.config for reading in readings], _MAX_SOURCES)
+    packed = plan.status == 0
+    lengths = np.minimum(table.length, state.options.usable_len)
+    if (fragments := plan.entries.fragments) is not None:
+        np.put(lengths, fragments["record"], 0)
+        np.add.at(lengths, fragments["record"], (fragments["stop"] - fragments["start"]).astype(lengths.dtype))
+    config_of_record = config_of[table.locate(np.arange(len(table)))[0]]
+    count = min(len(configs), _MAX_SOURCES + 1)
+    # A weight above 1 reads a file several times: repeats are not counted as files.
+    originals = [config for config, reading in zip(config_of, readings, strict=True) if not reading.copy]
+    totals = (
+        np.bincount(originals, minlength=count),
+        np.bincount(config_of_record, minlength=count),
+        np.bincount(config_of_record[packed], minlength=count),
+        np.bincount(config_of_record[packed], weights=lengths[packed], minlength=count).astype(np.int64),
+    )
+    settings = [config.settings() for config in configs[:_MAX_SOURCES]] + [{"path": ["(others)"]}]
+    return [
+        SourceEntry(**source, files=files, records=records, packed=used, tokens=tokens)
+        for source, files, records, used, tokens in zip(settings, *(t.tolist() for t in totals), strict=False)
+    ]

@@ -1,0 +1,220 @@
+"""Records of a shard, read again as stored samples.
+
+Input: an entry of RecordRefs, the files of its tokens and frames, and the input. Output: a StoredSample with the
+media of its record, or a SourceError if the record or its media changed since it was measured.
+
+    RecordRefs ──records_of──► RecordEntry ──SampleReader──► StoredSample
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from energon_packed.encoding.fragments import fragment_id
+from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_extension
+from energon_packed.encoding.vision.media import with_image_counts
+from energon_packed.encoding.vision.video_file import decode_frames
+from energon_packed.errors import EnergonPackedError, RecordError, SourceError
+from energon_packed.formats import StoredImage, StoredSample, StoredVideo
+from energon_packed.pipeline.chunks import MediaFiles, RecordOffsets, TokenReader, read_frames
+from energon_packed.pipeline.media.locator import MediaLocator
+from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.table import RecordRefs
+from energon_packed.records import Conversation, MediaReference, VideoReference
+from energon_packed.system import raise_resource_error
+
+_NO_CONTENT = np.zeros(1, dtype=np.int64)
+
+
+class RecordEntry(NamedTuple):
+    """Entry of `RecordRefs`, and its index there."""
+
+    entry: int
+    source: int
+    row: int
+    address: int
+    size: int
+    length: int
+    media_bytes: int
+    media_stamp: int
+    fragment: np.void | None
+
+
+def records_of(records: RecordRefs) -> Iterator[RecordEntry]:
+    """Return the entries in order."""
+    columns = [getattr(records, name).tolist() for name in RecordEntry._fields[1:-1]]  # Python integers, all at once
+    fragments: Iterable[np.void | None] = itertools.repeat(None, len(records))
+    if records.fragments is not None:
+        fragments = [fragment if fragment["number"] >= 0 else None for fragment in records.fragments]
+    return map(RecordEntry, itertools.count(), *columns, fragments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSettings:
+    """The form in which samples are stored.
+
+    Attributes:
+        truncate: length to which longer samples are truncated, or None.
+        keep_bytes: for a layout whose images are named `.jpg`: do not convert images of other formats, nor images with
+            an EXIF orientation; store their bytes under that name.
+        extract_frames: store the selected frames of a video file as JPEG images instead of its bytes.
+        timestamps: the measured lengths of records with `fps` have the timestamps of their frames.
+        locator: stores the location of images and videos instead of their bytes; None stores the bytes.
+    """
+
+    truncate: int | None
+    keep_bytes: bool = False
+    extract_frames: bool = False
+    timestamps: bool = False
+    locator: MediaLocator | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleReader:
+    """Reader of the samples of a shard.
+
+    Attributes:
+        reader: reads records as the measure stage did.
+        settings: the form of the samples.
+        tokens: reader of the tokens of the shard; None for flavors without tokens.
+        frames: files of the selected frames of the shard; None if no record has videos.
+    """
+
+    reader: RecordReader
+    settings: SampleSettings
+    tokens: TokenReader | None
+    frames: RecordOffsets | None
+    # The split records without images that were read, without their content, by source and index: a long document has
+    # thousands of fragments, so it is not read again for each.
+    _split: dict[tuple[int, int], Conversation] = field(default_factory=dict)
+
+    def read(self, record: RecordEntry) -> StoredSample:
+        """Read a record or fragment and its media again, and its tokens if the flavor stores tokens.
+
+        Raises:
+            SourceError: the record or its media changed since it was measured.
+        """
+        truncate = self.settings.truncate
+        try:
+            sample = StoredSample(
+                conversation=self._conversation(record),
+                length=min(record.length, truncate or record.length),
+                truncate=truncate,
+                is_truncated=truncate is not None and record.length > truncate,
+            )
+            if sample.conversation.media_files:
+                sample = self._with_media(sample, record)
+            elif record.media_bytes:
+                raise self._changed(record, f"it has no media any more, but had {record.media_bytes} bytes")
+            if self.tokens is not None:
+                return self._with_tokens(sample, record, self.tokens)
+            conversation = sample.conversation
+            if self.settings.timestamps and conversation.fps and conversation.images:
+                return sample._replace(conversation=replace(conversation, timestamps=True))
+            return sample
+        except (RecordError, OSError) as error:
+            raise_resource_error(error, self.reader.sources[record.source].path)
+            raise self._changed(record, str(error)) from error
+
+    def _conversation(self, record: RecordEntry) -> Conversation:
+        source, row = record.source, record.row
+        if (conversation := self._split.get((source, row))) is not None:
+            return conversation
+        conversation = self.reader.read(source, record.address, record.size)
+        if conversation.id is None:
+            conversation = conversation.named(self.reader.default_id(source, row))
+        if record.fragment is not None and not conversation.images:  # records with videos are not split
+            self._split[source, row] = Conversation(id=conversation.id, input_ids=_NO_CONTENT)
+        return conversation
+
+    def _with_media(self, sample: StoredSample, record: RecordEntry) -> StoredSample:
+        """Add the images, patch positions and videos of the conversation, which must be as they were measured."""
+        conversation = sample.conversation
+        images = tuple([self._stored_file(image) for image in conversation.images])
+        positions = tuple([file.read() for file in conversation.patch_positions])
+        media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
+        videos: tuple[StoredVideo, ...] = ()
+        if conversation.videos:
+            conversation = self._with_frames(conversation, record)
+            conversation = conversation if self.tokens is None else with_image_counts(conversation)
+            videos = tuple([self._stored_video(video) for video in conversation.videos])
+            media_bytes += sum(map(_read_bytes, conversation.videos, videos))
+        if media_bytes != record.media_bytes:
+            raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
+        # After the files are read, so that no change is missed. A digest of the content would have to read all media
+        # while measuring.
+        if MediaFiles().stamp((*conversation.media_files, *conversation.patch_positions)) != record.media_stamp:
+            raise self._changed(record, "its media was replaced by a file of the same size")
+        if self.reader.layout and not self.settings.keep_bytes:
+            images = tuple([StoredImage("jpg", as_jpeg(image.data)) for image in images])
+        return sample._replace(conversation=conversation, images=images, patch_positions=positions, videos=videos)
+
+    def _with_tokens(self, sample: StoredSample, record: RecordEntry, tokens: TokenReader) -> StoredSample:
+        """Replace the text of the conversation by its tokens; of a fragment, with the images in these tokens."""
+        encoded = tokens.read(record.entry, record.length, record.fragment)
+        if self.settings.truncate:
+            encoded = encoded.truncated(self.settings.truncate)
+        ident, shown = sample.conversation.id, slice(None)
+        if (fragment := record.fragment) is not None:
+            ident = fragment_id(str(ident), int(fragment["number"]))
+            shown = slice(int(fragment["first_image"]), int(fragment["last_image"]))
+        conversation = Conversation(
+            id=ident,
+            input_ids=encoded.input_ids,
+            labels=encoded.labels,
+            loss_weights=encoded.loss_weights,
+            images=sample.conversation.images[shown],
+            videos=sample.conversation.videos,
+        )
+        images, positions = sample.images[shown], sample.patch_positions[shown]
+        return sample._replace(conversation=conversation, images=images, patch_positions=positions)
+
+    def _stored_file(self, file: MediaReference) -> StoredImage:
+        """Return the location of an image or video, or its bytes; in a layout, images have the name of a JPEG."""
+        if self.settings.locator is not None:
+            return self.settings.locator.locate(file)
+        data = file.read()
+        return StoredImage("jpg" if self.reader.layout else sniff_extension(data), data)
+
+    def _with_frames(self, conversation: Conversation, record: RecordEntry) -> Conversation:
+        """Add the frames that were selected when the record was measured."""
+        selections = () if self.frames is None else read_frames(self.frames, record.entry)
+        if len(selections) != len(conversation.videos):
+            raise self._changed(record, f"it has {len(conversation.videos)} videos, and had {len(selections)}")
+        pairs = zip(conversation.videos, selections, strict=True)
+        return replace(conversation, videos=tuple([replace(video, frames=selected) for video, selected in pairs]))
+
+    def _stored_video(self, video: VideoReference) -> StoredVideo:
+        """Return the location or the bytes of a video with its selected frames, or these frames as images."""
+        assert video.frames is not None  # of `_with_frames`
+        file: StoredImage | None = None
+        images: tuple[StoredImage, ...] = ()
+        if video.file is None:
+            images = tuple([self._stored_file(image) for image in video.images])
+        elif not self.settings.extract_frames:
+            file = self._stored_file(video.file)
+        else:
+            images = tuple(
+                [StoredImage("jpg", frame_as_jpeg(frame)) for frame in decode_frames(video.file, video.frames)]
+            )
+        return StoredVideo(video.frames, file, images, video.images_before)
+
+    def _changed(self, record: RecordEntry, change: str) -> EnergonPackedError:
+        return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
+
+
+def _read_bytes(video: VideoReference, stored: StoredVideo) -> int:
+    """Bytes of the files that a stored video was made of."""
+    if video.file is None or stored.file is not None:
+        return sum([file.num_bytes for file in stored.files])
+    return video.file.num_bytes()
+
+
+def changed_record(reader: RecordReader, source: int, row: int, change: str, *, has_files: bool) -> EnergonPackedError:
+    """Error for a record whose content or media changed since it was measured; the next run finds changed files."""
+    remedy = "run again" if has_files else "run again with `resume=False`"
+    path = reader.sources[source].path
+    return SourceError(f"record {row} of {path} changed since it was measured ({change}); {remedy}")
