@@ -6,7 +6,8 @@ Roles: distributors/, process.py, packers/, collator.py (row_media.py, dummy_ima
 Datasets: dataset.py (packs, map-style), raw_records.py and config.py (records, streamed or planned). Loaders:
 dataflow/ (the loader), energon/ (Energon's datasets, and the loader of their order), joint.py (several loaders).
 Shared: order.py (item of each rank and step), state.py, ranks.py, resharding.py (tools that would shard again),
-manifests.py and trust.py (what a dataset contains, and that it runs no code), failures.py, sample_errors.py. Reports: monitoring/ (metrics, past order, future order).
+manifests.py and trust.py (what a dataset contains, and that it runs no code), failures.py, sample_errors.py. Reports:
+monitoring/ (metrics, past order, future order).
 """
 
 from importlib import import_module
