@@ -37,6 +37,7 @@ def _kill_and_delete(iterator: Any) -> None:
     if getattr(iterator, "_worker_pids_set", False):
         _utils.signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
+    if not getattr(iterator, "_shutdown", True):
         for worker in iterator._workers:
             if worker._parent_pid == os.getpid() and worker.is_alive():  # not in a fork of the process
                 worker.kill()

@@ -221,7 +221,7 @@ PLACES = {
     "compute_fingerprints": "pipeline.run_state:compute_fingerprints",
     "table": "pipeline.table",
     "measure_stage": "pipeline.measure",
-    "index_stage": "pipeline.write",
+    "index_stage": "pipeline.index",
     "engine": "pipeline.engine",
     "plan_stage": "pipeline.plan",
     "rejects": "pipeline.rejects",

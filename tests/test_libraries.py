@@ -22,6 +22,7 @@ from megatron.core import num_microbatches_calculator
 from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from multistorageclient.providers.s3 import S3StorageProvider
+from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from energon_packed import (
@@ -156,10 +157,15 @@ def test_energon_that_describes_no_folder(pack_demo: Packer, encoder: ChatEncode
         get_packed_loader(folder(pack_demo), encoder, num_workers=0, epochs=1).state_dict()
 
 
-def test_torch_without_the_workers_of_a_loader(pack_demo: Packer, encoder: ChatEncoder, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("name", ["_workers", "_worker_pids_set", "_set_worker_pids", "_remove_worker_pids"])
+def test_torch_without_the_workers_of_a_loader(name: str, monkeypatch: Patch) -> None:
     batches = iter(torch.utils.data.DataLoader([1, 2], num_workers=1))
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_workers", absent("_workers"), raising=False)
-    with pytest.raises(ConfigError, match=line("torch", "in which _MultiProcessingDataLoaderIter has no `_workers`")):
+    if name in ("_workers", "_worker_pids_set"):
+        monkeypatch.setattr(_MultiProcessingDataLoaderIter, name, absent(name), raising=False)
+    else:
+        monkeypatch.delattr(signal_handling, name)
+    owner = "_MultiProcessingDataLoaderIter" if name in ("_workers", "_worker_pids_set") else signal_handling.__name__
+    with pytest.raises(ConfigError, match=line("torch", f"in which {owner} has no `{name}`")):
         next(watched(batches, "X", 0))
     monkeypatch.undo()  # before it is deleted
     del batches

@@ -110,6 +110,7 @@ def _set_known(batches: Any, workers: Sequence[Any]) -> None:
     """Set the workers of an iterator for whose death torch's handler of SIGCHLD raises."""
     if private(batches, "_worker_pids_set", "torch"):  # False after torch ended its workers itself
         private(signal_handling, "_remove_worker_pids", "torch")(id(batches))
+        batches._worker_pids_set = False
     if workers:
         private(signal_handling, "_set_worker_pids", "torch")(id(batches), tuple(worker.pid for worker in workers))
-    batches._worker_pids_set = bool(workers)
+        batches._worker_pids_set = True
