@@ -73,7 +73,10 @@ def watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
             yield
         except Exception as error:
             if isinstance(error, OSError | EOFError):  # the broken connection may be noticed before the death
-                wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_END_SECONDS)
+                ending_now = wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_END_SECONDS)
+                for worker in workers:
+                    if worker.sentinel in ending_now:
+                        worker.join(_END_SECONDS)
             lost, cause = _death(workers, loader), error
             if lost is None and isinstance(error, RuntimeError) and 0 < timeout <= time.monotonic() - start:
                 lost = WorkerError(
