@@ -65,28 +65,29 @@ def watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
         yield
         return
     workers: Sequence[Any] = private(batches, "_workers", "torch")
-    # A worker that died before may have left a part of a message, whose rest the block would wait for.
-    lost, cause, start = _death(workers, loader), None, time.monotonic()
-    if lost is None:
-        _set_known(batches, workers)
+    lost, cause, start = None, None, time.monotonic()
+    try:
         try:
-            yield
-        except Exception as error:
-            if isinstance(error, OSError | EOFError):  # the broken connection may be noticed before the death
-                ending_now = wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_END_SECONDS)
-                for worker in workers:
-                    if worker.sentinel in ending_now:
-                        worker.join(_END_SECONDS)
-            lost, cause = _death(workers, loader), error
-            if lost is None and isinstance(error, RuntimeError) and 0 < timeout <= time.monotonic() - start:
-                lost = WorkerError(
-                    f"{loader} timed out after {timeout:g} seconds (`timeout`) waiting for a batch: storage hangs, or "
-                    f"samples are slow. Check the storage or raise `timeout`, {_RESUME}"
-                )
-            if lost is None:
-                raise
+            _set_known(batches, workers)
+            # A worker that died before may have left a part of a message, whose rest the block would wait for.
+            if (lost := _death(workers, loader)) is None:
+                yield
         finally:
             _set_known(batches, ())
+    except Exception as error:
+        if isinstance(error, OSError | EOFError):  # the broken connection may be noticed before the death
+            ending_now = wait([worker.sentinel for worker in workers if worker.is_alive()], timeout=_END_SECONDS)
+            for worker in workers:
+                if worker.sentinel in ending_now:
+                    worker.join(_END_SECONDS)
+        lost, cause = _death(workers, loader), error
+        if lost is None and isinstance(error, RuntimeError) and 0 < timeout <= time.monotonic() - start:
+            lost = WorkerError(
+                f"{loader} timed out after {timeout:g} seconds (`timeout`) waiting for a batch: storage hangs, or "
+                f"samples are slow. Check the storage or raise `timeout`, {_RESUME}"
+            )
+        if lost is None:
+            raise
     if lost is not None:
         _kill(workers)
         raise lost from cause
