@@ -76,7 +76,7 @@ def main() -> None:
         dataset = packed(folder)
         rounds = [row(dataset, folder / f"log{n}") for n in range(options.rounds)]
         loading, line = map(min, zip(*rounds, strict=True))
-        size = (folder / "log0" / "order-00000.jsonl").stat().st_size / len(dataset)
+        size = (folder / "log0" / "order-00000-000.jsonl").stat().st_size / len(dataset)
         batch = next(iter(DataflowLoader(MapDistributor(dataset))))
     step = min(training_step(batch) for _ in range(options.rounds))
     report.add("CPU time of a line", line * 1e6, "us")

@@ -20,7 +20,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.loading.config import DataflowConfig, is_dataflow_config
 from energon_packed.loading.monitoring.order_check import check_order
 from energon_packed.loading.monitoring.order_data import LoggedData
-from energon_packed.loading.monitoring.order_lines import is_order_log
+from energon_packed.loading.monitoring.order_lines import files_of
 from energon_packed.loading.monitoring.order_lookup import LoggedBatch, logged_step, uses_of
 from energon_packed.loading.monitoring.replay import Run, replay, replay_config
 
@@ -78,7 +78,7 @@ def check(folder: Path, data: Path | None, output: Output) -> None:
 @output_options
 def find(ident: str, folder: Path, output: Output) -> None:
     """Show when a sample was trained: epoch, step and rank of each use, in the log of `order_log=DIR`."""
-    uses = list(uses_of(folder, ident))
+    uses = uses_of(folder, ident)
     for batch, index in uses:
         note = ", replaced after a resume" if batch.replaced else ""
         packs = f" of {', '.join(batch.packs)}" if batch.packs else ""
@@ -121,7 +121,7 @@ def replay_step(
     """
     if content != (data is not None):
         raise click.UsageError("--content and --data must be set together. Pass both, or remove both.")
-    if is_order_log(path):
+    if files_of(path):
         _show_logged(path, step, epoch, data, output)
         return
     if content:

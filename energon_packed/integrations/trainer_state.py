@@ -18,8 +18,8 @@ from typing import Any
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.batch import trainer_inputs
-from energon_packed.loading.monitoring.order_log import log_order, order_logs
-from energon_packed.loading.state import check_numbers, damage_named, gather_state, is_left, position_of, state_at
+from energon_packed.loading.loaders import log_order, order_logs, position_of, state_at
+from energon_packed.loading.state import check_numbers, damage_named, gather_state, is_left
 
 _STEP = "iteration_step"  # key in the states of GatheredLoader
 
@@ -46,7 +46,7 @@ class ConsumedBatches:
     def __init__(self, loader: Any, *, order_log: str | Path | None = None) -> None:
         _check_has(loader, "__iter__", "state_dict", "load_state_dict")
         log_order(loader, order_log)
-        for log, _ in order_logs(loader):
+        for log, _ in order_logs(loader, position_of(loader)):
             log.hold()
         self.loader = loader
         self.read = 0
@@ -85,7 +85,7 @@ class ConsumedBatches:
             self._positions.popleft()
         if self._positions and self._positions[0][0] <= used:
             for log, position in order_logs(self.loader, self._positions[0][1]):
-                log.release((position.epoch, position.step))
+                log.release(position)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loader after the last used batch, in plain types."""

@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.loading.monitoring.order_log import log_order
+from energon_packed.loading.loaders import Loader, log_order, order_logs, position_of, state_at
+from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.state import (
     GATHERED,
     Position,
@@ -17,8 +18,6 @@ from energon_packed.loading.state import (
     is_left,
     iterate_epoch,
     make_state,
-    position_of,
-    state_at,
     states_of,
 )
 
@@ -28,7 +27,7 @@ StopAt = Literal["first", "all", "never"]
 _NAME = "JointLoader"  # in states, of subclasses too
 
 
-class JointLoader:
+class JointLoader(Loader):
     """Draw each batch from one of several loaders; each has its own data, packer and collator.
 
         joint = JointLoader({"text": text_loader, "images": image_loader}, {"text": 3, "images": 1})
@@ -95,6 +94,11 @@ class JointLoader:
         for name, loader in self.loaders.items():
             log_order(loader, Path(folder) / name)
 
+    def order_logs(self, position: Position) -> Iterator[tuple[OrderLog, Position]]:
+        """Yield the order logs of the loaders, each with the position of its loader."""
+        for name, loader in self.loaders.items():
+            yield from order_logs(loader, position.parts[name][0])
+
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Iterate over (name, batch) of the remaining steps of the epoch; after its last step, of the next epoch.
 
@@ -134,7 +138,7 @@ class JointLoader:
         Iterating the loader itself would start the next epoch after the last batch, and its end would be missed.
         """
         loader = self.loaders[name]
-        return iter(loader.rest_of_epoch() if hasattr(loader, "rest_of_epoch") else loader)
+        return iter(loader.rest_of_epoch() if isinstance(loader, Loader) else loader)
 
     def position(self) -> Position:
         """The position after the last batch that was returned: small, for a later `state_dict(position)`.

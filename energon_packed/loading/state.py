@@ -18,7 +18,7 @@ An epoch ends at its last batch, whether a loop reaches the end of the iterator 
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from math import lcm
 from typing import Any, NoReturn
@@ -34,20 +34,22 @@ _DATA_KEYS = ("distributor_dataset", "distributor_content")
 _WEIGHT_KEYS = ("weights", "distributor_weights", "distributor_blend_weights", "blend_weights")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Position:
     """The position of a loader after a batch: small, for a later `state_dict(position)`.
+
+    Positions of a run are compared by epoch and step.
 
     Attributes:
         epoch: from 0.
         step: batches of the epoch so far.
         parts: positions in the data: the segments of a global order (`order.Segment`), the shards of a stream
-            (`dataflow.steps.Shards`), or the position of each loader of a JointLoader.
+            (`dataflow.steps.Shards`), or the position of each loader of a JointLoader; None in an order log.
     """
 
     epoch: int
     step: int
-    parts: Any
+    parts: Any = field(default=None, compare=False)
 
 
 def refuse_as_dataset(loader: str) -> NoReturn:
@@ -103,20 +105,6 @@ def gathered(state: dict[str, Any], group: Any = None) -> dict[str, Any]:
         return state
     shared = {name: state[name] for name in ("version", "loader") if name in state}
     return shared | {GATHERED: all_gather_object(state, group)}
-
-
-def position_of(loader: Any) -> Any:
-    """The position of a loader after the last batch that it returned, for a later `state_at`.
-
-    A position is small, a state may be large. A third-party loader has only a state, which then is its position.
-    """
-    return loader.position() if hasattr(loader, "position") else loader.state_dict()
-
-
-def state_at(loader: Any, position: Any) -> dict[str, Any]:
-    """The state of a loader at a position that `position_of` returned."""
-    state: dict[str, Any] = loader.state_dict(position) if hasattr(loader, "position") else position
-    return state
 
 
 def states_of(state: Any) -> list[dict[str, Any]]:

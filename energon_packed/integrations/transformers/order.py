@@ -1,16 +1,17 @@
 """OrderLogCallback: the batches that the model of a Trainer has used -> an order log."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from energon_packed.encoding import SampleSource
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
 from energon_packed.integrations.transformers.loader_state import LoaderState
 from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.monitoring.order_log import OrderLog
+from energon_packed.loading.monitoring.order_log import LoggedSamples, OrderLog
 from energon_packed.loading.ranks import group_place
+from energon_packed.loading.state import Position
 
 
 class OrderLogCallback(LoaderState):
@@ -39,22 +40,24 @@ class OrderLogCallback(LoaderState):
     def __init__(self, folder: str | Path) -> None:
         self._folder = folder
         self._log: OrderLog | None = None
-        self._at = (0, 0)
-        self._tap = BatchTap("energon_packed_names", _names, self._use)
+        self._at = Position(0, 0)
+        self._last = 0  # step of an epoch
+        self._tap = BatchTap("energon_packed_names", _samples, self._use)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the log, after the lines of the checkpoint."""
         loader = kwargs["train_dataloader"]
-        facts = {"loader": "Trainer", "identity": [args.seed, args.data_seed], "last_step": len(loader)}
-        self._log, self._at = OrderLog(self._folder, group_place(), lambda: facts), (0, 0)
+        facts = {"loader": "Trainer", "identity": [args.seed, args.data_seed]}
+        self._log, self._at = OrderLog(self._folder, group_place(), lambda: facts), Position(0, 0)
+        self._last = len(loader)
         super().on_train_begin(args, state, control, **kwargs)
         self._tap.attach(loader, kwargs["model"])
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the micro batches of this epoch."""
         epoch = int((state.epoch or 0) + 1e-6)  # a sum of fractions, perhaps slightly below the next integer
-        if epoch != self._at[0]:
-            self._at = (epoch, 0)
+        if epoch != self._at.epoch:
+            self._at = Position(epoch, 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the log."""
@@ -63,33 +66,27 @@ class OrderLogCallback(LoaderState):
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
         """Continue the log of a checkpoint."""
         assert self._log is not None
-        epoch, step = state["epoch"], state["step"]
-        self._at = (epoch, step)
+        self._at = Position(state["epoch"], state["step"])
         self._log.restore([state], self._at)
 
     def state(self) -> dict[str, Any]:
         """Return the position in the log, the same on all ranks."""
         assert self._log is not None
-        return {"epoch": self._at[0], "step": self._at[1], **self._log.state(self._at)}
+        return {"epoch": self._at.epoch, "step": self._at.step, **self._log.state(self._at)}
 
-    def _use(self, names: "_Names", output: Any) -> None:
+    def _use(self, samples: LoggedSamples, output: Any) -> None:
         assert self._log is not None
-        self._at = (self._at[0], self._at[1] + 1)
-        self._log.add(self._at, names)
+        self._at = replace(self._at, step=self._at.step + 1)
+        self._log.add(self._at, samples)
+        if self._at.step == self._last:
+            self._log.add(self._at, None, end=True)
+            self._at = Position(self._at.epoch + 1, 0)
 
 
-class _Names(NamedTuple):
-    """The samples of a batch."""
-
-    ids: list[str | None]
-    sources: list[SampleSource | None]
-    has_targets: bool
-
-
-def _names(batch: PackedBatch | Mapping[str, Any]) -> _Names:
+def _samples(batch: PackedBatch | Mapping[str, Any]) -> LoggedSamples:
     if not isinstance(batch, PackedBatch):
         raise ConfigError(
             f"`data_collator` must be a Collator of energon-packed for an order log, got batches of "
             f"{type(batch).__name__}. Pass PaddingFreeCollator()."
         )
-    return _Names(batch.ids, batch.sources, batch.has_targets)
+    return LoggedSamples.of(batch)

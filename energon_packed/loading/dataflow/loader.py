@@ -30,7 +30,8 @@ from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
 from energon_packed.loading.dataflow.workers import watched, watching
 from energon_packed.loading.distributors.base import Distributor, LoaderLayout
 from energon_packed.loading.failures import FailureLog
-from energon_packed.loading.monitoring.order_log import OrderLog
+from energon_packed.loading.loaders import Loader
+from energon_packed.loading.monitoring.order_log import LoggedSamples, OrderLog
 from energon_packed.loading.options import LoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.simple import PlannedPacker, SimpleBatcher
@@ -163,7 +164,7 @@ _NAME = "DataflowLoader"
 """Name in loader states, also in states of subclasses."""
 
 
-class DataflowLoader(torch.utils.data.DataLoader[Any]):
+class DataflowLoader(torch.utils.data.DataLoader[Any], Loader):
     """Load batches through a Distributor, a Processor, a Packer and a Collator, once in every worker process.
 
         loader = DataflowLoader(MapDistributor(dataset), packer=PoolPacker(4096), num_workers=2)
@@ -293,7 +294,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             if is_left(started, (self.epoch, self._restores)):
                 return False
         if self.order_log is not None:
-            self._plan.log_end(self.order_log, self._position)
+            self.order_log.add(self._position, None, end=True)
         self._end_epoch()
         return True
 
@@ -318,7 +319,8 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             return
         more = {} if step is None else self._plan.log_entries(self._position, step)  # None: a row without targets
         if batch is not None or more.get("end") or more.get("dropped"):
-            self.order_log.add((self._position.epoch, self._position.step), batch, **more)
+            samples = None if batch is None else LoggedSamples.of(batch)
+            self.order_log.add(self._position, samples, **more)
 
     def _remaining_steps(self) -> Iterator[Any]:
         """Return the steps of the workers; iterating again after a break continues with the same workers."""
@@ -387,7 +389,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
         here = position or self._position
         plain = self._plan.to_plain(here)
         if self.order_log is not None:
-            plain |= self.order_log.state((here.epoch, here.step))
+            plain |= self.order_log.state(here)
         return make_state(_NAME, self._identity(), plain, self._plan.place)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -409,8 +411,7 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
             allow = self._options.allow_changed_weights
             self._position = self._plan.from_plain(states, self._identity(), allow_changed_weights=allow)
             if self.order_log is not None:
-                at = (self._position.epoch, self._position.step)
-                self.order_log.restore(states, at, self._plan.ended(self._position))
+                self.order_log.restore(states, self._position)
         self._yielded = self._position.step
         self._restores += 1
         self._iterator = self._steps = None
@@ -420,6 +421,11 @@ class DataflowLoader(torch.utils.data.DataLoader[Any]):
     def log_order(self, folder: str | Path) -> None:
         """Write a line for each batch into this folder; `order_log` of the constructor."""
         self.order_log = OrderLog(folder, self.place, self._order_facts, workers=self._plan.log_workers)
+
+    def order_logs(self, position: Position) -> Iterator[tuple[OrderLog, Position]]:
+        """Yield the order log, if there is one, with the position."""
+        if self.order_log is not None:
+            yield self.order_log, position
 
     def _order_facts(self) -> dict[str, Any]:
         distributor = self.roles.distributor

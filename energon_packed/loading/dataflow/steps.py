@@ -30,7 +30,6 @@ from energon_packed.loading.distributors.base import LoaderLayout
 from energon_packed.loading.distributors.schedule import Mark
 from energon_packed.loading.epoch_end import check_rest
 from energon_packed.loading.even_ranks import EvenRanks, without_targets
-from energon_packed.loading.monitoring.order_log import OrderLog
 from energon_packed.loading.order import Segment
 from energon_packed.loading.process import encode_items
 from energon_packed.loading.ranks import ShardSpec
@@ -149,9 +148,6 @@ class Steps(ABC):
     def log_entries(self, position: Position, step: Step) -> dict[str, Any]:
         """Return the entries of the order log for a step, as arguments of `OrderLog.add`."""
 
-    def log_end(self, log: OrderLog, position: Position) -> None:  # noqa: B027
-        """Add the line of the end of an epoch, if no step reports it."""
-
     @abstractmethod
     def log_facts(self) -> dict[str, Any]:
         """Return entries of the header of an order log."""
@@ -175,10 +171,6 @@ class Steps(ABC):
     def is_started(self, position: Position) -> bool:
         """Return whether items of the epoch may have been read."""
         return position.step > 0
-
-    def ended(self, position: Position) -> list[int]:
-        """Return the shards that have no more items, so that no worker reads them again."""
-        return []
 
 
 class PlannedSteps(Steps):
@@ -238,8 +230,8 @@ class PlannedSteps(Steps):
         return Position(state["epoch"], state["step"], tuple(segments))
 
     def log_entries(self, position: Position, step: Step) -> dict[str, Any]:
-        """Return the places of a step in the order; worker 0 reports the end of the epoch."""
-        return {"items": step.items, "dropped": step.dropped, "end": step.ended and step.worker == 0}
+        """Return the places of a step in the order."""
+        return {"items": step.items, "dropped": step.dropped}
 
     def log_facts(self) -> dict[str, Any]:
         """Return the size of the order."""
@@ -429,10 +421,6 @@ class StreamSteps(Steps):
         """Return whether items of the epoch may have been read."""
         return bool(position.step or position.parts.states)
 
-    def ended(self, position: Position) -> list[int]:
-        """Return the shards that have no more items, so that no worker reads them again."""
-        return [shard for shard, text in position.parts.states if json.loads(text)["ended"]]
-
     def log_entries(self, position: Position, step: Step) -> dict[str, Any]:
         """Return the items of a step in its shard, or its packs; the last step of a shard has no batch."""
         if self.roles.distributor.has_packs and self.layout.rows is not None:
@@ -441,10 +429,6 @@ class StreamSteps(Steps):
         if step.state is not None:
             more |= {"shard": step.state[0], "num_shards": position.parts.num_shards, "end": step.batch is None}
         return more
-
-    def log_end(self, log: OrderLog, position: Position) -> None:
-        """Add the line of the end of an epoch of this rank."""
-        log.add((position.epoch, position.step), None, end=True)
 
     def log_facts(self) -> dict[str, Any]:
         """Return the known number of steps, and whether the epoch leaves out other items."""

@@ -2,47 +2,17 @@
 
 from array import array
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.encoding import StoredTokens
 from energon_packed.loading.config import DataflowConfig, is_dataflow_config
 from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.monitoring.order_epoch import MAX_NAMED, Epoch, Int64
 from energon_packed.loading.raw_records import PlannedDataset, plan_in_memory
 from energon_packed.records import Conversation
-
-_MAX_NAMED = 5  # ids that a message names
-Hashes = npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class Epoch:
-    """The lines of an epoch that count.
-
-    Attributes:
-        number: from 0.
-        samples: int64 hash of the id of each sample; samples without an id are in `unnamed`.
-        unnamed: samples without an id.
-        repeats: samples may be drawn several times.
-        has_order: the epoch has a global order.
-        least, most: passes over the data that all ranks have finished, and that a rank has started.
-        dropped: items that are in no batch.
-        packs: used packs, if `epoch_end="drop"` of Energon left out the other packs without a line; otherwise None.
-    """
-
-    number: int
-    samples: Hashes
-    unnamed: int
-    repeats: bool
-    has_order: bool
-    least: int
-    most: int
-    dropped: int
-    packs: int | None
 
 
 class LoggedData:
@@ -84,31 +54,32 @@ class LoggedData:
         """
         scope, problems = f"epoch {epoch.number}", list[str]()
         ids, unnamed, _ = self._hashes
-        used, counts = np.unique(epoch.samples, return_counts=True)
+        used, counts = np.unique(epoch.hashes, return_counts=True)
         if foreign := len(np.setdiff1d(used, ids)):
             problems.append(f"{scope}: {foreign} samples are not in {self.path}. Pass the data of the run.")
         blend = self._data if isinstance(self._data, PackedDataset) and self._data.repeats else None
         by_weight = blend is not None and blend.weights is not None
-        if by_weight or (epoch.repeats and not epoch.has_order) or (blend is not None and epoch.most > 1):
+        least, most = epoch.passes
+        if by_weight or (epoch.repeats and not epoch.has_order) or (blend is not None and most > 1):
             return problems, 0
         rows = range(self._rows) if blend is None else blend.epoch_items(epoch.number, None)
         known, expected = np.unique(ids if blend is None else self._of_rows(rows), return_counts=True)
         times = np.zeros(len(known), dtype=np.int64)
         _, at, of_used = np.intersect1d(known, used, return_indices=True)
         times[at] = counts[of_used]
-        missing = np.maximum(expected * epoch.least - times, 0)
-        dropped = epoch.dropped if epoch.packs is None else len(rows) - epoch.packs
+        missing = np.maximum(expected * least - times, 0)
+        dropped = epoch.totals["dropped"] if epoch.used_packs is None else len(rows) - epoch.used_packs
         is_dropped = self._are_items(known, missing, dropped)
         if len(lost := known[missing > 0]) and not is_dropped:
             problems.append(f"{scope}: {len(lost)} samples of {self.path} are lost: {self._named(lost)}")
-        if len(twice := known[times > expected * epoch.most]):
+        if len(twice := known[times > expected * most]):
             problems.append(f"{scope}: {len(twice)} samples are used too often: {self._named(twice)}")
-        fewest = 0 if dropped else unnamed * epoch.least
-        if blend is None and not fewest <= epoch.unnamed <= unnamed * epoch.most:
+        fewest = 0 if dropped else unnamed * least
+        if blend is None and not fewest <= epoch.unnamed <= unnamed * most:
             problems.append(f"{scope}: {epoch.unnamed} samples without an id are used, and {self.path} has {unnamed}.")
         return problems, int(missing.sum()) if is_dropped else 0
 
-    def _are_items(self, known: Hashes, missing: Hashes, dropped: int) -> bool:
+    def _are_items(self, known: Int64, missing: Int64, dropped: int) -> bool:
         """Return whether at most `dropped` items contain all missing samples, each item a sample or a whole row.
 
         Args:
@@ -127,8 +98,8 @@ class LoggedData:
         return is_whole and int(of_row.sum()) <= dropped
 
     @cached_property
-    def _hashes(self) -> tuple[Hashes, int, Hashes]:
-        """Hashes of the ids, the number of samples without an id, and the index of the first id of each row."""
+    def _hashes(self) -> tuple[Int64, int, Int64]:
+        """Int64 of the ids, the number of samples without an id, and the index of the first id of each row."""
         ids, unnamed, starts = array("q"), 0, array("q", [0])
         for row in range(self._rows):
             samples = self._samples(row)
@@ -138,8 +109,8 @@ class LoggedData:
             starts.append(len(ids))
         return np.array(ids, dtype=np.int64), unnamed, np.array(starts, dtype=np.int64)
 
-    def _of_rows(self, rows: Iterable[int]) -> Hashes:
-        """Hashes of the ids of rows, each as often as it is drawn."""
+    def _of_rows(self, rows: Iterable[int]) -> Int64:
+        """Int64 of the ids of rows, each as often as it is drawn."""
         ids, _, starts = self._hashes
         return np.concatenate([ids[starts[row] : starts[row + 1]] for row in rows])
 
@@ -149,7 +120,7 @@ class LoggedData:
             return list(zip(self._data.ids(row), self._data.conversations(row), strict=True))
         return [(conversation.id, conversation) for conversation in self._data.pack(row).conversations()]
 
-    def _named(self, hashes: Hashes) -> str:
-        wanted = set(hashes[:_MAX_NAMED].tolist())
+    def _named(self, hashes: Int64) -> str:
+        wanted = set(hashes[:MAX_NAMED].tolist())
         names = {str(ident) for row in range(self._rows) for ident, _ in self._samples(row) if hash(ident) in wanted}
-        return ", ".join(sorted(names)) + (", ..." if len(hashes) > _MAX_NAMED else "")
+        return ", ".join(sorted(names)) + (", ..." if len(hashes) > MAX_NAMED else "")

@@ -1,40 +1,35 @@
 """Lines of an order log: the files of all ranks in, the lines that count and the replaced lines out.
 
-`order-00002.jsonl` is the file of rank 2. Each process that writes into it starts with a header:
+`order-00002-001.jsonl` is the file of the second process of rank 2. Its first line is a header:
 
-    {"order_log": 1, "start": "8d1f33c2", "run": "52ab09e1", "rank": 2, "world_size": 3, "loader": "DataflowLoader",
-     "size": 5000, "starts": [[2, [[0, 0]], [0, 0], 0], [3, [[0, 40]], [0, 40], 0]],
+    {"order_log": 1, "run": "52ab09e1", "rank": 2, "world_size": 3, "loader": "DataflowLoader", "size": 5000,
+     "starts": [[2, [[0, 0]], [0, 0], 0], [3, [[0, 40]], [0, 40], 0]], "earlier": ["order-00002-000.jsonl", 51200],
      "time": "2026-11-20T09:30:00.000+00:00"}
 
-`starts` has a `Start` for each process of the run so far: here, 3 ranks continued after step 40 of 2 ranks. A line for
-each batch follows:
+`starts` has a `Start` for each process of the run so far: here, 3 ranks continued after step 40 of 2 ranks. `earlier`
+is the file of the previous process of the rank and its size in bytes: it must not grow any more. A line for each batch
+follows:
 
-    {"epoch": 0, "step": 41, "rank": 2, "world_size": 3, "start": "8d1f33c2", "line": 1, "ids": ["a", "b"],
-     "sources": ["captions.jsonl", "chats.jsonl"], "items": [122], "dropped": [121]}
+    {"epoch": 0, "step": 41, "line": 2, "ids": ["a", "b"], "sources": ["captions.jsonl", "chats.jsonl"],
+     "items": [122], "dropped": [121]}
 
 | entry | content |
 |---|---|
 | `epoch`, `step` | from 0, and from 1; the same numbers as in a loader state after the batch |
-| `start` | the header of the process |
-| `line` | number of the line of its process, from 1: `order_missing.py` finds missing lines |
-| `ids`, `sources` | of each sample; a single source is of all samples |
+| `line` | number of the line in its file, from 2: `order_missing.py` finds missing lines |
+| `ids`, `sources` | of each sample; a single source is of all samples; a line without a batch does not have them |
 | `items` | places in the global order of the epoch; in the shard, for a stream ("12#1/3": fragment 1 of 3) |
 | `packs` | keys of the packs, if Energon chooses them |
 | `dropped` | items that are in no batch |
 | `shard`, `num_shards` | of a stream |
 | `end` | the epoch of this rank ended, or the shard |
 
-A header of a stream may have `ended`, an epoch and its shards that had no more items when the process started. A
-header with `again` is of a run that started again at step 0, as the earlier processes saved no state. The
-empty file `saved-2` shows that 2 ranks saved a state.
-
-A line without a batch has the `step` null, and its position in `after`. Lines after the point at which a later process
-started were lost with the process that wrote them: the later process replaces them.
+The empty file `saved-2` shows that 2 ranks saved a state. Lines after the position at which a later process started
+were lost with the process that wrote them: the later process replaces them.
 """
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Container, Iterator
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -43,46 +38,26 @@ from typing import Any, NamedTuple
 import orjson
 
 from energon_packed.errors import FormatError
+from energon_packed.loading.state import Position
 
 FORMAT = 1
-Point = tuple[int, int]
-"""(epoch, step) after a batch."""
-_HEADER, _LINE = b'{"order_log":', b'{"epoch":'
-_HEADER_ENTRIES = {"start", "run", "rank", "world_size", "starts", "time"}
-_LINE_ENTRIES = {"epoch", "step", "rank", "start", "line", "ids", "sources"}
+_LINE = b'{"epoch":'
+_HEADER_ENTRIES = {"run", "rank", "world_size", "starts", "time"}
+_TOGETHER = 1 << 16  # lines of epochs that are checked in one pass over the files
+_MAX_NAMED = 5  # ranks that a message names
 
 
-def file_of(folder: Path, rank: int) -> Path:
-    """Return the file of a rank."""
-    return folder / f"order-{rank:05d}.jsonl"
+def file_of(folder: Path, rank: int, number: int) -> Path:
+    """Return the file of a process of a rank; `number` counts the processes of the rank, from 0."""
+    return folder / f"order-{rank:05d}-{number:03d}.jsonl"
 
 
-def first_header(file: Path) -> dict[str, Any] | None:
-    """Return the first header of a file; None if the file has no header.
-
-    Raises:
-        FormatError: the file has another format.
-    """
-    if not file.is_file():
-        return None
-    with file.open("rb") as lines:
-        header = next((header for line in lines if (header := _parsed(line)) and "order_log" in header), None)
-    return None if header is None else _checked(file, header)
-
-
-def saved_marker(folder: Path, world_size: int) -> Path:
-    """Return the empty file which shows that a run of this world size saved a state."""
-    return folder / f"saved-{world_size}"
-
-
-def saved_worlds(folder: Path) -> list[int]:
-    """Return the world sizes whose runs saved a state."""
-    return [int(size) for file in folder.glob("saved-*") if (size := file.name.removeprefix("saved-")).isdecimal()]
-
-
-def is_order_log(folder: Path) -> bool:
-    """Return whether a folder has the files of an order log."""
-    return folder.is_dir() and next(folder.glob("order-*.jsonl"), None) is not None
+def files_of(folder: Path, rank: int | None = None) -> list[Path]:
+    """Return the files of a rank, or of all ranks, rank by rank in the order of their processes."""
+    files = folder.glob("order-*.jsonl" if rank is None else f"order-{rank:05d}-*.jsonl")
+    numbers = {file: file.stem.split("-")[1:] for file in files}
+    numbered = {file: tuple(map(int, n)) for file, n in numbers.items() if len(n) == 2 and all(map(str.isdecimal, n))}
+    return sorted(numbered, key=numbered.__getitem__)
 
 
 class Start(NamedTuple):
@@ -90,75 +65,81 @@ class Start(NamedTuple):
 
     Attributes:
         world_size: of the process.
-        points: (epoch, step) of each rank of the earlier process after which it continued; one if all are equal.
-        at: (epoch, step) after which its batches are counted.
+        positions: position of each rank of the earlier process after which it continued; one if all are equal.
+        at: position after which its batches are counted.
         workers: worker processes of a rank, if they decide the samples of a step; otherwise 0.
     """
 
     world_size: int
-    points: list[Point]
-    at: Point
+    positions: list[Position]
+    at: Position
     workers: int
 
-    def point(self, rank: int) -> Point:
-        """Return (epoch, step) after which the lines of a rank of the earlier process are replaced."""
-        return self.points[rank if len(self.points) > 1 else 0]
+    def after(self, rank: int) -> Position:
+        """Return the position after which the lines of a rank of the earlier process are replaced."""
+        return self.positions[rank if len(self.positions) > 1 else 0]
 
 
 class Line(NamedTuple):
-    """A line of a batch.
+    """A line of a batch, or of items without a batch.
 
     Attributes:
         process: process that wrote it.
         entries: of the line, with a source for each sample.
-        counts: False if a later process of the run replaced it.
     """
 
     process: "Process"
     entries: dict[str, Any]
-    counts: bool
 
     @property
-    def point(self) -> Point:
-        """(epoch, step) after it."""
-        step = self.entries["step"]
-        return self.entries["epoch"], self.entries["after"] if step is None else step
+    def position(self) -> Position:
+        """Position after it."""
+        return Position(self.entries["epoch"], self.entries["step"])
+
+    @property
+    def has_batch(self) -> bool:
+        """Whether it is of a batch."""
+        return "ids" in self.entries
 
     @property
     def ends_epoch(self) -> bool:
         """Whether its rank has no further batch in the epoch."""
-        entries, last = self.entries, self.process.header.get("last_step")
-        if last and entries["step"] == last:
-            return True
-        return bool(entries.get("end")) and "shard" not in entries
-
-
-@dataclass
-class Process:
-    """The lines of one process.
-
-    Attributes:
-        header: its header.
-        counts: whether its lines count, up to `until`.
-        until: point after which the next process of the run continued; None for the last process.
-        spans: (first byte, end, number of the first line) of its lines, by epoch.
-    """
-
-    header: dict[str, Any]
-    counts: bool = False
-    until: Point | None = None
-    spans: dict[int, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
-
-    @cached_property
-    def starts(self) -> list[Start]:
-        """Starts of the processes of the run up to this process."""
-        starts = self.header["starts"]
-        return [Start(size, [tuple(p) for p in points], tuple(at), workers) for size, points, at, workers in starts]
+        return "end" in self.entries and "shard" not in self.entries
 
     @property
-    def worlds(self) -> list[int]:
-        """World sizes of the processes of the run up to this process."""
-        return [start.world_size for start in self.starts]
+    def counts(self) -> bool:
+        """Whether it was written before the position at which the next process of the run started."""
+        if not self.process.counts or self.process.until is None:
+            return self.process.counts
+        # A line without a batch is written before the next batch, but a state may have been saved before it.
+        return self.position <= self.process.until if self.has_batch else self.position < self.process.until
+
+
+class Process:
+    """The file of a process.
+
+    Args:
+        file: the file.
+        size: bytes to read; a run that is still training appends lines.
+        header: its header.
+
+    Attributes:
+        starts: of the processes of the run up to this process.
+        worlds: their world sizes.
+        counts: whether its lines count, up to `until`.
+        until: position after which the next process of the run continued; None for the last process.
+    """
+
+    def __init__(self, file: Path, size: int, header: dict[str, Any]) -> None:
+        self.file, self.size, self.header = file, size, header
+        self.counts = False
+        self.until: Position | None = None
+        self.rank, self.world_size = int(header["rank"]), int(header["world_size"])
+        starts = header["starts"]
+        self.starts = [
+            Start(n, [Position(*p) for p in positions], Position(*at), workers) for n, positions, at, workers in starts
+        ]
+        self.worlds = [start.world_size for start in self.starts]
 
     @cached_property
     def layout(self) -> str:
@@ -170,100 +151,54 @@ class Process:
         ]
         return str((self.header.get("identity"), changes))
 
-    def has(self, line: dict[str, Any], point: Point) -> bool:
-        """Return whether a line counts: it was written before the point at which the next process started."""
-        if not self.counts or self.until is None:
-            return self.counts
-        # A line without a batch is written before the next batch, but a state may have been saved before it.
-        return point <= self.until if line["step"] is not None else point < self.until
-
-
-class RankFile:
-    """The file of a rank: its processes, and the places of their lines.
-
-    Args:
-        file: the file.
-        size: bytes to read; a run that is still training appends lines.
-
-    Raises:
-        FormatError: a line is damaged; the last line of the file may be cut.
-    """
-
-    def __init__(self, file: Path, size: int) -> None:
-        self.file = file
-        self.processes: list[Process] = []
-        self.problems: list[str] = []
-        at = 0
-        with file.open("rb") as lines:
-            for number, text in enumerate(lines, 1):
-                if not text.endswith(b"\n") or at + len(text) > size:
-                    break  # a kill has cut the last line, whose batch is after each saved state
-                if text.startswith(_HEADER) and (header := _parsed(text)) is not None:
-                    if not _checked(file, header).keys() >= _HEADER_ENTRIES:
-                        raise self._damage(number)
-                    self.processes.append(Process(header))
-                elif text.startswith(_LINE) and self.processes:
-                    self._add(at, text, number)
-                else:
-                    raise self._damage(number)
-                at += len(text)
-
-    @property
-    def rank(self) -> int:
-        """Rank of the file."""
-        return int(self.file.stem.partition("-")[2])
-
-    def lines(self, epoch: int) -> Iterator[Line]:
-        """Yield the lines of an epoch.
+    @cached_property
+    def epochs(self) -> "Counter[int]":
+        """Lines of each epoch.
 
         Raises:
             FormatError: a line is damaged.
         """
-        by_start = {process.header["start"]: process for process in self.processes}
-        with self.file.open("rb") as stream:
-            for process in self.processes:
-                for begin, end, number in process.spans.get(epoch, ()):
-                    stream.seek(begin)
-                    while stream.tell() < end:
-                        entries = _parsed(stream.readline())
-                        if entries is None or not entries.keys() >= _LINE_ENTRIES:
-                            raise self._damage(number)
-                        sources, ids = entries["sources"], entries["ids"]
-                        entries["sources"] = sources * len(ids) if len(sources) == 1 else sources
-                        if (of_line := by_start.get(entries["start"])) is None:  # its header is missing
-                            raise self._damage(number)
-                        if of_line is not process and not self.problems:
-                            self.problems.append(
-                                f"{self.file.name}, line {number}: two processes wrote at the same time. Pass another "
-                                "`order_log` folder to each run."
-                            )
-                        line = Line(of_line, entries, counts=True)
-                        yield line._replace(counts=of_line.has(entries, line.point))
-                        number += 1
+        return Counter(epoch for epoch, _, _ in self._texts())
 
-    def _add(self, at: int, text: bytes, number: int) -> None:
-        try:
-            epoch = int(text[len(_LINE) : text.index(b",")])
-        except ValueError:
-            raise self._damage(number) from None
-        spans = self.processes[-1].spans[epoch]
-        if spans and spans[-1][1] == at:
-            begin, _, number = spans[-1]
-            spans[-1] = (begin, at + len(text), number)
-        else:
-            spans.append((at, at + len(text), number))
+    def lines(self, epochs: Container[int] | None) -> Iterator[Line]:
+        """Yield the lines of epochs; None yields all lines.
 
-    def _damage(self, number: int) -> FormatError:
-        return FormatError(
-            f"{self.file}, line {number}: the line is damaged. Restore the file, or start a new log in another folder."
-        )
+        Raises:
+            FormatError: a line is damaged.
+        """
+        for epoch, number, text in self._texts():
+            if epochs is None or epoch in epochs:
+                entries = _parsed(text)
+                if entries is None or "line" not in entries or "step" not in entries:
+                    raise _damage(self.file, number)
+                if (ids := entries.get("ids")) is not None:
+                    if (sources := entries.get("sources")) is None:
+                        raise _damage(self.file, number)
+                    entries["sources"] = sources * len(ids) if len(sources) == 1 else sources
+                yield Line(self, entries)
+
+    def _texts(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (epoch, number, text) of each whole line; a kill may have cut the last line."""
+        rest = self.size
+        with self.file.open("rb") as lines:
+            for number, text in enumerate(lines, 1):
+                rest -= len(text)
+                if rest < 0 or not text.endswith(b"\n"):
+                    return
+                if number > 1:
+                    epoch = text[len(_LINE) : text.find(b",")].strip()
+                    if not text.startswith(_LINE) or not epoch.isdigit():
+                        raise _damage(self.file, number)
+                    yield int(epoch), number, text
 
 
 class OrderFiles:
     """The files of all ranks.
 
     Attributes:
-        problems: two runs in the folder, and ranks without a file.
+        processes: rank by rank, in the order of their starts.
+        last: the last process of the run.
+        problems: two runs in the folder, and files that are missing.
 
     Args:
         folder: the `order_log` of the loaders.
@@ -273,104 +208,142 @@ class OrderFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        names = (file for file in folder.glob("order-*.jsonl") if file.stem.removeprefix("order-").isdecimal())
-        sizes = [(file, file.stat().st_size) for file in sorted(names)]  # at the same time, as ranks train in step
-        self.files = [RankFile(file, size) for file, size in sizes]
-        self.files = [file for file in self.files if file.processes]
-        if not self.files or self.files[0].rank:
+        sizes = [(file, file.stat().st_size) for file in files_of(folder)]  # at one time, as ranks train in step
+        headers = [(file, size, header_of(file)) for file, size in sizes]
+        self.processes = [Process(file, size, header) for file, size, header in headers if header is not None]
+        if not self.processes or self.processes[0].rank:
             raise FormatError(
                 f"{folder} has no order log of rank 0. Pass the folder that was `order_log` of the loaders."
             )
-        self.folder = folder
         self.last = self._last()
-        for file in self.files:
-            self._choose(file)
-        self.problems = list(self._problems())
+        self.problems = [*self._of_runs(), *self._choose()]
 
     @cached_property
-    def epochs(self) -> list[int]:
-        """Epochs with a line."""
-        return sorted({epoch for file in self.files for process in file.processes for epoch in process.spans})
+    def epochs(self) -> "Counter[int]":
+        """Lines of each epoch, in the order of epochs."""
+        lines = sum((process.epochs for process in self.processes), Counter[int]())
+        return Counter(dict(sorted(lines.items())))
 
-    def ended(self, epoch: int) -> set[int]:
-        """Return the shards of an epoch that a restart found at their end, before their lines contained it."""
-        ended = [each.header.get("ended", [None]) for file in self.files for each in file.processes if each.counts]
-        return {shard for number, *shards in ended if number == epoch for shard in shards}
+    def groups(self) -> Iterator[list[int]]:
+        """Yield epochs whose lines are read together: a pass over the files for each epoch would be slow."""
+        group, count = list[int](), 0
+        for epoch, lines in self.epochs.items():
+            if group and count + lines > _TOGETHER:
+                yield group
+                group, count = [], 0
+            group.append(epoch)
+            count += lines
+        if group:
+            yield group
 
-    def lines(self, epoch: int) -> Iterator[Line]:
-        """Yield the lines of an epoch, rank by rank."""
-        for file in self.files:
-            yield from file.lines(epoch)
-            self.problems += [problem for problem in file.problems if problem not in self.problems]
+    def lines(self, epochs: Container[int] | None = None) -> Iterator[Line]:
+        """Yield the lines of epochs, by default of all: rank by rank, and of each rank process by process."""
+        for process in self.processes:
+            yield from process.lines(epochs)
 
     def _last(self) -> Process:
-        """Return the last process of rank 0, or its continuation by other ranks, if that of rank 0 is missing."""
-        last = self.files[0].processes[-1]  # rank 0 is in every process group
+        """Return the last process of rank 0, or its continuation by other ranks, if the file of rank 0 is missing."""
+        last = [process for process in self.processes if process.rank == 0][-1]  # rank 0 is in every process group
         later = [
-            each
-            for file in self.files
-            for each in file.processes
-            if each.starts[: len(last.starts)] == last.starts
-            and len(each.starts) > len(last.starts)
-            and each.header["time"] > last.header["time"]  # earlier ones were replaced
+            process
+            for process in self.processes
+            if process.starts[: len(last.starts)] == last.starts
+            and len(process.starts) > len(last.starts)
+            and process.header["time"] > last.header["time"]  # earlier processes were replaced
         ]
-        return max(later, key=lambda each: len(each.starts), default=last)
+        return max(later, key=lambda process: len(process.starts), default=last)
 
-    def _choose(self, file: RankFile) -> None:
-        """Mark the processes whose lines count: those that the last process of the run continues."""
-        last = self.last
-        own = [process for process in file.processes if last.worlds[: len(process.worlds)] == process.worlds]
-        if not own:
-            return
-        # Without the states of all ranks, a rank knows only its own point: it may differ from the point of rank 0.
-        newest = own[-1]
-        starts = newest.starts + last.starts[len(newest.starts) :]
-        latest = {len(process.starts): process for process in own if process.starts == starts[: len(process.starts)]}
-        for count, process in latest.items():
-            process.counts = True
-            process.until = starts[count].point(file.rank) if count < len(starts) else None
-
-    def _problems(self) -> Iterator[str]:
-        processes = [process for file in self.files for process in file.processes]
-        firsts = [file.processes[0] for file in self.files]
-        firsts += [process for process in processes if process.header.get("again")]
-        ranks = max(process.header["world_size"] for process in firsts if not process.header["rank"])
-        # A state has the name of the rank that saved it.
-        names = {process.header["run"] for process in firsts if process.header["rank"] < ranks}
-        for process in processes:
-            if process.header["run"] not in names or (len(process.starts) == 1 and process not in firsts):
-                yield (
-                    f"{file_of(Path(), process.header['rank'])} has the lines of two runs: a run started again from "
-                    "its start, or from a state of another run. Pass another `order_log` folder to each run."
-                )
-                return
-        present = {
-            file.rank for file in self.files for process in file.processes if process.worlds == self.last.worlds
-        }
-        missing = sorted(set(range(self.last.header["world_size"])) - present)
-        if missing:
+    def _choose(self) -> Iterator[str]:
+        """Mark the processes whose lines count, which the last process continues; yield a line for missing files."""
+        last, behind = self.last, list[int]()
+        for rank in range(max(start.world_size for start in last.starts)):
+            own = [
+                each for each in self.processes if each.rank == rank and each.worlds == last.worlds[: len(each.worlds)]
+            ]
+            # Without the states of all ranks, a rank knows only its own point: it may differ from the point of rank 0.
+            known = own[-1].starts if own else []
+            starts = known + last.starts[len(known) :]
+            newest = {len(each.starts): each for each in own if each.starts == starts[: len(each.starts)]}
+            for count, start in enumerate(starts, 1):
+                until = starts[count].after(rank) if count < len(starts) else None
+                if rank >= start.world_size:
+                    continue
+                if (process := newest.get(count)) is not None:
+                    process.counts, process.until = True, until
+                elif until is None:
+                    behind.append(rank)
+                elif start.at < until:
+                    yield (
+                        f"rank {rank}: the file of the process after {shown(start.at)} is missing. Restore the file."
+                    )
+        if behind:
             yield (
-                f"ranks {', '.join(map(str, missing[:5]))} of {self.last.header['world_size']} have no lines. Pass a "
-                "folder that all ranks share."
+                f"ranks {', '.join(map(str, behind[:_MAX_NAMED]))} of {last.world_size} have no lines. Pass a folder "
+                "that all ranks share."
             )
+
+    def _of_runs(self) -> Iterator[str]:
+        """Yield a line for the processes of another run."""
+        sizes = {process.file.name: process.size for process in self.processes}
+        firsts = {process.rank: process for process in reversed(self.processes)}
+        runs = {
+            process.header["run"]
+            for process in self.processes
+            if process is firsts[process.rank] or len(process.starts) == 1
+        }
+        for process in self.processes:
+            earlier, size = process.header.get("earlier", (None, 0))
+            if sizes.get(earlier, 0) > size:
+                yield (
+                    f"{earlier} and {process.file.name}: two processes wrote at the same time. Pass another "
+                    "`order_log` folder to each run."
+                )
+            if process.header["run"] not in runs:
+                yield (
+                    f"{process.file.name} has the lines of another run: it started from a state of that run. Pass "
+                    "another `order_log` folder to each run."
+                )
 
 
 def intervals(last: Process) -> Iterator[str]:
     """Yield a line for each process of a run, such as `3 ranks after epoch 0, step 40`."""
-    for ranks, points, *_ in last.starts:
-        epoch, step = min(points)
-        after = f" after epoch {epoch}, step {step}" if epoch or step else ""
+    for ranks, positions, *_ in last.starts:
+        after = f" after {shown(min(positions))}" if min(positions) > Position(0, 0) else ""
         yield f"{ranks} rank{'s' if ranks > 1 else ''}{after}"
 
 
-def _checked(file: Path, header: dict[str, Any]) -> dict[str, Any]:
-    """Return a header of this format. Raises FormatError if it has another format."""
+def shown(position: Position) -> str:
+    """Return a position as text."""
+    return f"epoch {position.epoch}, step {position.step}"
+
+
+def header_of(file: Path) -> dict[str, Any] | None:
+    """Return the header of a file; None if a kill has cut it.
+
+    Raises:
+        FormatError: the file has another format, or the header is damaged.
+    """
+    with file.open("rb") as lines:
+        text = lines.readline()
+    if not text.endswith(b"\n"):
+        return None
+    header = _parsed(text)
+    if header is None or "order_log" not in header:
+        raise _damage(file, 1)
     if (found := header["order_log"]) != FORMAT:
         raise FormatError(
             f"{file} has format {found} of the order log, and this version of energon-packed needs format {FORMAT}. "
             "Use the version of the run, or start a new log in another folder."
         )
+    if not header.keys() >= _HEADER_ENTRIES:
+        raise _damage(file, 1)
     return header
+
+
+def _damage(file: Path, number: int) -> FormatError:
+    return FormatError(
+        f"{file}, line {number}: the line is damaged. Restore the file, or start a new log in another folder."
+    )
 
 
 def _parsed(text: bytes) -> dict[str, Any] | None:

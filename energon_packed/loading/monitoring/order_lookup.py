@@ -1,6 +1,5 @@
 """An order log and a step or an id in, the batches of the step or the uses of the sample out."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +30,17 @@ class LoggedBatch:
     @classmethod
     def of(cls, line: Line) -> "LoggedBatch":
         """Return the batch of a line."""
-        names = ("epoch", "step", "rank", "world_size", "ids", "sources")
-        given = {name: line.entries[name] for name in names}
-        return cls(**given, packs=line.entries.get("packs", []), replaced=not line.counts)
+        entries, process = line.entries, line.process
+        return cls(
+            epoch=entries["epoch"],
+            step=entries["step"],
+            rank=process.rank,
+            world_size=process.world_size,
+            packs=entries.get("packs", []),
+            ids=entries["ids"],
+            sources=entries["sources"],
+            replaced=not line.counts,
+        )
 
 
 def logged_step(folder: Path, step: int, epoch: int = 0) -> list[LoggedBatch]:
@@ -49,8 +56,8 @@ def logged_step(folder: Path, step: int, epoch: int = 0) -> list[LoggedBatch]:
         FormatError: there is no order log, or a line is damaged.
     """
     batches, last = list[LoggedBatch](), 0
-    for line in OrderFiles(folder).lines(epoch):
-        if line.counts and line.entries["step"] is not None:
+    for line in OrderFiles(folder).lines([epoch]):
+        if line.counts and line.has_batch:
             last = max(last, line.entries["step"])
             if line.entries["step"] == step:
                 batches.append(LoggedBatch.of(line))
@@ -61,8 +68,8 @@ def logged_step(folder: Path, step: int, epoch: int = 0) -> list[LoggedBatch]:
     return sorted(batches, key=lambda batch: batch.rank)
 
 
-def uses_of(folder: Path, ident: str) -> Iterator[tuple[LoggedBatch, int]]:
-    """Yield each batch that has a sample, and the index of the sample in it; in the order of epochs and steps.
+def uses_of(folder: Path, ident: str) -> list[tuple[LoggedBatch, int]]:
+    """Return each batch that has a sample, and the index of the sample in it; in the order of epochs and steps.
 
     Args:
         folder: the `order_log` of the loaders.
@@ -71,13 +78,11 @@ def uses_of(folder: Path, ident: str) -> Iterator[tuple[LoggedBatch, int]]:
     Raises:
         FormatError: there is no order log, or a line is damaged.
     """
-    files = OrderFiles(folder)
-    for epoch in files.epochs:
-        uses = [
-            (LoggedBatch.of(line), index)
-            for line in files.lines(epoch)
-            if line.entries["step"] is not None
-            for index, name in enumerate(line.entries["ids"])
-            if name is not None and (name == ident or name.rpartition("#")[0] == ident)
-        ]
-        yield from sorted(uses, key=lambda use: (use[0].step, use[0].rank, not use[0].replaced))
+    uses = [
+        (LoggedBatch.of(line), index)
+        for line in OrderFiles(folder).lines()
+        if line.has_batch
+        for index, name in enumerate(line.entries["ids"])
+        if name is not None and (name == ident or name.rpartition("#")[0] == ident)
+    ]
+    return sorted(uses, key=lambda use: (use[0].epoch, use[0].step, use[0].rank, not use[0].replaced))

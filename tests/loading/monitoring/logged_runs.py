@@ -59,7 +59,7 @@ def train(kind: str, folder: Path, packs: Path, workers: int, steps: int, finish
             pass
         batches = (batch for _ in range(100) for batch in loader)
     state = gather_state(loader)
-    log = folder / kind / f"order-{rank:05d}.jsonl"
+    log = max((folder / kind).glob(f"order-{rank:05d}-*.jsonl"))  # of this process
     (folder / f"{kind}-{rank}").open("a").write(f"{len(log.read_bytes().splitlines())}\n")
     if not rank:
         file.write_text(json.dumps(state))

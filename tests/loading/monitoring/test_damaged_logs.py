@@ -29,7 +29,7 @@ class Entry:
     """A line of a log.
 
     Attributes:
-        rank, number: its place.
+        rank, file, number: its place; `file` counts the files of the rank.
         text: its bytes.
         process: index of its process.
         is_header: it is a header.
@@ -38,6 +38,7 @@ class Entry:
     """
 
     rank: int
+    file: int
     number: int
     text: bytes
     process: int
@@ -61,28 +62,28 @@ def logged(folder: Path, packs: Path, worlds: list[int], workers: list[int], kin
 def entries_of(folder: Path, kind: str) -> Log:
     """The lines of all ranks, with what the run itself noted: the number of lines when it saved a state."""
     log: Log = []
-    files = sorted((folder / kind).glob("order-*.jsonl"))
-    last = max(file.read_bytes().count(b'{"order_log"') for file in files)
-    for rank, file in enumerate(files):
+    for rank in range(2):
         saved = [int(line) for line in (folder / f"{kind}-{rank}").read_text().split()]
-        joined = [process for process in range(last) if last - process > last - len(saved) or rank == 0]
-        joined = joined if len(saved) == last else [0, 2]  # rank 1 is not in the second process of "other ranks"
-        process = -1
-        for number, text in enumerate(file.read_bytes().splitlines(keepends=True)):
-            line = orjson.loads(text)
-            process += "order_log" in line
-            counts = number < saved[process]
-            end = (0, 0) if "order_log" in line else (line["epoch"], line["step"] or line["after"])
-            log.append(Entry(rank, number, text, joined[process], "order_log" in line, counts, end))
+        joined = [0, 1, 2] if len(saved) == 3 else [0, 2]  # rank 1 is not in the second process of "other ranks"
+        for file, process in enumerate(joined):
+            text = (folder / kind / name_of(rank, file)).read_bytes()
+            for number, line in enumerate(text.splitlines(keepends=True)):
+                entries = orjson.loads(line)
+                end = (entries["epoch"], entries["step"]) if number else (0, 0)
+                log.append(Entry(rank, file, number, line, process, not number, number < saved[file], end))
     return log
+
+
+def name_of(rank: int, file: int) -> str:
+    return f"order-{rank:05d}-{file:03d}.jsonl"
 
 
 def write(folder: Path, lines: list[Entry]) -> None:
     folder.mkdir(exist_ok=True)
     for file in folder.glob("order-*"):
         file.unlink()
-    for rank in sorted({line.rank for line in lines}):
-        (folder / f"order-{rank:05d}.jsonl").write_bytes(b"".join(line.text for line in lines if line.rank == rank))
+    for place in {(line.rank, line.file) for line in lines}:
+        (folder / name_of(*place)).write_bytes(b"".join(one.text for one in lines if (one.rank, one.file) == place))
 
 
 def of_process(log: Log, rank: int, process: int) -> Log:
@@ -210,12 +211,12 @@ def damages(log: Log, rng: random.Random, count: int) -> Iterator[tuple[str, Log
             lines.insert(lines.index(line), line)
             yield "repeated", lines, True
         elif roll < 0.3:
-            line = rng.choice(
-                [line for line in log if line != max(log, key=lambda x: (x.rank == line.rank, x.number))]
-            )
+            last = max(line.process for line in log)
+            ends = {(line.rank, line.file): line for line in log}.values()
+            line = rng.choice([line for line in log if not (line in ends and line.process == last)])
             cut = Entry(**{**vars(line), "text": line.text[: rng.randrange(1, len(line.text) - 1)]})
             lines[lines.index(line)] = cut
-            yield "cut", lines, True
+            yield "cut", lines, line.counts or line not in ends  # a kill may cut the last line of a process
         else:
             damage = rng.choice(LOSSES)
             removed = set(damage(rng, log))

@@ -121,19 +121,22 @@ def test_an_id_of_two_datasets_is_not_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "problem"),
+    ("process", "change", "problem"),
     [
-        (lambda lines: lines[:2] + lines[3:], "items are lost"),
-        (lambda lines: [*lines, json.dumps(json.loads(lines[-3]) | {"step": 99})], "items are used twice"),
+        (0, lambda lines: lines[:2] + lines[3:], "items are lost"),
+        (1, lambda lines: [*lines, json.dumps(json.loads(lines[-3]) | {"step": 99})], "items are used twice"),
         (
+            0,
             lambda lines: [*lines[:3], lines[3].replace('"ids":["', '"ids":["x'), *lines[4:]],
             "than after it: step 3 of",
         ),
     ],
 )
-def test_a_log_with_a_loss_a_repeat_or_a_difference_fails(tmp_path: Path, change: Any, problem: str) -> None:
+def test_a_log_with_a_loss_a_repeat_or_a_difference_fails(
+    tmp_path: Path, process: int, change: Any, problem: str
+) -> None:
     ranks_of_a_run(tmp_path, [2])
-    file = tmp_path / "order-00003.jsonl"
+    file = tmp_path / f"order-00003-00{process}.jsonl"
     file.write_text("\n".join(change(file.read_text().splitlines())) + "\n")
     done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
     assert done.exit_code == 1

@@ -1,0 +1,243 @@
+"""The lines of an epoch in, its samples and items out: which are lost or used twice.
+
+| data | proof |
+|---|---|
+| items with a global order | each place of the epoch occurs once: no dataset is needed |
+| a stream | in each shard, each item occurs once; and each id of a dataset once |
+| packs that Energon chooses | each pack occurs once; `order_data.py` finds lost packs |
+"""
+
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from energon_packed.loading.monitoring.order_lines import Line
+
+MAX_NAMED = 5
+"""Items that a message names."""
+Int64 = npt.NDArray[np.int64]
+
+
+class Epoch:
+    """The lines of an epoch; memory: about 40 bytes for each sample.
+
+    Args:
+        number: from 0.
+
+    Attributes:
+        facts: header of the latest process with a line that counts; {} without such a line.
+        totals: `steps`, `repeated`, `samples` and `dropped`, as in OrderReport.
+        sources: samples of each dataset.
+        unnamed: samples without an id.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.facts: dict[str, Any] = {}
+        self.totals: Counter[str] = Counter()
+        self.unnamed = 0
+        self.sources: Counter[str] = Counter()
+        self._ids = array("q")
+        self._once: dict[str, array[int]] = {"samples": array("q"), "packs": array("q")}  # hashes that occur once
+        self._items: dict[int, _Items] = defaultdict(_Items)  # of each shard; a global order is shard 0
+        self._num_shards: int | None = None  # of a stream
+        self._ended = set[int]()  # shards
+        self._at_end: dict[int, set[int]] = defaultdict(set)  # by world size: ranks that have finished the epoch
+        self._reached: dict[int, int] = defaultdict(lambda: -1)  # last place of each rank in a global order
+        self._replaced: dict[tuple[Any, ...], int] = {}  # content of replaced lines
+        self._different: list[str] = []
+
+    def add(self, line: Line) -> None:
+        """Add a line; the lines that were replaced are before the lines of their rank that replace them."""
+        entries, process = line.entries, line.process
+        ids, sources = entries.get("ids", []), entries.get("sources", [])
+        items, dropped = entries.get("items", []), entries.get("dropped", [])
+        key = (process.rank, entries["step"], process.layout)
+        content = hash((*ids, *map(str, items), *entries.get("packs", ())))
+        if not line.counts:
+            if line.has_batch:
+                self.totals["repeated"] += 1
+                self._replaced[key] = content
+            return
+        if len(process.starts) >= len(self.facts.get("starts", ())):
+            self.facts = process.header
+        if line.ends_epoch:
+            self._at_end[process.world_size].add(process.rank)
+        if line.has_batch:
+            self.totals["steps"] += 1
+            if self._replaced.get(key, content) != content and not self.facts.get("learns"):
+                self._different.append(f"step {entries['step']} of rank {process.rank}")
+        self.totals["samples"] += len(ids)
+        self.sources.update(map(str, sources))
+        self._ids.extend([hash(ident) for ident in ids if ident is not None])
+        self.unnamed += ids.count(None)
+        self.totals["dropped"] += len(dropped)
+        if "packs" in entries:
+            datasets = tuple(sorted(set(map(str, sources))))
+            self._once["packs"].extend([hash((pack, datasets)) for pack in entries["packs"]])
+            return
+        if "size" in process.header:
+            self._items[0].add(items)
+            self._items[0].add(dropped)
+            # A rank without items in its last step has none to wait for.
+            self._reached[process.rank] = max([self._reached[process.rank], *items, *dropped])
+            return
+        named = zip(ids, sources, strict=True)
+        self._once["samples"].extend([hash(pair) for pair in named if pair[0] is not None])
+        if "shard" in entries:
+            shard, self._num_shards = entries["shard"], entries["num_shards"]
+            self._items[shard].add(items)
+            self._items[shard].add(dropped)
+            self._ended |= {shard} if "end" in entries else set()
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each kind of loss, repetition or difference."""
+        scope = f"epoch {self.number}"
+        if self._different:
+            yield (
+                f"{scope}: {len(self._different)} batches had other samples before a resume than after it: "
+                f"{some(self._different)}"
+            )
+        if not self.facts.get("repeats"):
+            for name, hashes in self._once.items():
+                if count := len(_repeated(_sorted(hashes))):
+                    yield f"{scope}: {count} {name} are used twice"
+        for shard, items in sorted(self._items.items()):
+            if self.has_order:
+                yield from items.problems(scope, until=self._frontier, is_partial=self._is_partial)
+            else:  # until a shard ends, gaps are items that wait in the buffer of the packer
+                complete = shard in self._ended and not self._is_partial
+                yield from items.problems(f"{scope}, shard {shard}", until=items.stop if complete else 0)
+
+    @property
+    def has_order(self) -> bool:
+        """Whether the epoch has a global order."""
+        return "size" in self.facts
+
+    @property
+    def repeats(self) -> bool:
+        """Whether samples may be drawn several times."""
+        return bool(self.facts.get("repeats"))
+
+    @property
+    def hashes(self) -> Int64:
+        """int64 hash of the id of each sample; samples without an id are in `unnamed`."""
+        return np.frombuffer(self._ids, dtype=np.int64) if self._ids else np.zeros(0, dtype=np.int64)
+
+    @property
+    def passes(self) -> tuple[int, int]:
+        """Passes over the data that all ranks have finished, and that a rank has started."""
+        if self.facts.get("endless"):
+            size = self.facts["size"]
+            return self._frontier // size, max(0, self._items[0].stop - 1) // size + 1
+        return int(self.complete), 1
+
+    @property
+    def used_packs(self) -> int | None:
+        """Used packs, if `epoch_end="drop"` of Energon left out the other packs without a line; otherwise None."""
+        is_left_out = (
+            self.facts.get("drops") and self.totals["steps"] == self.facts["steps"] * self.facts["world_size"]
+        )
+        return len(self._once["packs"]) if is_left_out else None
+
+    @cached_property
+    def complete(self) -> bool:
+        """Whether the log has each item of the epoch: all places, all shards, or the end of each rank."""
+        if self._is_partial:
+            return False
+        if self.has_order and not self.facts["endless"]:
+            return not len(self._items[0].gaps(self.facts["size"]))
+        if self._num_shards is not None:
+            return len(self._ended) == self._num_shards
+        return self._is_read
+
+    @property
+    def _frontier(self) -> int:
+        """Place up to which all ranks have read, if no item is lost."""
+        ranks = range(self.facts["world_size"])
+        # In the last step, a rank may have no item.
+        return int(self.facts["size"]) if self._is_read else 1 + min(self._reached[rank] for rank in ranks)
+
+    @property
+    def _is_partial(self) -> bool:
+        """Whether the log was started in this epoch, and has no line of its earlier steps."""
+        epoch, step = self.facts["starts"][0][2]
+        return bool(epoch == self.number and step)
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether each rank has reported the end of the epoch."""
+        return any(len(ranks) == world_size for world_size, ranks in self._at_end.items())
+
+
+class _Items:
+    """Items of a global order or of a shard.
+
+    Attributes:
+        whole: indices of items that were not split.
+        fragments: "ITEM#FRAGMENT/COUNT" of the other items.
+    """
+
+    def __init__(self) -> None:
+        self.whole, self.fragments = array("q"), list[str]()
+
+    def add(self, items: Sequence[int | str]) -> None:
+        """Add items."""
+        self.whole.extend([item for item in items if isinstance(item, int)])
+        self.fragments += [item for item in items if isinstance(item, str)]
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Number of fragments of each item that was split."""
+        return {int(name.split("#")[0]): int(name.split("/")[1]) for name in self.fragments}
+
+    @property
+    def stop(self) -> int:
+        """Index after the last item."""
+        return 1 + max([*_sorted(self.whole)[-1:].tolist(), *self.counts], default=-1)
+
+    def gaps(self, until: int) -> Int64:
+        """Indices below a limit of which there is no item, sorted."""
+        present = np.zeros(until, dtype=np.bool_)
+        for indices in (_sorted(self.whole), np.array([*self.counts], dtype=np.int64)):
+            present[indices[indices < until]] = True
+        return np.flatnonzero(~present)
+
+    def problems(self, scope: str, *, until: int, is_partial: bool = False) -> Iterator[str]:
+        """Yield a line for repeated items and a line for lost items.
+
+        Args:
+            scope: start of the lines.
+            until: index up to which no item may be lost.
+            is_partial: the log has no line of the first items.
+        """
+        indices, counts = _sorted(self.whole), Counter(self.fragments)
+        twice = [*_repeated(indices).tolist(), *sorted(name for name, count in counts.items() if count > 1)]
+        if twice:
+            yield f"{scope}: {len(twice)} items are used twice: {some(twice)}"
+        lost = self.gaps(until)
+        if is_partial:
+            lost = lost[lost > indices[0]]
+        names = {f"{item}#{number}/{n}" for item, n in self.counts.items() for number in range(n) if item < until}
+        if missing := [*lost.tolist(), *sorted(names.difference(self.fragments))]:
+            yield f"{scope}: {len(missing)} items are lost: {some(missing)}"
+
+
+def _sorted(values: "array[int]") -> Int64:
+    return np.sort(np.frombuffer(values, dtype=np.int64)) if values else np.zeros(0, dtype=np.int64)
+
+
+def _repeated(values: Int64) -> Int64:
+    """Return the values that occur several times in sorted values."""
+    return np.unique(values[1:][values[1:] == values[:-1]])
+
+
+def some(items: list[Any]) -> str:
+    """Return the first items as text."""
+    shown = ", ".join(map(str, items[:MAX_NAMED]))
+    return shown if len(items) <= MAX_NAMED else f"{shown}, ..."
