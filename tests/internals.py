@@ -34,6 +34,7 @@ PLACES = {
     "with_extra": "loading.collator:with_extra",
     "with_weights": "loading.collator:with_weights",
     "count_batch": "loading.monitoring.counts:count_batch",
+    "MapData": "loading.map_data:MapData",
     "check_order": "loading.monitoring.order_check:check_order",
     "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.dataflow.state_files:redistribute",

@@ -17,6 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from energon_packed import EncodedSample, PaddingFreeCollator, pack_lengths
+from energon_packed.loading.map_data import map_data
 from energon_packed.loading.order import Order, Segment
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -215,7 +216,7 @@ def _bar(drawing: Drawing, x: float, y: float, length: int, index: int, scale: f
 
 def resume() -> Drawing:
     """Draw the steps of an epoch that is killed and resumed with more ranks."""
-    order = Order(range(12))
+    order = Order(map_data(range(12)))
     first = order.segment(2, 1)
     second = first.continued(2, order.segment(3, 1))
     packs = order.epoch_order(0, 0, [first]).tolist()

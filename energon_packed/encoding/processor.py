@@ -247,6 +247,7 @@ class Processor(ABC):
 
     Attributes:
         image_token_id: token that represents image features, or None.
+        vision: family of the image processor, or None.
         reads: items of a distributor that `encode` gets. `any`: Conversations made of records of a known format, and
             all other items as they are, such as `{"x": tensor}`; `encode` may return any sample for its collator.
             `raw`: all items as they are. `conversations`: other records are rejected.
@@ -261,6 +262,7 @@ class Processor(ABC):
     """
 
     image_token_id: int | None = None
+    vision: VisionFamily | None = None
     reads: Reads = "any"
 
     @property

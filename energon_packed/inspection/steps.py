@@ -4,7 +4,6 @@
 `expected_steps` orders them as the loaders do, shuffled and aligned.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from energon_packed.inspection.folder import PackedFolder
 from energon_packed.loading.costs.model import CostModel, RowSizes
 from energon_packed.loading.dataset import FolderPacks
 from energon_packed.loading.manifests import LoadedSplit, epoch_pack_counts, loaded_splits
+from energon_packed.loading.map_data import MapData
 from energon_packed.loading.order import Order
 from energon_packed.packing.balance import StepImbalance
 
@@ -178,8 +178,8 @@ def steps_of_ranks(
     return [expected_steps(epoch.sizes, CostModel(), ranks=count) for count in ranks], epoch.notes
 
 
-class _Rows(Sequence[int]):
-    """A dataset of which only the sizes are known."""
+class _Rows(MapData):
+    """Data of which only the sizes are known."""
 
     def __init__(self, sizes: RowSizes) -> None:
         self._sizes = sizes
@@ -187,11 +187,12 @@ class _Rows(Sequence[int]):
     def __len__(self) -> int:
         return len(self._sizes.tokens)
 
-    def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        return index
+    def item(self, number: int) -> int:
+        """Return the number."""
+        return number
 
-    def row_sizes(self) -> RowSizes:
-        """Sizes of all rows."""
+    def item_sizes(self) -> RowSizes:
+        """Return the sizes of all rows."""
         return self._sizes
 
 

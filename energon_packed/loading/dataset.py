@@ -40,7 +40,8 @@ from energon_packed.loading.manifests import (
     processor_for,
     repeats_packs,
 )
-from energon_packed.loading.order import Order, check_sizes
+from energon_packed.loading.map_data import IndexedData, MapData
+from energon_packed.loading.order import Order
 from energon_packed.loading.process import encode_pack
 from energon_packed.loading.ranks import resolve_rank
 from energon_packed.loading.resharding import refuse_dispatch
@@ -114,12 +115,12 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         for name, value in (("ranks", self.ranks), ("batch_size", batch_size)):
             if value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
-        check_sizes(dataset)
         check_epoch_end(epoch_end)
         check_rest(epoch_end, len(dataset) % (self.ranks * batch_size), len(dataset), warns=not self.rank)
         self.rows, self.seed, self.epoch = batch_size, seed, 0
         self._drops = epoch_end == "drop"
-        self.order = Order(_EpochView(dataset), shuffle=shuffle, cost=cost, accumulation=accumulation)
+        # By index in the present epoch, which a sampler must return: a blend has other packs in each epoch.
+        self.order = Order(IndexedData(dataset), shuffle=shuffle, cost=cost, accumulation=accumulation)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to order, as `DistributedSampler.set_epoch`."""
@@ -155,26 +156,7 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         return full * self.rows + -(-rest // self.ranks)
 
 
-class _EpochView:
-    """A dataset without `epoch_items`, so that Order yields indices of the present epoch instead of items.
-
-    A sampler must return indices for `dataset[index]`, and a blend has other packs in each epoch.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        self._dataset = dataset
-        self.row_sizes = dataset.row_sizes
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Draw the packs of the epoch."""
-        if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
-            set_epoch(epoch)
-
-
-class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]]):
+class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
     """Map-style dataset over packed shards: `dataset[i]` returns the EncodedSamples of pack i.
 
         dataset = PackedDataset("out", encoder)
@@ -535,8 +517,8 @@ class FolderPacks:
 
     def patches(self, pack: int) -> list[int]:
         """Patches of each image of a pack, and of each temporal patch of its videos."""
-        vision = getattr(self._encoder, "vision", None)
-        if vision is None or self._encoder is None or not self.has_media:
+        vision = None if self._encoder is None else self._encoder.vision
+        if vision is None or not self.has_media:
             return []
         # The selected frames are in the json: a video file, larger than all the rest, is not read.
         raw = emptied(self.reader.parts(pack, only=_NotVideos()), is_video_part)

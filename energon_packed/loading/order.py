@@ -1,4 +1,4 @@
-"""The order of training: a map-style dataset, seed, epoch, rank and step in, the items of that step out.
+"""The order of training: map-style data, seed, epoch, rank and step in, the items of that step out.
 
     order of an epoch   a seeded permutation of its N items, optionally with equal costs of the items in a step
     step s              the next `ranks * rows` items of the order; rank r reads every `ranks`-th of them, from r on
@@ -12,11 +12,10 @@ number of workers, and a position in the data is (epoch, step), the same on all 
 or the weights of a blend change within an epoch, a `Segment` records the step: the epoch continues after the last item
 that was used, with any number of ranks and workers.
 
-Names: an *item* is an index in the dataset (of all datasets of a blend); a *place* is a position in the order.
+Names: an *item* is an index in the data (of all datasets of a blend); a *place* is a position in the order.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from copy import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.loading.costs.model import CostModel
+from energon_packed.loading.map_data import MapData
 from energon_packed.packing.balance import Float64, Int64, StepImbalance, balanced_steps
 
 WINDOW = 128
@@ -93,29 +93,23 @@ class Segment:
 
 
 class Order:
-    """The items of a map-style dataset in the order of training.
-
-    A dataset that is drawn in each epoch (a blend) has `epoch_items(epoch, weights)`, which returns the items of an
-    epoch, int64 (N,), `item(number)`, which reads an item, `item_sizes()` and `weights`. Other datasets are indexed,
-    after `set_epoch(epoch)` if they have that method.
+    """The items of map-style data in the order of training.
 
     Args:
-        dataset: a dataset with a length and random access.
-        shuffle: permute the items by seed and epoch; False keeps the order of the dataset.
-        cost: cost model of an item; the items of a step get similar costs on all ranks. None does not align. Requires
-            `dataset.row_sizes()`.
+        data: the items.
+        shuffle: permute the items by seed and epoch; False keeps the order of the data.
+        cost: cost model of an item; the items of a step get similar costs on all ranks. None does not align.
         accumulation: steps whose costs are aligned together; without `cost`, it has no effect.
         repeat: concatenate all epochs to one endless sequence: a step at the end of an epoch combines its last items
             with the first items of the next epoch, so that all ranks have an item at every step.
 
     Raises:
-        ConfigError: `cost` with a dataset that has no `row_sizes()`, `accumulation` below 1, or `repeat` with an empty
-            dataset.
+        ConfigError: `cost` with data of unknown sizes, `accumulation` below 1, or `repeat` with empty data.
     """
 
     def __init__(
         self,
-        dataset: Any,
+        data: MapData,
         *,
         shuffle: bool = True,
         cost: CostModel | None = None,
@@ -124,12 +118,9 @@ class Order:
     ) -> None:
         if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
             raise ConfigError(f"`accumulation` must be an integer of at least 1, got {accumulation!r}.")
-        if cost is not None:
-            check_sizes(dataset)
-        if repeat and not len(dataset):
+        if repeat and not len(data):
             raise ConfigError("`repeat` needs at least 1 item, got an empty dataset. Pass data with items.")
-        # Each loader sets the epoch of its own copy, which shares the open files.
-        self.dataset = copy(dataset) if callable(getattr(dataset, "set_epoch", None)) else dataset
+        self.data = data
         self.shuffle, self.cost, self.repeat = shuffle, cost, repeat
         self.accumulation = accumulation if cost is not None else 1
         self._cached: tuple[Any, Int64] | None = None
@@ -138,13 +129,12 @@ class Order:
 
     def __len__(self) -> int:
         """Items of one epoch."""
-        return len(self.dataset)
+        return len(self.data)
 
     @property
     def weights(self) -> tuple[float, ...] | None:
         """Weights of the datasets of a blend by weight; None for other data."""
-        weights = self.dataset.weights if hasattr(self.dataset, "epoch_items") else None
-        return None if weights is None else tuple(weights)
+        return None if self.data.weights is None else tuple(self.data.weights)
 
     def segment(self, ranks: int, rows: int) -> Segment:
         """The segment of an epoch whose layout does not change."""
@@ -187,26 +177,12 @@ class Order:
             items.append(int(self.epoch_order(turn, seed, segments)[at]))
         return items
 
-    def item(self, number: int) -> Any:
-        """Read one item."""
-        read: Callable[[int], Any] = getattr(self.dataset, "item", None) or self.dataset.__getitem__
-        return read(number)
-
     def item_or_error(self, number: int) -> Any:
         """Read one item, or return the error of reading it: `max_failures` decides whether it is raised."""
         try:
-            return self.item(number)
+            return self.data.item(number)
         except (FormatError, RecordError) as error:
             return error
-
-    @property
-    def read_ahead(self) -> int:
-        """Items that are worth a `request` before they are read; 0 for local data."""
-        return int(getattr(self.dataset, "read_ahead", 0))
-
-    def request(self, numbers: Sequence[int]) -> None:
-        """Start to read items, if `read_ahead` is not 0."""
-        self.dataset.request(numbers)
 
     def epoch_order(self, epoch: int, seed: int, segments: Sequence[Segment]) -> Int64:
         """Items of an epoch in their order, int64 (N,); the last result is cached.
@@ -240,9 +216,8 @@ class Order:
         return StepImbalance.of(costs, steps[0]), StepImbalance.of(costs, steps[1])
 
     def _costs(self) -> Float64:
-        """Cost of each item, float64; of a dataset without `item_sizes`, in the epoch that is set."""
-        sizes = getattr(self.dataset, "item_sizes", None) or self.dataset.row_sizes
-        return (self.cost or CostModel()).costs(sizes())
+        """Cost of each item, float64."""
+        return (self.cost or CostModel()).costs(self.data.item_sizes())
 
     def _layout_of(self, epoch: int, segments: Sequence[Segment]) -> Iterator[Segment]:
         """The segments of one epoch, with places relative to its start.
@@ -277,19 +252,9 @@ class Order:
 
     def _shuffled(self, epoch: int, seed: int, weights: tuple[float, ...] | None) -> tuple[Int64, np.random.Generator]:
         """The items of an epoch before alignment, and the generator that alignment continues with."""
-        items = self._items_of(epoch, weights)
+        items = self.data.epoch_items(epoch, weights)
         rng = np.random.default_rng([seed, epoch] if self.cost is None else [seed, epoch, _ALIGNED])
         return (rng.permutation(items) if self.shuffle else items.copy()), rng
-
-    def _items_of(self, epoch: int, weights: tuple[float, ...] | None) -> Int64:
-        """The items of an epoch in the order of the dataset."""
-        draw = getattr(self.dataset, "epoch_items", None)
-        if draw is not None:
-            items: Int64 = draw(epoch, weights)
-            return items
-        if callable(set_epoch := getattr(self.dataset, "set_epoch", None)):
-            set_epoch(epoch)
-        return np.arange(len(self.dataset), dtype=np.int64)
 
     def _aligned(self, order: Int64, segment: Segment, rng: np.random.Generator) -> Int64:
         """Reorder items so that a step has equal costs on all ranks; the last, short step is unchanged."""
@@ -305,18 +270,6 @@ class Order:
     def _redrawn(self, used: Int64, count: int, segment: Segment, epoch: int, seed: int) -> Int64:
         """Draw `count` items by new weights, after the items that the epoch has used."""
         rng = np.random.default_rng([seed, epoch, _REDRAWN, segment.item])
-        items: Int64 = self.dataset.redrawn(used, count, segment.weights, rng)
+        assert segment.weights is not None
+        items = self.data.redrawn(used, count, segment.weights, rng)
         return rng.permutation(items) if self.shuffle else items
-
-
-def check_sizes(dataset: Any) -> None:
-    """Refuse a dataset whose rows cannot be aligned by cost.
-
-    Raises:
-        ConfigError: it has no `row_sizes()`.
-    """
-    if not callable(getattr(dataset, "row_sizes", None)):
-        raise ConfigError(
-            f"`balance` needs the sizes of rows, which {type(dataset).__name__} does not have. Use PackedDataset or "
-            "plan_in_memory."
-        )

@@ -256,7 +256,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
             strict=config.strict,
         ).run()
         if config.max_images is not None and table.num_frames.any():
-            vision = getattr(config.encoder_loader.load(), "vision", None)
+            vision = config.encoder_loader.load().vision
             if vision is not None and vision.video_token is None:  # the frames are images of the model
                 table = replace(table, num_images=table.num_images + table.num_frames)
         rejects, entries = plan_rejects(table, config, reader, engine, max_images=config.max_images)

@@ -79,7 +79,7 @@ EncoderLoader = PretrainedEncoder | GivenEncoder
 
 def log_notices(loader: EncoderLoader) -> None:
     """Log the decisions of the vision family, such as image options that override the processor folder."""
-    vision = getattr(loader.load(), "vision", None)
+    vision = loader.load().vision
     if isinstance(vision, VisionFamily):
         for line in vision.infos:
             _log.info("%s", line)

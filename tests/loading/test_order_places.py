@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packed import ConfigError, CostModel, DataflowLoader, MapDistributor, RowSizes
+from tests.internals import MapData
 from tests.loading.flows import FEATURES
 
 ITEMS = 41
@@ -299,13 +300,13 @@ def test_a_layout_that_changes_between_two_epochs_is_that_of_the_whole_epoch() -
     assert order.numbers(range(ITEMS), 0, 7, changed) == before
 
 
-class Drawn:
+class Drawn(MapData):
     """A blend: each epoch draws its items, and other weights draw the rest of them."""
 
     read_ahead = 5
 
     def __init__(self, weights: Sequence[float] | None = (3, 1)) -> None:
-        self.weights = None if weights is None else list(weights)
+        self._weights = None if weights is None else list(weights)
         self.drawn: list[Any] = []
         self.requested: list[list[int]] = []
         self.items = np.arange(ITEMS) + 100
@@ -313,8 +314,9 @@ class Drawn:
     def __len__(self) -> int:
         return ITEMS
 
-    def __getitem__(self, number: int) -> Any:
-        raise AssertionError("`item` reads items of an epoch")
+    @property
+    def weights(self) -> list[float] | None:
+        return self._weights
 
     def epoch_items(self, epoch: int, weights: Any) -> np.ndarray:
         self.drawn.append((epoch, weights))
@@ -331,9 +333,6 @@ class Drawn:
 
     def item_sizes(self) -> RowSizes:
         return sizes(np.arange(2000) * 7 % 2000)
-
-    def row_sizes(self) -> RowSizes:
-        raise AssertionError("`item_sizes` has the sizes of items")
 
     def request(self, numbers: Sequence[int]) -> None:
         self.requested.append(list(numbers))
@@ -366,10 +365,10 @@ def test_new_weights_draw_the_rest_of_an_epoch_once(shuffle: bool, balance: Any)
         after = other.numbers(range(ITEMS), 2, 6, segments)
         assert after[:start] == before[:start]
         assert min(after[start:]) >= 1000
-        assert other.dataset.drawn[-1] == (after[:start], ITEMS - start, part.weights)
-        assert sorted(after[start:]) == sorted(other.dataset.rest.tolist())
+        assert other.data.drawn[-1] == (after[:start], ITEMS - start, part.weights)
+        assert sorted(after[start:]) == sorted(other.data.rest.tolist())
         if balance is None:
-            assert (after[start:] == other.dataset.rest.tolist()) != shuffle
+            assert (after[start:] == other.data.rest.tolist()) != shuffle
         assert min(order.numbers(range(start, ITEMS), 2, 6, segments)) >= 1000  # not the order of the old weights
         assert after == order_of(Drawn((5, 5)), shuffle=shuffle, balance=balance).numbers(range(ITEMS), 2, 6, segments)
         for epoch, seed in ((3, 6), (2, 7)):
@@ -383,14 +382,12 @@ def test_new_weights_draw_the_rest_of_an_epoch_once(shuffle: bool, balance: Any)
     assert all(len(call) == 2 for call in old.drawn[count:])
 
 
-def test_items_of_a_blend_are_requested_ahead_and_read() -> None:
+def test_items_are_requested_ahead_of_data_that_can() -> None:
     data = Drawn()
     order = order_of(data)
-    assert (order.read_ahead, order_of().read_ahead) == (5, 0)
-    order.request([3, 4])
-    assert data.requested == [[3, 4]]
-    assert order.item(7) == data.item(7)
-    assert order_of().item(7) == Rows()[7]
+    assert (order.data.read_ahead, order_of().data.read_ahead) == (5, 0)
+    assert order.data is data
+    assert order_of().data.item(7) == Rows()[7]
 
 
 class Epochs(Rows):
@@ -413,8 +410,6 @@ def test_each_loader_sets_the_epoch_of_its_own_data() -> None:
         for seed in range(2):
             assert [pair[seed].ids for pair in pairs] == [[f"{epoch}.{n}"] for n in shuffled(epoch, seed)]
     assert data.epoch == -1
-    plain = Rows()
-    assert MapDistributor(plain).order.dataset is plain
 
 
 @pytest.mark.parametrize("accumulation", [0, -1, True, 1.5, "2", None])

@@ -242,7 +242,7 @@ class PlannedSteps(Steps):
         segment = position.parts[-1]
         step, stop = position.step + turn, inf if self.order.repeat else self.order.steps(segment, drop=self._drops)
         while step < stop:
-            if self.order.read_ahead:
+            if self.order.data.read_ahead:
                 self._request(position, step, stop)
             yield self._step(position, step, turn)
             step += self.num_workers
@@ -252,10 +252,10 @@ class PlannedSteps(Steps):
     def _request(self, position: Position, step: int, stop: float) -> None:
         """Request the items of this step and of the next steps of the worker."""
         places = list[int]()
-        while len(places) < self.order.read_ahead and step < stop:
+        while len(places) < self.order.data.read_ahead and step < stop:
             places += self.order.places(position.parts[-1], step, self.rank)
             step += self.num_workers
-        self.order.request(self.order.numbers(places, position.epoch, self.seed, position.parts))
+        self.order.data.request(self.order.numbers(places, position.epoch, self.seed, position.parts))
 
     def _step(self, position: Position, step: int, turn: int) -> Step:
         """Make the batch of this rank; if none of its items can be used, a row of another rank without targets.

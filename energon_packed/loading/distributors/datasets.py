@@ -15,6 +15,7 @@ from typing import Any
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.costs.model import Balance, cost_model
 from energon_packed.loading.distributors.base import Distributor, Item
+from energon_packed.loading.map_data import map_data
 from energon_packed.loading.order import Order, Segment
 from energon_packed.loading.ranks import ShardSpec, shuffled
 from energon_packed.options import short
@@ -63,14 +64,10 @@ class MapDistributor(Distributor):
                 f"`dataset` must be a map-style dataset, got {short(dataset)}. Pass PackedDataset(path)."
             )
         cost = None if balance is None else cost_model(balance)
-        self.order = Order(dataset, shuffle=shuffle, cost=cost, accumulation=accumulation, repeat=repeat)
+        self.dataset, data = dataset, map_data(dataset)
+        self.order = Order(data, shuffle=shuffle, cost=cost, accumulation=accumulation, repeat=repeat)
         self.infinite = repeat
-        self.repeats = repeat or getattr(dataset, "repeats", False)
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset."""
-        return self.order.dataset
+        self.repeats = repeat or data.repeats
 
     def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
         """Yield every `shard.num_shards`-th item of the epoch's order.
@@ -90,7 +87,7 @@ class MapDistributor(Distributor):
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
         """Read items again by their indices in the shard."""
-        return [self.order.item(self._index(shard, int(key))) for key in keys]
+        return [self.order.data.item(self._index(shard, int(key))) for key in keys]
 
     def count(self, shard: ShardSpec) -> int | None:
         """Return the number of items of a shard; None with `repeat`."""
@@ -99,12 +96,10 @@ class MapDistributor(Distributor):
     def identity(self) -> dict[str, Any]:
         """Return length and order, and the `fingerprint()` of the dataset if it has that method."""
         order = self.order
-        fingerprint = getattr(self.dataset, "fingerprint", None)
-        content = fingerprint() if callable(fingerprint) else None
         return super().identity() | {
             "items": len(order),
             "shuffle": order.shuffle,
-            "content": content,
+            "content": order.data.fingerprint(),
             "blend_weights": None if order.weights is None else list(order.weights),
             "balance": None if order.cost is None else order.cost.constants(),
             "repeat": order.repeat,

@@ -201,7 +201,7 @@ class PackedTaskEncoder(TaskEncoder):
     def _images(self, conversation: Conversation) -> int:
         """Return the images of a stored conversation for the model."""
         frames = [video.frames for video in conversation.videos if video.frames is not None]
-        return num_images(getattr(self.encoder, "vision", None), conversation, frames)
+        return num_images(self.encoder.vision, conversation, frames)
 
     def _length(self, sample: PackSample) -> int:
         """Return the recorded tokens of a pack; samples without a recorded length are measured."""

@@ -190,7 +190,7 @@ class _Lengths(Processor):
 
     def _blank(self, conversation: Conversation, measured: Measurement) -> EncodedSample:
         tokens = np.broadcast_to(np.zeros(1, dtype=np.int64), (measured.length,))
-        images = num_images(getattr(self.processor, "vision", None), conversation, measured.frames)
+        images = num_images(self.processor.vision, conversation, measured.frames)
         grids = torch.zeros((images, 3), dtype=torch.int64) if images else None  # packers count images by it
         return EncodedSample(id=conversation.id, input_ids=tokens, labels=tokens, image_grid_thw=grids)
 

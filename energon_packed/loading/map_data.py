@@ -1,0 +1,138 @@
+"""Map-style data in, what an Order needs of it out.
+
+| class | data |
+|---|---|
+| MapData | base class of data that knows its items in each epoch, such as PackedDataset |
+| IndexedData | any object with a length and `data[index]`: a list, a dataset of torch or of Hugging Face |
+
+`map_data` makes one of them of the argument of a user.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from copy import copy
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from energon_packed.errors import ConfigError
+from energon_packed.loading.costs.model import RowSizes
+from energon_packed.packing.balance import Int64
+
+
+@runtime_checkable
+class HasEpochs(Protocol):
+    """Data whose items depend on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the items."""
+
+
+@runtime_checkable
+class HasRowSizes(Protocol):
+    """Data whose rows have known sizes."""
+
+    def row_sizes(self) -> RowSizes:
+        """Return the sizes of all rows of the epoch."""
+
+
+@runtime_checkable
+class HasFingerprint(Protocol):
+    """Data with a digest of its content."""
+
+    def fingerprint(self) -> str:
+        """Return the digest."""
+
+
+class MapData(ABC):
+    """The items of an Order, by number.
+
+    Attributes:
+        read_ahead: items that are worth a `request` before they are read; 0 for local data.
+        repeats: an epoch may have an item several times.
+    """
+
+    read_ahead: int = 0
+    repeats: bool = False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of items of an epoch."""
+
+    @abstractmethod
+    def item(self, number: int) -> Any:
+        """Read an item."""
+
+    @abstractmethod
+    def item_sizes(self) -> RowSizes:
+        """Return the sizes of all items. Raises ConfigError if they are not known."""
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """Weights of the datasets of a blend by weight; None for other data."""
+        return None
+
+    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Int64:
+        """Return the items of an epoch in the order of the data, int64 (N,).
+
+        Args:
+            epoch: from 0.
+            weights: instead of the weights of a blend by weight; otherwise None.
+        """
+        return np.arange(len(self), dtype=np.int64)
+
+    def redrawn(self, used: Int64, count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
+        """Return the items of the rest of an epoch whose weights changed in it, int64 (count,); only of a blend."""
+        raise NotImplementedError
+
+    def request(self, numbers: Sequence[int]) -> None:  # noqa: B027
+        """Start to read items, if `read_ahead` is not 0."""
+
+    def fingerprint(self) -> str | None:
+        """Return a digest of the content, for loader states; None if there is no digest."""
+        return None
+
+
+class IndexedData(MapData):
+    """Items that are read by their index.
+
+    Args:
+        data: has a length and `data[index]`. Its `set_epoch`, `row_sizes` and `fingerprint` are called if they exist.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def item(self, number: int) -> Any:
+        """Read an item."""
+        return self._data[number]
+
+    def item_sizes(self) -> RowSizes:
+        """Return the sizes of all items of the epoch that was set."""
+        if not isinstance(self._data, HasRowSizes):
+            raise ConfigError(
+                f"`balance` needs the sizes of rows, which {type(self._data).__name__} does not have. Use "
+                "PackedDataset or plan_in_memory."
+            )
+        return self._data.row_sizes()
+
+    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Int64:
+        """Set the epoch of the data, and return all its indices, int64 (N,)."""
+        if isinstance(self._data, HasEpochs):
+            self._data.set_epoch(epoch)
+        return super().epoch_items(epoch, weights)
+
+    def fingerprint(self) -> str | None:
+        """Return the fingerprint of the data, if it has that method."""
+        return self._data.fingerprint() if isinstance(self._data, HasFingerprint) else None
+
+
+def map_data(data: Any) -> MapData:
+    """Return map-style data as MapData."""
+    if isinstance(data, MapData):
+        return data
+    # Each loader sets the epoch of its own copy, which shares the open files.
+    return IndexedData(copy(data) if isinstance(data, HasEpochs) else data)
