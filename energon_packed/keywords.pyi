@@ -88,7 +88,7 @@ class PackKeywords(TypedDict, total=False):
     map: str | Mapping[str, str] | None
     adapter: str | None
     record_weight: Literal["refuse", "loss"]
-    media_root: Mapping[str, str] | str
+    media_root: Mapping[str, str] | str | Sequence[str]
     no_links: bool
     trust_sample_loader: bool
     check_images: Literal["header", "full"]

@@ -53,11 +53,12 @@ class Declaration:
         metavar: placeholder of the value in the help text.
         choices: valid values, or a function that returns them.
         minimum: smallest valid number; the largest integer is the maximum of int64.
-        parse: converts a string of the command line or a config file to the value.
+        parse: makes the value from what the command line, a config file or Python passes. The type of its argument is
+            the type that Python accepts, and it returns a finished value as it is.
         decides: part of the output that the value changes: `lengths`, `tars`, or "".
         shown_default: the default in words, if the value alone does not explain it.
         needed: the command line requires it; Python has an alternative.
-        repeatable: the command line accepts it several times, and passes all strings to `parse` as a tuple.
+        repeatable: the command line accepts it several times, and passes all strings as a tuple.
     """
 
     name: str
@@ -167,7 +168,7 @@ def values_of(cls: type[Any], options: Any) -> dict[str, Any]:
 def check(options: Any) -> None:
     """Enforce the declared types, choices and minimums on an option object.
 
-    Strings for a path become `Path`, and strings for an option with `parse` become the parsed value.
+    Strings for a path become `Path`, and the value of an option with `parse` becomes the parsed value.
 
     Raises:
         ConfigError: a value is invalid; the message names the argument, the limit and the value.
@@ -178,7 +179,7 @@ def check(options: Any) -> None:
             if not declaration.or_none:
                 raise ConfigError(f"`{name}` must not be null. Set a value or remove the option")
             continue
-        if isinstance(value, str) and declaration.parse is not None:
+        if declaration.parse is not None:
             value = declaration.parse(value)
             object.__setattr__(options, name, value)  # option classes are frozen
         if kind is int and not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's integers, too

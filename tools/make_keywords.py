@@ -31,7 +31,6 @@ KEYWORDS: dict[str, tuple[type[Any], tuple[str, ...], str]] = {
     "PoolKeywords": (PoolPacker, ("max_tokens", "group_by", "size_fn"), "Arguments of PoolPacker."),
     "ProviderKeywords": (PackedLoaderOptions, DECIDED, "Fields of PackedLoaderOptions that Megatron does not decide."),
 }
-_ALSO = {"map": Mapping[str, str]}  # accepted beside the type of a field: a field map as in a config file
 
 
 def stub() -> str:
@@ -63,10 +62,14 @@ def _arguments(cls: type[Any]) -> Iterator[tuple[str, list[Any]]]:
     for name, hint in hints.items():
         if name == "return" or typing.get_origin(hint) is typing.ClassVar:
             continue
-        accepted = _members(hint)
-        if Path in accepted or (name in options and options[name].parse is not None):  # `check` converts strings
+        if name in options and (parse := options[name].parse) is not None:
+            (parsed, *_) = typing.get_type_hints(parse).values()
+            accepted = [*_members(parsed), *([type(None)] if options[name].or_none else [])]
+        else:
+            accepted = _members(hint)
+        if Path in accepted:  # `check` converts strings
             accepted.append(str)
-        yield name, [*accepted, *([_ALSO[name]] if name in _ALSO else [])]
+        yield name, accepted
 
 
 def _members(hint: Any) -> list[Any]:

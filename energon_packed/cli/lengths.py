@@ -24,7 +24,7 @@ from energon_packed.cli.output import Output
 from energon_packed.inspection.lengths import Candidate, compare, histogram, percentiles, recommend
 from energon_packed.options import make
 from energon_packed.pipeline.rejects import main_reason
-from energon_packed.pipeline.survey import LengthsOptions, Survey, parse_seq_lens, survey_lengths
+from energon_packed.pipeline.survey import LengthsOptions, Survey, survey_lengths
 
 _COLUMNS = {  # attribute of a Candidate and its format, by title
     "seq_len": ("seq_len", ","),
@@ -112,13 +112,11 @@ def command(
     console.print(f"recommended: --seq-len {best.seq_len}: {as_options(reason)}", soft_wrap=True)
 
 
-def _split(inputs: tuple[str, ...], seq_lens: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def _split(inputs: tuple[str, ...], seq_lens: tuple[str, ...]) -> tuple[tuple[str, ...], str]:
     """Separate the inputs from the candidates: click passes 4096 of `--seq-len 2048 4096 data.jsonl` as an input."""
     # A file whose name is a number stays an input.
     numbers = [name for name in inputs if _NUMBER.fullmatch(name) and not Path(name).exists()] if seq_lens else []
-    with wrong_usage():
-        candidates = parse_seq_lens(" ".join((*seq_lens, *numbers)))
-    return tuple(name for name in inputs if name not in numbers), candidates
+    return tuple(name for name in inputs if name not in numbers), " ".join((*seq_lens, *numbers))
 
 
 def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:

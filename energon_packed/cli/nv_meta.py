@@ -7,7 +7,7 @@ import click
 from energon_packed.cli.options import GroupedCommand, InputPath
 from energon_packed.cli.output import Output, output_options
 from energon_packed.formats import CODECS
-from energon_packed.pipeline.options import checked_split, parse_split
+from energon_packed.pipeline.options import parse_split
 from energon_packed.shards.repair import make_nv_meta
 
 
@@ -29,7 +29,7 @@ def command(folder: Path, sample_class: str | None, split: str | None, seed: int
     energon-packed nv-meta out/webdataset
     energon-packed nv-meta /data/packed --sample-class PackedCaptioningSample --split train=0.9,val=0.1
     """
-    shares = None if split is None else checked_split(parse_split(split))
+    shares = None if split is None else parse_split(split)
     repaired = make_nv_meta(folder, sample_class, split=shares, seed=seed)
     packs = sum(shard.packs for shard in repaired.shards)
     splits = {name: shards for name, shards in repaired.splits.items() if shards}

@@ -135,8 +135,6 @@ def options_of(
                 for declaration in declarations:
                     # None: the option is not on the command line.
                     if (value := arguments.pop(declaration.name)) not in (None, ()):
-                        if declaration.parse is not None and isinstance(value, str | tuple):
-                            value = declaration.parse(value)
                         values[declaration.name] = value
             return command(values=values, **arguments)
 

@@ -84,12 +84,14 @@ def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
     return tuple(sorted(moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
-def parse_media_root(values: str | Sequence[str]) -> dict[str, str]:
-    """Parse `OLD=NEW`, or several.
+def parse_media_root(values: Mapping[str, str] | str | Sequence[str]) -> Mapping[str, str]:
+    """Return new folder by old folder, from such a mapping, `OLD=NEW`, or several.
 
     Raises:
         ConfigError: a value is not OLD=NEW, or an old folder has two new folders.
     """
+    if isinstance(values, Mapping):
+        return values
     moved: dict[str, str] = {}
     for value in [values] if isinstance(values, str) else values:
         old, _, new = value.partition("=")

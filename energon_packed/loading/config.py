@@ -27,7 +27,6 @@ from energon_packed.pipeline.options import (
     GroupBy,
     PackOptions,
     RejectOptions,
-    checked_split,
     parse_seq_len,
     parse_split,
 )
@@ -162,7 +161,7 @@ class DataflowConfig(RejectOptions):
         self._refuse_part_of_the_data()
 
     def _refuse_part_of_the_data(self) -> None:
-        if self.split is not None and len(shares := {n: s for n, s in checked_split(self.split).items() if s}) > 1:
+        if self.split is not None and len(shares := {n: s for n, s in parse_split(self.split).items() if s}) > 1:
             shown = ",".join(f"{name}={share:g}" for name, share in shares.items())
             raise ConfigError(
                 f"`split` must be one split in training on raw records, got {shown}: the records of all splits "

@@ -343,4 +343,4 @@ def _value(file: Path, key: Any, value: Any, declaration: Declaration) -> Any:
     # `no_npy: true` is `use_patch_positions: false`
     if declaration.is_flag and declaration.name != str(key).replace("-", "_") and str(key).startswith(("no-", "no_")):
         value = not value
-    return declaration.parse(value) if declaration.parse and isinstance(value, str) else value
+    return value

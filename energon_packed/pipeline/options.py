@@ -33,7 +33,8 @@ from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
 from energon_packed.pipeline.media.locator import MEDIA, MEDIA_CHECKS, Media, MediaCheck
 from energon_packed.pipeline.rejects import RejectLimits
-from energon_packed.records import Adapter, FieldMap
+from energon_packed.records import Adapter
+from energon_packed.records.mapping import parse_map
 from energon_packed.records.normalize import RECORD_WEIGHT, RecordWeight
 from energon_packed.shards.nv_meta import SPLITS
 from energon_packed.sources import SourceConfig
@@ -58,93 +59,71 @@ Options = TypeVar("Options", bound="InputOptions")
 _log = logging.getLogger(__name__)
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """Parse `2/8` as (2, 8); `auto` reads both numbers from SLURM.
+def parse_inputs(value: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    """Return paths as strings.
 
     Raises:
-        ConfigError: the string has another form, or there is no SLURM task.
+        ConfigError: a value is not a path, is empty, or is remote and not in an object store.
     """
-    if text == "auto":
+    paths = [value] if isinstance(value, str | Path) else value
+    if not isinstance(paths, list | tuple) or not all(isinstance(path, str | Path) for path in paths):
+        raise ConfigError(f"`inputs` must be a path or a list of paths, got {short(value)}")
+    for path in paths:
+        if path == "":  # Path("") would be the current folder
+            raise ConfigError("an input is empty; pass a path (. is the current folder)")
+        refuse_remote(path, or_object=True)
+    return tuple(map(str, paths))
+
+
+def parse_sources(value: Sequence[SourceConfig | Mapping[str, Any] | str]) -> tuple[SourceConfig, ...]:
+    """Return inputs with per-source settings.
+
+    Raises:
+        ConfigError: it is not a list, or as `SourceConfig.of`.
+    """
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"`sources` must be a list, got {type(value).__name__}")
+    return tuple(SourceConfig.of(source, index) for index, source in enumerate(value))
+
+
+def parse_part(value: tuple[int, int] | str) -> tuple[int, int]:
+    """Return (I, N) with 0 <= I < N, from `2/8` or a pair; `auto` reads both numbers from SLURM.
+
+    Raises:
+        ConfigError: the value has another form, or there is no SLURM task.
+    """
+    if value == "auto":
         try:
-            return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+            value = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
         except (KeyError, ValueError) as error:
             raise ConfigError(
                 "`part=auto` needs SLURM_PROCID and SLURM_NTASKS, which srun sets; pass `part=I/N`"
             ) from error
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    if not match:
-        raise ConfigError(f"`part` must have the form 0/4, or be auto, got {text!r}")
-    return int(match[1]), int(match[2])
-
-
-def checked_part(part: object) -> tuple[int, int]:
-    """Return (I, N) with 0 <= I < N.
-
-    Raises:
-        ConfigError: `part` has another form.
-    """
-    pair = part if isinstance(part, list | tuple) and len(part) == 2 else ()
-    integers = [value for value in pair if isinstance(value, int) and not isinstance(value, bool)]
+    elif isinstance(value, str):
+        match = re.fullmatch(r"([0-9]+)/([0-9]+)", value)
+        if not match:
+            raise ConfigError(f"`part` must have the form 0/4, or be auto, got {value!r}")
+        value = int(match[1]), int(match[2])
+    pair = value if isinstance(value, list | tuple) and len(value) == 2 else ()
+    integers = [number for number in pair if isinstance(number, int) and not isinstance(number, bool)]
     if len(integers) != 2:
-        raise ConfigError(f"`part` must be two integers, or a string such as 0/4, got {short(part)}")
+        raise ConfigError(f"`part` must be two integers, or a string such as 0/4, got {short(value)}")
     index, count = integers
     if not 0 <= index < count:
         raise ConfigError(f"`part` must be I/N with 0 <= I < N, got {index}/{count}")
     return index, count
 
 
-def parse_split(text: str) -> dict[str, float]:
-    """Parse `train=0.98,val=0.02` as a dict.
+def parse_split(value: dict[str, float] | str) -> dict[str, float]:
+    """Return shares in the order of `SPLITS`, so that equal shares always make equal shards.
+
+    A string has the form `train=0.98,val=0.02`. Shares add up to 1. Percentages (that add up to 100) and whole numbers
+    are divided by their sum.
 
     Raises:
-        ConfigError: the string has another form.
+        ConfigError: the value has another form, there is no share, a split is unknown, or fractions have another sum.
     """
-    shares: dict[str, float] = {}
-    for item in text.split(","):
-        name, _, share = (word.strip() for word in item.partition("="))
-        if name in shares:
-            raise ConfigError(f"`split` must name each split once, got {name} twice in {text!r}")
-        try:
-            shares[name] = float(share)
-        except ValueError as error:
-            raise ConfigError(f"`split` must have the form train=0.98,val=0.02, got {text!r}") from error
-    return shares
-
-
-def parse_size(text: str) -> int:
-    """Parse `512M`, `1GB` or `1073741824` as bytes; K, M, G and T are powers of 1024.
-
-    Raises:
-        ConfigError: the string has another form.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(f"invalid size {text!r}; use bytes or a unit, such as 512M or 1G")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-def parse_seq_len(text: str) -> int:
-    """Parse `8192` or `8k` as tokens; k is 1024.
-
-    Raises:
-        ConfigError: the string has another form.
-    """
-    match = _TOKENS.fullmatch(text.strip())
-    # nan.is_integer() is False: one error for a string that does not match, and for 0.3k
-    tokens = float(match[1]) * _UNITS[match[2].upper()] if match is not None else math.nan
-    if not tokens.is_integer():
-        raise ConfigError(f"`seq_len` must be an integer, such as 8192 or 8k, got {text!r}")
-    return int(tokens)
-
-
-def checked_split(split: dict[str, float]) -> dict[str, float]:
-    """Return the shares in the order of `SPLITS`, so that equal shares always make equal shards.
-
-    Shares add up to 1. Percentages (that add up to 100) and whole numbers are divided by their sum.
-
-    Raises:
-        ConfigError: there is no share, a split is unknown, or fractions have another sum.
-    """
+    split = _shares_in(value) if isinstance(value, str) else value
     if not isinstance(split, dict):
         raise ConfigError(f"`split` must be shares such as train=0.98,val=0.02, got {short(split)}")
     if not split or not all(_is_share(share) for share in split.values()):
@@ -163,8 +142,51 @@ def checked_split(split: dict[str, float]) -> dict[str, float]:
     return {name: share / total for name, share in ordered.items()}
 
 
+def _shares_in(text: str) -> dict[str, float]:
+    shares: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, share = (word.strip() for word in item.partition("="))
+        if name in shares:
+            raise ConfigError(f"`split` must name each split once, got {name} twice in {text!r}")
+        try:
+            shares[name] = float(share)
+        except ValueError as error:
+            raise ConfigError(f"`split` must have the form train=0.98,val=0.02, got {text!r}") from error
+    return shares
+
+
 def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def parse_size(value: int | str) -> int:
+    """Return bytes, from a number or `512M`, `1GB` or `1073741824`; K, M, G and T are powers of 1024.
+
+    Raises:
+        ConfigError: the string has another form.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _SIZE.fullmatch(value.strip())
+    if match is None:
+        raise ConfigError(f"invalid size {value!r}; use bytes or a unit, such as 512M or 1G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def parse_seq_len(value: int | str) -> int:
+    """Return tokens, from a number or `8192` or `8k`; k is 1024.
+
+    Raises:
+        ConfigError: the string has another form.
+    """
+    if not isinstance(value, str):
+        return value
+    match = _TOKENS.fullmatch(value.strip())
+    # nan.is_integer() is False: one error for a string that does not match, and for 0.3k
+    tokens = float(match[1]) * _UNITS[match[2].upper()] if match is not None else math.nan
+    if not tokens.is_integer():
+        raise ConfigError(f"`seq_len` must be an integer, such as 8192 or 8k, got {value!r}")
+    return int(tokens)
 
 
 def prefix_of(folder: Path) -> str:
@@ -285,10 +307,10 @@ class InputOptions(EncoderSettings):
 
     inputs: Sequence[str | Path] = option(
         (), help="Files, globs, folders, Energon datasets or Hub names.", group=INPUT, flags=("--jsonl",),
-        metavar="FILE", shown_default="required, or `sources`",
+        metavar="FILE", shown_default="required, or `sources`", parse=parse_inputs,
     )  # fmt: skip
     sources: Sequence[SourceConfig | Mapping[str, Any] | str] = option(
-        (), help="Inputs with per-source settings.", group=INPUT, flags=()
+        (), help="Inputs with per-source settings.", group=INPUT, flags=(), parse=parse_sources
     )
     image_root: Path | None = option(
         None, help="Folder of images and videos: their paths start from it and must stay in it.", group=INPUT,
@@ -304,7 +326,7 @@ class InputOptions(EncoderSettings):
     )  # fmt: skip
     map: str | None = option(
         None, help="Field names: user=question,assistant=answer of flat records, or images=pic alone.", group=INPUT,
-        decides="lengths", metavar="user=FIELD,assistant=FIELD,...",
+        decides="lengths", metavar="user=FIELD,assistant=FIELD,...", parse=parse_map,
     )  # fmt: skip
     adapter: str | None = option(
         None, help="Function that makes each record: it returns a record, a Conversation, or None to drop it.",
@@ -368,19 +390,7 @@ class InputOptions(EncoderSettings):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        paths = [self.inputs] if isinstance(self.inputs, str | Path) else self.inputs
-        if not isinstance(paths, list | tuple) or not all(isinstance(path, str | Path) for path in paths):
-            raise ConfigError(f"`inputs` must be a path or a list of paths, got {short(self.inputs)}")
-        if any(path == "" for path in paths):  # Path("") would be the current folder
-            raise ConfigError("an input is empty; pass a path (. is the current folder)")
-        object.__setattr__(self, "inputs", tuple(map(str, paths)))
-        if not isinstance(self.sources, list | tuple):
-            raise ConfigError(f"`sources` must be a list, got {type(self.sources).__name__}")
-        configs = tuple(SourceConfig.of(source, index) for index, source in enumerate(self.sources))
-        object.__setattr__(self, "sources", configs)
-        self._refuse_remote()
-        if self.map is not None:  # a string, or the mapping of a config file
-            object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
+        self._refuse_remote()  # before `check` makes paths of strings
         super().__post_init__()
         if self.max_reject_rate is not None and self.max_reject_rate > 1:
             raise ConfigError(f"`max_reject_rate` must be between 0 and 1, got {self.max_reject_rate}")
@@ -403,8 +413,6 @@ class InputOptions(EncoderSettings):
             )
 
     def _refuse_remote(self) -> None:
-        for path in self.inputs:
-            refuse_remote(path, or_object=True)
         for declaration in declared(type(self)):
             if declaration.kind is Path and getattr(self, declaration.name) is not None:
                 is_read = declaration.name in ("image_root", "output_dir", "output")
@@ -610,7 +618,6 @@ class PackOptions(RejectOptions):
             raise ConfigError(
                 f"`shard_prefix` must be 1 to {_MAX_PREFIX} letters, digits, '_' and '-', got {self.shard_prefix!r}"
             )
-        object.__setattr__(self, "split", checked_split(self.split))
 
     def _store_tokens(self) -> None:
         # A fragment is a range of tokens, which text does not have: tokenized again, it could have other tokens.
@@ -629,9 +636,7 @@ class PackOptions(RejectOptions):
                     f"`output_dir` {self.output_dir} contains {{part}}, but `part` is not set. Pass `part=I/N`"
                 )
             return
-        index, count = checked_part(self.part)
-        object.__setattr__(self, "part", (index, count))
-        folder = str(self.output_dir).replace("{part}", part_suffix(index)[1:])
+        folder = str(self.output_dir).replace("{part}", part_suffix(self.part[0])[1:])
         object.__setattr__(self, "output_dir", as_path(folder))
 
     @property

@@ -106,16 +106,27 @@ def _densities(
     return density, found
 
 
-def parse_seq_lens(text: str) -> tuple[int, ...]:
-    """Parse `2048,4k` as integers.
+def parse_seq_lens(value: int | str | Sequence[int]) -> tuple[int, ...]:
+    """Return candidates, from an integer, integers, or `2048,4k`.
 
     Raises:
-        ConfigError: the string has another form.
+        ConfigError: the value has another form, is empty, or a candidate is out of range.
     """
-    try:
-        return tuple(parse_seq_len(part) for part in text.replace(",", " ").split())
-    except ConfigError as error:
-        raise ConfigError(f"`seq_lens` must be integers, such as 8192 or 8k, got {text!r}") from error
+    if isinstance(value, str):
+        try:
+            value = [parse_seq_len(part) for part in value.replace(",", " ").split()]
+        except ConfigError as error:
+            raise ConfigError(f"`seq_lens` must be integers, such as 8192 or 8k, got {value!r}") from error
+    seq_lens = value if isinstance(value, list | tuple) else [value]
+    if not seq_lens:
+        raise ConfigError("`seq_lens` must have at least one candidate")
+    for seq_len in seq_lens:
+        if not isinstance(seq_len, int) or isinstance(seq_len, bool):
+            raise ConfigError(f"`seq_len` must be an integer, such as 8192 or 8k, got {short(seq_len)}")
+        if not 1 <= seq_len <= _MAX_SEQ_LEN:
+            limit = f"at most {_MAX_SEQ_LEN}" if seq_len > 1 else "at least 1"
+            raise ConfigError(f"`seq_len` must be {limit}, got {short(seq_len)}")
+    return tuple(seq_lens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,16 +158,6 @@ class LengthsOptions(InputOptions):
             raise ConfigError(f"`output` {self.output} is a folder; pass the name of a text file")
         if self.output is not None and self.sample is not None:
             raise ConfigError("`output` lists all records, and `sample` measures some of them; omit one")
-        seq_lens = self.seq_lens if isinstance(self.seq_lens, list | tuple) else [self.seq_lens]
-        if not seq_lens:
-            raise ConfigError("`seq_lens` must have at least one candidate")
-        for seq_len in seq_lens:
-            if not isinstance(seq_len, int) or isinstance(seq_len, bool):
-                raise ConfigError(f"`seq_len` must be an integer, such as 8192 or 8k, got {short(seq_len)}")
-            if not 1 <= seq_len <= _MAX_SEQ_LEN:
-                limit = f"at most {_MAX_SEQ_LEN}" if seq_len > 1 else "at least 1"
-                raise ConfigError(f"`seq_len` must be {limit}, got {short(seq_len)}")
-        object.__setattr__(self, "seq_lens", tuple(seq_lens))
 
     @property
     def written(self) -> Mapping[str, tuple[Path, ...]]:

@@ -109,6 +109,11 @@ class FieldMap:
         return {**mapped, **values}
 
 
+def parse_map(value: str | Mapping[str, str]) -> str:
+    """Return a field map as a string; errors as for `FieldMap.parse`."""
+    return str(FieldMap.parse(value))
+
+
 def _path(record: Record, field: str) -> list[str]:
     """Keys of a field in the record: a single key if the record has it, or else one per dot."""
     return [field] if field in record else field.split(".")

@@ -20,6 +20,7 @@ from typing import Any
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.options import check, declared, make, option, plain_values, refuse_remote, short
 from energon_packed.records import Adapter, FieldMap
+from energon_packed.records.mapping import parse_map
 
 _MAX_WEIGHT = 1000  # each repetition is measured
 _HASH_RANGE = 2**64
@@ -62,6 +63,15 @@ class Reading:
         return f"{ident}#{self.copy + 1}" if self.copy else ident
 
 
+def _parse_path(value: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    paths = [value] if isinstance(value, str | Path) else value
+    if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str | Path) for path in paths):
+        raise ConfigError(f"path must be a path or a list of paths, got {short(value)}")
+    for path in paths:
+        refuse_remote(path, or_object=True)
+    return tuple(map(str, paths))
+
+
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """An input with per-source settings, which override the options of the run.
@@ -80,11 +90,15 @@ class SourceConfig:
         {'path': ['data.jsonl'], 'map': 'user=question,assistant=answer', 'weight': 2}
     """
 
-    path: Sequence[str] = option(help="File, glob, folder, Energon dataset or Hub name, or a list of them.", group="")
+    path: Sequence[str] = option(
+        help="File, glob, folder, Energon dataset or Hub name, or a list of them.", group="", parse=_parse_path
+    )
     image_root: Path | None = option(
         None, help="Folder that paths of images and videos start from and must stay in.", group=""
     )
-    map: str | None = option(None, help="Field names of flat records: a string or a mapping.", group="")
+    map: str | None = option(
+        None, help="Field names of flat records: a string or a mapping.", group="", parse=parse_map
+    )
     adapter: str | None = option(None, help="`MODULE:FUNCTION` that converts each record.", group="")
     source_split: str | None = option(None, help="Split to read.", group="")
     weight: float = option(
@@ -93,15 +107,6 @@ class SourceConfig:
     label: str = ""
 
     def __post_init__(self) -> None:
-        paths = [self.path] if isinstance(self.path, str | Path) else self.path
-        if not isinstance(paths, list | tuple) or not paths or not all(isinstance(path, str | Path) for path in paths):
-            raise ConfigError(f"path must be a path or a list of paths, got {short(self.path)}")
-        for path in paths:
-            refuse_remote(path, or_object=True)
-        # The class is frozen; these assignments only bring arguments into their final type.
-        object.__setattr__(self, "path", tuple(map(str, paths)))
-        if self.map is not None:
-            object.__setattr__(self, "map", str(FieldMap.parse(self.map)))
         check(self)
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # loaded now, so that an error appears here and not in the first worker
