@@ -47,7 +47,7 @@ from energon_packed.pipeline.chunks import (
 )
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine, Progress
-from energon_packed.pipeline.options import InputOptions, PackOptions, image_check
+from energon_packed.pipeline.options import InputOptions, PackOptions
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS
@@ -96,7 +96,7 @@ class MeasureStage:
         return Measurer(
             reader=self.reader,
             encoder=self.options.encoder_loader,
-            check_images=image_check(self.options),
+            check_images=self.options.image_check,
             check_frames=isinstance(self.options, PackOptions) and self.options.extract_frames,
         )
 

@@ -234,15 +234,6 @@ def check_flavor(options: "InputOptions") -> None:
         object.__setattr__(options, "sample_class", MULTI_MIX)
 
 
-def image_check(options: "InputOptions") -> ImageCheck:
-    """Return `check_images`, or `convert` if the layout converts images when they are written."""
-    # An image that cannot be converted must be rejected while measuring: after planning, its pack would lack a sample.
-    # `lengths` has a layout but no `keep_bytes`.
-    if options.check_images == "header" and options.layout is not None and not getattr(options, "keep_bytes", False):
-        return "convert"
-    return options.check_images
-
-
 def check_layout(options: "InputOptions") -> None:
     """Set `sample_class` to the flavor of the layout.
 
@@ -450,6 +441,13 @@ class InputOptions(EncoderSettings):
         return replace(self, sample_class=CAPTIONING if fits_captioning else MULTI_MIX)
 
     @property
+    def image_check(self) -> ImageCheck:
+        """`check_images`, or `convert` if the layout converts images when they are written."""
+        # An image that cannot be converted must be rejected while measuring: after planning, its pack would lack a
+        # sample.
+        return "convert" if self.check_images == "header" and self.layout is not None else self.check_images
+
+    @property
     def processes(self) -> int:
         """Processes to use: `workers`, or all cores that this process may run on."""
         return self.workers or available_cores()
@@ -638,6 +636,11 @@ class PackOptions(RejectOptions):
             return
         folder = str(self.output_dir).replace("{part}", part_suffix(self.part[0])[1:])
         object.__setattr__(self, "output_dir", as_path(folder))
+
+    @property
+    def image_check(self) -> ImageCheck:
+        """As for `lengths`, but with `keep_bytes` no image is converted."""
+        return self.check_images if self.keep_bytes else super().image_check
 
     @property
     def unfinished_bytes(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from energon_packed.pipeline.engine import Engine, Progress
 from energon_packed.pipeline.folder import ENCODER, Folder
-from energon_packed.pipeline.options import InputOptions, PackOptions, image_check
+from energon_packed.pipeline.options import InputOptions, PackOptions
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.records.mapping import Adapter
 from energon_packed.sources import Source
@@ -67,7 +67,7 @@ def compute_fingerprints(
     measure = digest(
         [*content, _MEASURE_VERSION, None if encoder else secrets.token_hex(), extracts],
         [options.sample_class, options.use_patch_positions, options.layout],
-        image_check(options),
+        options.image_check,
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
     tars = digest(content, options.tar_fingerprint_options()) if isinstance(options, PackOptions) else ""
