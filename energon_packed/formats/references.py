@@ -93,8 +93,8 @@ def parse_media_root(values: Mapping[str, str] | str | Sequence[str]) -> Mapping
     if isinstance(values, Mapping):
         return values
     moved: dict[str, str] = {}
-    for value in [values] if isinstance(values, str) else values:
-        old, _, new = value.partition("=")
+    for value in values if isinstance(values, list | tuple) else [values]:
+        old, _, new = value.partition("=") if isinstance(value, str) else ("", "", "")
         if not old or not new:
             raise ConfigError(f"`media_root` must be OLD=NEW, got {value!r}.")
         _add_moved(moved, absolute_name(old), absolute_name(new))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from energon_packed import ConfigError, DataflowConfig, PackOptions
+from energon_packed import ConfigError, DataflowConfig, PackedLoaderOptions, PackOptions
 from tests.internals import LengthsOptions, declared, make, read_config
 
 NESTED = f"sources: {'[' * 3000}{']' * 3000}"
@@ -17,7 +17,7 @@ VALUES = (
     *(None, True, 5, -1, 0, 0.5, math.nan, math.inf, 10**30, "", "x", "a\0b", "\ud800", "1/0", "nan", b"x"),
     *([], [1, 2], ["x"], [[1]], [None], {}, {"a": 1}, {1: 2}, {"train": "1"}, {"train": math.nan}, (1, 2, 3), {1}),
 )
-CLASSES: list[type[Any]] = [PackOptions, LengthsOptions, DataflowConfig]
+CLASSES: list[type[Any]] = [PackOptions, LengthsOptions, DataflowConfig, PackedLoaderOptions]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
