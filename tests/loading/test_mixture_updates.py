@@ -2,8 +2,8 @@
 ahead, exact resume, and shares that follow the weights."""
 
 import json
-import logging
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -133,10 +133,27 @@ def test_what_cannot_be_learned_from_is_one_line() -> None:
         mixture.update({"a": 1.0})
 
 
-def test_updates_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        new_mixture().update({"a": 1.0})
-    assert "update 1 of the mixture, from step 0 of each worker: a 0." in caplog.text
+LOGS = """
+import logging
+from tests.loading.test_mixture_updates import new_mixture
+logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stdout)
+mixture = new_mixture((2, 1, 1))
+mixture.update({"a": 1.0 + 2 * rank}, counts={"a": 3 + rank, "c": 5})
+mixture.update({})
+"""
+
+
+def test_every_rank_logs_counts_rewards_and_weights(tmp_path: Path) -> None:
+    """Counts of the rank, and the mean reward of all ranks."""
+    first, second = run_ranks(LOGS, 2, tmp_path / "store")
+    for rank, output in enumerate((first, second)):
+        lines = [line for line in output.splitlines() if "of the mixture" in line]
+        start = f"rank {rank}: update 1 of the mixture, from step 0 of each worker: a "
+        assert re.fullmatch(
+            rf"{start}0\.\d{{4}}, reward 2, {3 + rank} samples; b 0\.\d{{4}}, 0 samples; c 0\.\d{{4}}, 5 samples",
+            lines[0],
+        )
+        assert re.fullmatch(r"rank \d: update 2 .*: a 0\.\d{4}; b 0\.\d{4}; c 0\.\d{4}", lines[1])
 
 
 RANKS = """
