@@ -50,7 +50,7 @@ exec(code, names)
 
 def test_the_lines_of_the_page(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
     shards = pack_demo().shards
-    outputs = run_ranks(RANK, 2, tmp_path / "store", shards, tokenizer_dir, code_block("metrics.md", "logged_step.py"))
+    outputs = run_ranks(RANK, 2, tmp_path / "store", shards, tokenizer_dir, code_block("monitor.md", "logged_step.py"))
     (rows, written), (other_rows, other) = (json.loads(output) for output in outputs)
     found = [{name: value for name, value, step in values if step == 3} for values in (written, other)]
     assert found[0] == found[1]

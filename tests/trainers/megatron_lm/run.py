@@ -1,4 +1,4 @@
-"""Megatron-LM's `pretrain` with the script of docs/train-megatron-lm.md, from the checkout that MEGATRON_LM names."""
+"""Megatron-LM's `pretrain` with the script of docs/train-energon.md, from the checkout that MEGATRON_LM names."""
 
 import contextlib
 import functools
@@ -67,7 +67,7 @@ def main(spec: Spec) -> None:
     }
     sys.argv[1:] = ARGUMENTS.split()
     sys.argv += [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    script = code_block("train-megatron-lm.md", "pretrain_gpt")
+    script = code_block("train-energon.md", "pretrain_gpt")
     here = {'"out"': repr(spec.packs), '"TOKENIZER_DIR"': repr(spec.tokenizer), "num_workers=4": "num_workers=1"}
     for text, value in here.items():
         assert script.count(text) == 1
