@@ -14,6 +14,7 @@ import torch
 
 from energon_packed.encoding.sample import IGNORE_INDEX
 from energon_packed.errors import ConfigError, WorkerError
+from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.ranks import broadcast_object, group_place, has_group
 
@@ -31,7 +32,7 @@ def without_targets(batch: Any) -> Any:
     Raises:
         ConfigError: a batch of another type.
     """
-    if hasattr(batch, "without_targets"):
+    if isinstance(batch, PackedBatch):
         return batch.without_targets()
     if isinstance(batch, Mapping) and "labels" in batch:
         empty = {"labels": IGNORE_INDEX, "loss_mask": 0}

@@ -21,6 +21,15 @@ from energon_packed.packing.balance import Int64
 
 
 @runtime_checkable
+class HasItems(Protocol):
+    """Data with random access."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+@runtime_checkable
 class HasEpochs(Protocol):
     """Data whose items depend on the epoch."""
 
@@ -100,7 +109,7 @@ class IndexedData(MapData):
         data: has a length and `data[index]`. Its `set_epoch`, `row_sizes` and `fingerprint` are called if they exist.
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: HasItems) -> None:
         self._data = data
 
     def __len__(self) -> int:
@@ -130,7 +139,7 @@ class IndexedData(MapData):
         return self._data.fingerprint() if isinstance(self._data, HasFingerprint) else None
 
 
-def map_data(data: Any) -> MapData:
+def map_data(data: MapData | HasItems) -> MapData:
     """Return map-style data as MapData."""
     if isinstance(data, MapData):
         return data

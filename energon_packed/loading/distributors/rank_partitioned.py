@@ -10,6 +10,7 @@ from typing import Any
 from energon_packed.errors import ConfigError
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.distributors.datasets import IterableDistributor, MapDistributor
+from energon_packed.loading.map_data import HasItems
 from energon_packed.loading.ranks import ShardSpec, resolve_rank
 from energon_packed.options import short
 
@@ -127,5 +128,4 @@ def _distributor(dataset: Any) -> Distributor:
     """Return the distributor of a dataset."""
     if isinstance(dataset, Distributor):
         return dataset
-    has_items = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    return MapDistributor(dataset) if has_items else IterableDistributor(dataset)
+    return MapDistributor(dataset) if isinstance(dataset, HasItems) else IterableDistributor(dataset)
