@@ -4,11 +4,10 @@ Input: a dataclass whose fields are made by `option`, and values by name from Py
 file. Output: `Declaration` objects, or an instance with checked values:
 
     @dataclass(frozen=True, kw_only=True)
-    class PackOptions:
+    class PackOptions(Options):
         seq_len: int = option(help="Tokens in one row.", group="Packing", minimum=1)
 
-`declared(PackOptions)` lists the declarations, `make(PackOptions, values)` builds an instance from names and values,
-and `check(self)` in `__post_init__` enforces the declared limits.
+`declared(PackOptions)` lists the declarations, and making an instance checks names and values.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
-from typing import Any, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 from energon_packed import storage
 from energon_packed.errors import ConfigError
@@ -91,6 +90,24 @@ class Declaration:
     def valid(self) -> tuple[str, ...] | None:
         """Valid values, or None for any."""
         return self.choices() if callable(self.choices) else self.choices
+
+
+class Options:
+    """Base class of the classes of declared options, which are frozen dataclasses.
+
+    Raises:
+        ConfigError: when made with an unknown name or without a required name, as `check_names`, or with an invalid
+            value, as `check`.
+    """
+
+    def __new__(cls, *_: Any, **values: Any) -> Self:
+        """Check the names, for which the __init__ of a dataclass raises TypeError; a copy is made without values."""
+        if values:
+            check_names(cls, values)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 def option(

@@ -12,7 +12,7 @@ from pathlib import Path
 from energon_packed.encoding.engines import ENGINES, EngineName
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.encoding.vision.families import PATCH_ORDERS, PatchOrder
-from energon_packed.options import check, option
+from energon_packed.options import Options, option
 
 TOKENS, IMAGES, VIDEOS = "Tokens", "Images", "Videos"
 _token_option = partial(option, group=TOKENS, decides="lengths")
@@ -21,7 +21,7 @@ _video_option = partial(option, group=VIDEOS, decides="lengths")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderSettings:
+class EncoderSettings(Options):
     """Settings of a ChatEncoder. The processor folder or the family decides an image or video setting that is None.
 
     The order of the fields is their order in packing.json.
@@ -83,6 +83,3 @@ class EncoderSettings:
     allow_special_in_text: bool = _token_option(
         False, help="Parse special tokens in record text (such as </s>) as control tokens instead of plain text."
     )
-
-    def __post_init__(self) -> None:
-        check(self)

@@ -20,7 +20,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.formats.references import moved_folders
 from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.ranks import check_rank_arguments
-from energon_packed.options import check, declared, declared_again, option
+from energon_packed.options import Options, declared, declared_again, option
 
 _log = logging.getLogger(__name__)
 RANKS, ORDER, CHECKS, TORCH, PACKS = "Ranks and workers", "Order", "Checks", "torch's DataLoader", "Packs"
@@ -32,7 +32,7 @@ _pack_option = partial(option, group=PACKS, flags=())
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoaderOptions:
+class LoaderOptions(Options):
     """Options of `DataflowLoader` beside its roles, and of the functions that return one.
 
     Raises:
@@ -87,7 +87,7 @@ class LoaderOptions:
     )
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         check_rank_arguments(self.rank, self.world_size)
 
     def of_torch(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from energon_packed.encoding.vision.media import ImageCheck
 from energon_packed.errors import ConfigError
 from energon_packed.formats import CODECS, LAYOUTS, Codec, codec_for
 from energon_packed.formats.references import parse_media_root
-from energon_packed.options import check_names, declared, option, refuse_remote, short
+from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
 from energon_packed.pipeline.media.locator import MEDIA, MEDIA_CHECKS, Media, MediaCheck
@@ -55,7 +55,6 @@ SINGLE, TOKENS = "MultiMixQASample", "PackedTokensSample"
 Overlong = Literal["drop", "error", "truncate", "split"]
 GroupBy = Literal["none", "media"]
 CheckImages = Literal["header", "full"]
-Options = TypeVar("Options", bound="InputOptions")
 _log = logging.getLogger(__name__)
 
 
@@ -374,12 +373,6 @@ class InputOptions(EncoderSettings):
         minimum=0,
     )
 
-    def __new__(cls, *_: Any, **values: Any) -> Self:
-        """Refuse unknown names, for which the generated __init__ raises TypeError; a copy is made without values."""
-        if values:
-            check_names(cls, values)
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         self._refuse_remote()  # before `check` makes paths of strings
         super().__post_init__()
@@ -430,7 +423,7 @@ class InputOptions(EncoderSettings):
         """The codec of `sample_class`; before `auto` is resolved, the codec of PackedMultiMixQASample."""
         return codec_for(MULTI_MIX if self.sample_class == AUTO else self.sample_class, self.layout or "")
 
-    def resolved(self: Options, fits_captioning: bool) -> Options:
+    def resolved(self, fits_captioning: bool) -> Self:
         """Return the options with the flavor that `auto` selects.
 
         Args:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError, Reason, RecordError
-from energon_packed.options import check, declared, make, option, plain_values, refuse_remote, short
+from energon_packed.options import Options, declared, make, option, plain_values, refuse_remote, short
 from energon_packed.records import Adapter, FieldMap
 from energon_packed.records.mapping import parse_map
 
@@ -73,7 +73,7 @@ def _parse_path(value: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceConfig:
+class SourceConfig(Options):
     """An input with per-source settings, which override the options of the run.
 
     `weight` repeats or samples its records: 2 packs each record twice, 0.5 a seeded half of them, 2.5 each twice and
@@ -107,7 +107,7 @@ class SourceConfig:
     label: str = ""
 
     def __post_init__(self) -> None:
-        check(self)
+        super().__post_init__()
         if self.adapter is not None:
             _ = Adapter(self.adapter).source  # loaded now, so that an error appears here and not in the first worker
         if self.image_root is not None:

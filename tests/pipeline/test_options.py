@@ -10,7 +10,15 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from energon_packed import ChatEncoder, ConfigError, PackResult, RejectLimitError
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    EncoderSettings,
+    LoaderOptions,
+    PackResult,
+    RejectLimitError,
+    SourceConfig,
+)
 from tests.conftest import Packer
 from tests.internals import (
     DemoDataset,
@@ -242,3 +250,17 @@ def test_the_default_flavor_is_the_one_that_holds_all_records(build: Any, tmp_pa
     assert rejected.manifest.sample_class == "PackedCaptioningSample"  # what is rejected does not decide
     part = build(plain, output_dir=tmp_path / "d", part=(0, 1))
     assert part.manifest.sample_class == "PackedMultiMixQASample"  # parts are packed without knowing each other
+
+
+@pytest.mark.parametrize(
+    ("cls", "values", "message"),
+    [
+        (EncoderSettings, {"los_on": "all"}, "unknown argument 'los_on'; did you mean `loss_on`?"),
+        (LoaderOptions, {"num_worker": 2}, "unknown argument 'num_worker'; did you mean `num_workers`?"),
+        (SourceConfig, {"path": "a", "wieght": 2}, "unknown argument 'wieght'; did you mean `weight`?"),
+        (SourceConfig, {"weight": 2}, "missing required argument: `path`"),
+    ],
+)
+def test_every_class_of_options_checks_names(cls: Any, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        cls(**values)
