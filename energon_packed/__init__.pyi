@@ -33,14 +33,14 @@ from .formats import register_codec as register_codec
 from .formats import set_media_root as set_media_root
 from .integrations.accelerate import prepare_loader as prepare_loader
 from .integrations.axolotl import PackedPlugin as PackedPlugin
+from .integrations.consumed import Consumed as Consumed
 from .integrations.isolation import check_isolation as check_isolation
 from .integrations.ms_swift import PackedSft as PackedSft
 from .integrations.nemo_automodel import AutomodelStream as AutomodelStream
 from .integrations.torchtitan import PackedDataLoader as PackedDataLoader
-from .integrations.trainer_state import GatheredLoader as GatheredLoader
 from .integrations.transformers.arguments import check_training_arguments as check_training_arguments
 from .integrations.transformers.arguments import packed_training_arguments as packed_training_arguments
-from .integrations.transformers.loader_state import TrainerStreamCallback as TrainerStreamCallback
+from .integrations.transformers.checkpoints import TrainerStreamCallback as TrainerStreamCallback
 from .integrations.transformers.metrics import MetricsCallback as MetricsCallback
 from .integrations.transformers.mixture import MixtureCallback as MixtureCallback
 from .integrations.transformers.order import OrderLogCallback as OrderLogCallback

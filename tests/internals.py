@@ -172,6 +172,7 @@ PLACES = {
     "ranks": "integrations.megatron.ranks",
     "check_parallelism": "integrations.megatron.ranks:check_parallelism",
     "train_valid_test_dataloaders_provider": "integrations.megatron:train_valid_test_dataloaders_provider",
+    "global_loader": "integrations.megatron.provider:global_loader",
     "restore_iterator": "integrations.megatron.restore:restore_iterator",
     "state_file": "integrations.megatron.restore:state_file",
     "restore": "integrations.megatron.restore",
@@ -180,8 +181,6 @@ PLACES = {
     "measure": "integrations.isolation:measure",
     "short_row": "integrations.isolation:short_row",
     "isolation": "integrations.isolation",
-    "ordered_loader": "integrations.megatron.provider:ordered_loader",
-    "ConsumedBatches": "integrations.trainer_state:ConsumedBatches",
     # options: declarations of options, for tables that must agree with them
     "declared": "options:declared",
     "make": "options:make",

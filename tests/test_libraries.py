@@ -38,7 +38,8 @@ from energon_packed import (
     prepare_loader,
 )
 from tests.conftest import Packer
-from tests.internals import as_path, load_image, ranks, read_video_info, watched
+from tests.integrations.launched import tiny_qwen2
+from tests.internals import as_path, isolation, load_image, ranks, read_video_info, watched
 from tests.storage import Store
 from tests.video_demo import VideoDemo
 from tests.videos import make_video
@@ -129,6 +130,13 @@ def test_trainer_without_the_methods_that_packed_trainer_replaces(monkeypatch: P
             patch.delattr(transformers.Trainer, name)
             with pytest.raises(ConfigError, match=line("transformers", f"in which Trainer has no `{name}`")):
                 PackedTrainer(torch.nn.Linear(1, 1))
+
+
+def test_transformers_without_the_name_of_the_attention(monkeypatch: Patch) -> None:
+    model = tiny_qwen2()
+    monkeypatch.setattr(transformers.PreTrainedConfig, "_attn_implementation", absent("_attn_implementation"))
+    with pytest.raises(ConfigError, match=line("transformers", "in which Qwen2Config has no `_attn_implementation`")):
+        isolation.describe(model)
 
 
 def test_accelerate_that_wraps_a_prepared_loader(pack_demo: Packer, encoder: ChatEncoder, monkeypatch: Patch) -> None:

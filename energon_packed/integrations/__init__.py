@@ -3,7 +3,7 @@
 | module | content |
 |---|---|
 | isolation.py | check_isolation: samples of a packed row must not influence each other |
-| trainer_state.py | ConsumedBatches, GatheredLoader: states for trainers that read ahead or save a single state |
+| consumed.py | Consumed: a loader as the inputs of a trainer, with a state of all ranks after the last used batch |
 | random_state.py | SeparateRandomStates: a reader draws no random numbers from the states of the training |
 | accelerate.py | prepare_loader: a loader of this rank for accelerate, without sharding it again |
 | axolotl.py | PackedPlugin: a plugin for the configuration of axolotl |

@@ -22,6 +22,7 @@ import torch
 
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import ConfigError, IsolationError
+from energon_packed.libraries import private
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import PaddingFreeCollator
 
@@ -155,8 +156,10 @@ def describe(model: Any) -> str:
 def attention_of(model: Any) -> str:
     """Return the attention implementation of a model's text part."""
     config = _transformer(model).config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return str(getattr(text, "_attn_implementation", None) or getattr(config, "_attn_implementation", None))
+    if not hasattr(config, "get_text_config"):  # the model is not from Transformers
+        return "None"
+    of_text, own = (private(each, "_attn_implementation", "transformers") for each in (_text_config(config), config))
+    return str(of_text or own)
 
 
 def _remedy(model: Any) -> str:
@@ -206,11 +209,15 @@ def short_row(model: Any, lengths: Sequence[int] = _LENGTHS) -> PackedBatch:
 
 def _text_tokens(config: Any) -> torch.Tensor:
     """Return the ids of text tokens: all ids that the configuration does not name."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    allowed = torch.ones(text.vocab_size, dtype=torch.bool)
+    allowed = torch.ones(_text_config(config).vocab_size, dtype=torch.bool)
     special = _special_tokens(config.to_dict())
     allowed[[token for token in special if 0 <= token < len(allowed)]] = False
     return allowed.nonzero()[:, 0]
+
+
+def _text_config(config: Any) -> Any:
+    """Return the configuration of the text part of a model."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _special_tokens(values: dict[str, Any]) -> Iterator[int]:

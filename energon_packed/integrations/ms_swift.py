@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from typing import Any
-from unittest.mock import patch
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.optional import base_class
 from energon_packed.integrations.transformers.arguments import STREAM_ARGUMENTS, set_steps
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.integrations.transformers.trainer import PackedTrainerMixin
+from energon_packed.libraries import private
 from energon_packed.loading.collator import Collator, PaddingFreeCollator
 
 _PACKAGE = "ms-swift>=4.6"
@@ -32,6 +32,8 @@ class PackedSft(_SwiftSft):
         ConfigError: ms-swift is not installed, or an option packs, splits or averages the data again.
     """
 
+    model: Any
+
     def __init__(
         self,
         args: Sequence[str],
@@ -47,29 +49,36 @@ class PackedSft(_SwiftSft):
             args = [part for name, value in STREAM_ARGUMENTS.items() for part in (f"--{name}", str(value))] + [*args]
         super().__init__([*args, *fixed])
         set_steps(self.args.training_args, train_dataset)
-        for name, required in (("packing", False), ("padding_free", False), ("sequence_parallel_size", 1)):
-            if (value := getattr(self.args, name)) != required:
-                raise ConfigError(f"`{name}` must be {required} with packed data, got {value}. Remove the option.")
-
-    def _prepare_dataset(self) -> list[Any]:
-        """Return the datasets, which ms-swift must not encode."""
-        return self._datasets
-
-    def _get_trainer_kwargs(self) -> dict[str, Any]:
-        return {**super()._get_trainer_kwargs(), "packed_collator": self._collator}
+        required = {"task_type": "causal_lm", "packing": False, "padding_free": False, "sequence_parallel_size": 1}
+        for name, needed in required.items():
+            if (value := getattr(self.args, name)) != needed:
+                raise ConfigError(f"`{name}` must be {needed} with packed data, got {value}. Remove the option.")
 
     def run(self) -> Any:
-        """Train with PackedSwiftTrainer in place of the trainer of ms-swift."""
-        from swift.trainers import TrainerFactory
+        """Train with PackedSwiftTrainer; as SwiftSft.run, without its datasets and its choice of a trainer."""
+        from swift.utils import get_model_parameter_info
 
-        with patch.dict(TrainerFactory.TRAINER_MAPPING, causal_lm=f"{__name__}.{PackedSwiftTrainer.__name__}"):
-            return super().run()
+        train_dataset, eval_dataset = self._datasets
+        self.args.save_args()
+        self.model = self.prepare_model(self.args, self.model, template=self.template, train_dataset=train_dataset)
+        self.train_msg["model_parameter_info"] = get_model_parameter_info(self.model)
+        trainer = PackedSwiftTrainer(
+            model=self.model,
+            args=self.args.training_args,
+            template=self.template,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            packed_collator=self._collator,
+        )
+        return self.train(trainer)
 
 
 class PackedSwiftTrainer(PackedTrainerMixin, _Seq2SeqTrainer):
     """Trainer of ms-swift that reads packed data in its global order; see PackedTrainerMixin."""
 
     def __init__(self, *args: Any, packed_collator: Collator, template: Any, **kwargs: Any) -> None:
+        for name in ("_get_data_collator", "_prepare_inputs", "prepare_logits_to_keep"):
+            private(_Seq2SeqTrainer, name, "ms-swift")  # methods below override them
         self._packed_collator = packed_collator
         template.model_accepts_loss_kwargs = False  # its loss of a row without targets is NaN; PackedTrainer has 0
         super().__init__(*args, template=template, **kwargs)

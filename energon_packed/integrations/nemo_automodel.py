@@ -12,13 +12,14 @@ import torch
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import BatchError, ConfigError
+from energon_packed.integrations.consumed import Consumed
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 
 
-class AutomodelStream(torch.utils.data.IterableDataset[dict[str, Any]]):
+class AutomodelStream(Consumed):
     """Iterable dataset for recipes of NeMo Automodel over a packed dataset of text, in its global order.
 
         dataset:
@@ -63,19 +64,15 @@ class AutomodelStream(torch.utils.data.IterableDataset[dict[str, Any]]):
     ) -> None:
         data = PackedDataset(path, None if encoder is None else ChatEncoder.from_pretrained(encoder), split=split)
         self._order, self._seed = MapDistributor(data, balance=balance), seed
-        self._loader = self._loader_of(0, 1)
+        super().__init__(self._loader_of(0, 1), _arguments)
 
     def shard(self, num_shards: int, index: int) -> "AutomodelStream":
         """Read the packs of data-parallel rank `index` of `num_shards`; the recipe calls it."""
-        self._loader = self._loader_of(index, num_shards)
+        self.loader = self._loader_of(index, num_shards)
         return self
 
     def _loader_of(self, rank: int, world_size: int) -> DataflowLoader:
         return DataflowLoader(self._order, batch_size=1, rank=rank, world_size=world_size, seed=self._seed)
-
-    def __len__(self) -> int:
-        """Return the rows of this rank in one epoch."""
-        return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield the arguments of the model for each row, with shifted labels.
@@ -88,20 +85,7 @@ class AutomodelStream(torch.utils.data.IterableDataset[dict[str, Any]]):
                 "`num_workers` of the recipe's dataloader must be 0 with AutomodelStream, which reads its position in "
                 "the training process, got more. Remove it."
             )
-        for batch in self._loader:
-            yield _arguments(batch)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position after the last row, the same on all ranks, in plain types."""
-        return self._loader.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the row at which the state was saved.
-
-        Raises:
-            BatchError: the dataset or the settings differ.
-        """
-        self._loader.load_state_dict(state_dict)
+        return super().__iter__()
 
 
 def _arguments(batch: PackedBatch) -> dict[str, Any]:

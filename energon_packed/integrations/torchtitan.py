@@ -7,12 +7,14 @@ From these positions it makes the masks of its attention backends `flex` and `va
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 import torch
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import BatchError, ConfigError
+from energon_packed.integrations.consumed import Consumed
 from energon_packed.integrations.optional import base_class
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import PaddingFreeCollator
@@ -90,7 +92,7 @@ class PackedDataLoader(_Base):
         encoder = None if config.encoder is None else ChatEncoder.from_pretrained(config.encoder)
         data = PackedDataset(config.dataset_path, encoder, split=config.split)
         self._rows = local_batch_size
-        self._loader = DataflowLoader(
+        loader = DataflowLoader(
             MapDistributor(data, balance=config.balance),
             collator=PaddingFreeCollator(pad_to=seq_len),
             batch_size=1,
@@ -99,21 +101,19 @@ class PackedDataLoader(_Base):
             world_size=dp_world_size,
             seed=config.seed,
         )
+        self._consumed = Consumed(loader, _row)
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """Yield `input` and `positions`, int64 (rows, seq_len), and shifted labels of that shape, -100 if unused."""
-        rows: list[tuple[torch.Tensor, ...]] = []
+        rows = self._consumed.forever()
         while True:
-            for batch in self._loader:
-                rows.append(_row(batch))
-                if len(rows) == self._rows:
-                    tokens, positions, labels = (torch.cat(parts) for parts in zip(*rows, strict=True))
-                    rows.clear()
-                    yield {"input": tokens, "positions": positions}, labels
+            of_batch = islice(rows, self._rows)
+            tokens, positions, labels = (torch.cat(parts) for parts in zip(*of_batch, strict=True))
+            yield {"input": tokens, "positions": positions}, labels
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, the same on all ranks, as a JSON string."""
-        return {"loader": json.dumps(self._loader.state_dict())}
+        return {"loader": json.dumps(self._consumed.state_dict())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue after the batch at which the state was saved; an empty state starts at the first batch.
@@ -122,7 +122,7 @@ class PackedDataLoader(_Base):
             BatchError: the dataset or the settings differ.
         """
         if state_dict:
-            self._loader.load_state_dict(json.loads(state_dict["loader"]))
+            self._consumed.load_state_dict(json.loads(state_dict["loader"]))
 
 
 def _row(batch: PackedBatch) -> tuple[torch.Tensor, ...]:

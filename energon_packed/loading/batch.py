@@ -456,7 +456,7 @@ def trainer_inputs(batch: PackedBatch, *, with_weights: bool = False) -> dict[st
         raise BatchError(
             "`loss_mask` must be 1 at every target, because the loss of a model ignores it, got weights from "
             f"{min(weights, default=0):.3g} to {max(weights, default=0):.3g}. Use PackedTrainer, or `batch.loss` with "
-            "`step_targets`; prepare_loader and GatheredLoader yield the batch with `to_inputs=lambda batch: batch`."
+            "`step_targets`; prepare_loader and Consumed yield the batch with `to_inputs=lambda batch: batch`."
         )
     return inputs | {"loss_mask": batch.loss_mask / batch.loss_mask_scale}
 

@@ -7,8 +7,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.loading.loaders import Loader, log_order, order_logs, position_of, state_at
-from energon_packed.loading.monitoring.order_log import OrderLog
+from energon_packed.loading.loaders import Loader, as_loader
 from energon_packed.loading.state import (
     GATHERED,
     Position,
@@ -38,7 +37,7 @@ class JointLoader(Loader):
     continues after the last batch that any iterator returned: `next(iter(joint))` uses a batch.
 
     Args:
-        loaders: DataflowLoaders, or others with `state_dict`, by name.
+        loaders: DataflowLoaders, or other iterables with `state_dict`, by name.
         weights: expected share of the steps of each loader by name; they are normalized. Loaders with the weight 0 are
             left out.
         seed: seed of the draws.
@@ -80,24 +79,39 @@ class JointLoader(Loader):
             raise ConfigError(f"`stop` must be one of {', '.join(valid)}, got {stop!r}.")
         if not np.isfinite(total := sum(map(float, weights.values()))):
             raise ConfigError(f"The sum of `weights` must be finite, got {total}. Make them smaller.")
-        self.loaders = dict(loaders)
+        self.loaders = {name: as_loader(loader) for name, loader in loaders.items()}
         self._weights = {name: float(weights[name]) for name in loaders}
         self._seed, self._stop = seed, stop
         self._allow_changed_weights = allow_changed_weights
         self._step = 0
         self._ended: list[str] = []
         self._epoch = self._restores = 0  # epochs of this process, and states that were loaded
-        log_order(self, order_log)
+        if order_log is not None:
+            self.log_order(order_log)
 
     def log_order(self, folder: str | Path) -> None:
         """Write a line for each batch into the folder of its loader in this folder."""
         for name, loader in self.loaders.items():
-            log_order(loader, Path(folder) / name)
+            loader.log_order(Path(folder) / name)
 
-    def order_logs(self, position: Position) -> Iterator[tuple[OrderLog, Position]]:
-        """Yield the order logs of the loaders, each with the position of its loader."""
+    def hold_log(self) -> None:
+        """Hold the order logs of all loaders."""
+        for loader in self.loaders.values():
+            loader.hold_log()
+
+    def release_log(self, position: Position) -> None:
+        """Release the order log of each loader up to its part of the position."""
         for name, loader in self.loaders.items():
-            yield from order_logs(loader, position.parts[name][0])
+            loader.release_log(position.parts[name][0])
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Rank and world size of the first loader that knows them."""
+        return next((place for loader in self.loaders.values() if (place := loader.place) is not None), None)
+
+    def batches(self) -> Iterator[Any]:
+        """Iterate over the batches without the names of their loaders."""
+        return (batch for _, batch in self)
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Iterate over (name, batch) of the remaining steps of the epoch; after its last step, of the next epoch.
@@ -118,11 +132,11 @@ class JointLoader(Loader):
         while True:
             name = self._draw()
             if name not in running:
-                running[name] = self._rest_of(name)
+                running[name] = self.loaders[name].rest_of_epoch()  # the loader would start its next epoch
             if (batch := next(running[name], _END)) is _END:
                 if self._ends(name):
                     break
-                running[name] = self._rest_of(name)
+                running[name] = self.loaders[name].rest_of_epoch()
                 if (batch := next(running[name], _END)) is _END:
                     raise ConfigError(f"Loader {name!r} must have at least 1 batch, got 0. Remove it.")
             self._step += 1
@@ -132,20 +146,12 @@ class JointLoader(Loader):
         self._ended = []
         self._epoch += 1
 
-    def _rest_of(self, name: str) -> Iterator[Any]:
-        """Batches of a loader until its epoch ends.
-
-        Iterating the loader itself would start the next epoch after the last batch, and its end would be missed.
-        """
-        loader = self.loaders[name]
-        return iter(loader.rest_of_epoch() if isinstance(loader, Loader) else loader)
-
     def position(self) -> Position:
         """The position after the last batch that was returned: small, for a later `state_dict(position)`.
 
         Its parts are, by name, the position of each loader and whether the loader ended in this epoch.
         """
-        parts = {name: (position_of(loader), name in self._ended) for name, loader in self.loaders.items()}
+        parts = {name: (loader.position(), name in self._ended) for name, loader in self.loaders.items()}
         return Position(self._epoch, self._step, parts)
 
     def state_dict(self, position: Position | None = None) -> dict[str, Any]:
@@ -155,7 +161,7 @@ class JointLoader(Loader):
             position: after an earlier batch, for a trainer that reads ahead.
         """
         here = position or self.position()
-        inner = {name: state_at(loader, here.parts[name][0]) for name, loader in self.loaders.items()}
+        inner = {name: loader.state_dict(here.parts[name][0]) for name, loader in self.loaders.items()}
         # A joint state belongs to a rank if the state of one of its loaders does.
         places = [(state["rank"], state["world_size"]) for state in inner.values() if "rank" in state]
         plain = {

@@ -1,6 +1,10 @@
-"""Loader: what trainers, joint loaders and order logs need of a loader of this package.
+"""Loader: the base class of loaders, whose epochs continue after any batch.
 
-Other loaders only have `state_dict` and `load_state_dict`; `position_of` and `state_at` accept both.
+| loader | batches |
+|---|---|
+| DataflowLoader | of the four roles |
+| JointLoader | of several loaders, drawn by weight |
+| OtherLoader | of an iterable of another package, with its `state_dict` |
 """
 
 from abc import ABC, abstractmethod
@@ -9,70 +13,132 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError
-from energon_packed.loading.monitoring.order_log import OrderLog
-from energon_packed.loading.state import Position
+from energon_packed.loading.state import iterate_epoch
 
 
 class Loader(ABC):
-    """Base class of loaders that have a state after each earlier batch, and an order log."""
+    """Batches with a position that is small, and a state that is versioned and plain.
+
+    Iterating yields the remaining batches of the current epoch; after its last batch, the batches of the next epoch.
+    `len()` raises a TypeError if the number of batches of an epoch is not known in advance.
+    """
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
 
     @abstractmethod
     def rest_of_epoch(self) -> Iterator[Any]:
         """Yield the remaining batches of the current epoch: no batch after its last batch."""
 
     @abstractmethod
-    def position(self) -> Position:
-        """Return the position after the last yielded batch: a small object, for a later `state_dict`."""
+    def position(self) -> Any:
+        """Return the position after the last batch that was returned, for a later `state_dict(position)`."""
 
     @abstractmethod
-    def state_dict(self, position: Position | None = None) -> dict[str, Any]:
-        """Return the state after the last yielded batch, or at an earlier position, in plain types."""
+    def state_dict(self, position: Any = None) -> dict[str, Any]:
+        """Return the state at a position, by default after the last batch that was returned, in plain types."""
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batch at which `state` was saved."""
+        """Continue after the batch at which `state` was saved; call it before iterating."""
 
     @abstractmethod
     def log_order(self, folder: str | Path) -> None:
-        """Write a line for each batch into a folder."""
+        """Write a line for each batch into this folder.
+
+        Raises:
+            ConfigError: the loader has a log already, or cannot have a log.
+        """
 
     @abstractmethod
-    def order_logs(self, position: Position) -> Iterator[tuple[OrderLog, Position]]:
-        """Yield the order logs of the loader, each with its part of a position."""
+    def hold_log(self) -> None:
+        """Write the lines of the order log only when `release_log` is called, as the trainer reads ahead."""
+
+    @abstractmethod
+    def release_log(self, position: Any) -> None:
+        """Write the lines of the batches up to a position, which are consumed."""
+
+    @property
+    @abstractmethod
+    def place(self) -> tuple[int, int] | None:
+        """Rank and world size of this process; None if the loader does not know them."""
+
+    def batches(self) -> Iterator[Any]:
+        """Iterate over the batches; without names, if iterating the loader yields names and batches."""
+        return iter(self)
+
+    @property
+    def steps(self) -> int | None:
+        """Batches of this rank in one epoch; None if the number is not known in advance."""
+        try:
+            return len(self)  # type: ignore[arg-type]  # a loader may have no length
+        except TypeError:
+            return None
 
 
-def position_of(loader: Any) -> Any:
-    """Return the position of a loader after the last batch that it returned, for a later `state_at`.
+class OtherLoader(Loader):
+    """An iterable of another package as a Loader. Its position is its state, so it should be small.
 
-    A position is small, a state may be large. A third-party loader has only a state, which then is its position.
+    Args:
+        loader: an iterable that resumes after the last batch; to be resumed, with `state_dict` and `load_state_dict`.
     """
-    return loader.position() if isinstance(loader, Loader) else loader.state_dict()
 
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._is_resumed = False
 
-def state_at(loader: Any, position: Any) -> dict[str, Any]:
-    """Return the state of a loader at a position that `position_of` returned."""
-    return loader.state_dict(position) if isinstance(loader, Loader) else dict(position)
+    def __iter__(self) -> Iterator[Any]:
+        empty, self._is_resumed = int(self._is_resumed), False  # the state may be at the end of an epoch
+        return iterate_epoch(self.rest_of_epoch, empty=empty)
 
+    def __len__(self) -> int:
+        return len(self._loader)
 
-def order_logs(loader: Any, position: Any) -> Iterator[tuple[OrderLog, Position]]:
-    """Yield the order logs of a loader, each with its part of a position of `position_of`."""
-    if isinstance(loader, Loader):
-        yield from loader.order_logs(position)
+    def rest_of_epoch(self) -> Iterator[Any]:
+        """Iterate over the iterable."""
+        return iter(self._loader)
 
+    def position(self) -> Any:
+        """Return the state of the iterable."""
+        return self._resumable().state_dict()
 
-def log_order(loader: Any, folder: str | Path | None) -> None:
-    """Open the order log of a loader; None opens no log.
+    def state_dict(self, position: Any = None) -> dict[str, Any]:
+        """Return a position, which is a state."""
+        state: dict[str, Any] = self.position() if position is None else position
+        return state
 
-    Raises:
-        ConfigError: the loader has no order log, or has one already.
-    """
-    if folder is None:
-        return
-    if not isinstance(loader, Loader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state of the iterable."""
+        self._resumable().load_state_dict(state)
+        self._is_resumed = True
+
+    def log_order(self, folder: str | Path) -> None:
+        """Refuse the log: the iterable counts no steps."""
         raise ConfigError(
-            f"`order_log` needs a loader of energon-packed, got a {type(loader).__name__}. Remove it, or pass the "
-            "loader of get_packed_loader, a DataflowLoader or a JointLoader."
+            f"`order_log` needs a loader of energon-packed, got a {type(self._loader).__name__}. Remove it, or pass "
+            "the loader of get_packed_loader, a DataflowLoader or a JointLoader."
         )
-    if any(loader.order_logs(loader.position())):
-        raise ConfigError(f"`order_log` must be set once, got {folder} for a loader with a log. Remove one of them.")
-    loader.log_order(folder)
+
+    def hold_log(self) -> None:
+        """Do nothing: there is no log."""
+
+    def release_log(self, position: Any) -> None:
+        """Do nothing: there is no log."""
+
+    @property
+    def place(self) -> None:
+        """None: an iterable does not know its rank."""
+
+    def _resumable(self) -> Any:
+        for name in ("state_dict", "load_state_dict"):
+            if not hasattr(self._loader, name):
+                raise ConfigError(
+                    f"`loader` must have {name} to resume, got a {type(self._loader).__name__}. Pass the loader of "
+                    "get_packed_loader, or a DataflowLoader."
+                )
+        return self._loader
+
+
+def as_loader(loader: Any) -> Loader:
+    """Return a Loader as it is, and any other iterable as an OtherLoader."""
+    return loader if isinstance(loader, Loader) else OtherLoader(loader)

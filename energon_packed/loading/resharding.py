@@ -6,15 +6,19 @@
 | `refuse_dispatch`, `is_dispatched`, `dispatch_refusal` | for tools that read on process 0 for all processes |
 
 Sharding twice loses rows without an error. Neither torch nor accelerate (all releases until 1.15) nor ms-swift (until
-4.x) informs a dataset about its reader: its methods get no argument of it, and `GradientState.active_dataloader` of
-accelerate may be another loader, in whose loop this one is read. So the tools are searched among the callers, by the
-names of their classes:
+4.6) informs a dataset about its reader: its methods get no argument of it, and `GradientState.active_dataloader` of
+accelerate also names a loader in the body of its loop and after a `break`, in which other data may be read. So the
+tools are searched among the callers, by the names of their classes:
 
     IterableDatasetShard    accelerate, Transformers: keeps every n-th item of a shard that belongs to one rank already
     DataLoaderDispatcher    reads on process 0; accelerate's version cuts every tensor in equal parts, the version of
                             ms-swift sends rows of process 0 to all processes
 
-`tests/loading/test_places.py` splits a loader by accelerate, and fails if a class has another name.
+`accelerator.prepare` itself returns a loader unchanged that has the attribute `_is_accelerate_prepared`, as
+DataflowLoader and `integrations.accelerate.PreparedLoader` have; the latter checks that it does so.
+
+`tests/loading/test_places.py` splits and dispatches loaders by accelerate, and `tests/trainers/ms_swift` dispatches
+one by ms-swift: these tests fail if a class has another name, or leaves loaders alone that are sharded already.
 """
 
 import inspect

@@ -15,9 +15,9 @@ from energon_packed import (
     BatchError,
     ChatEncoder,
     ConfigError,
+    Consumed,
     DataflowLoader,
     FormatError,
-    GatheredLoader,
     JointLoader,
     MapDistributor,
     PackedDataset,
@@ -53,7 +53,7 @@ def joint() -> JointLoader:
 STATES: dict[str, Callable[[], tuple[Callable[[Any], object], dict[str, Any]]]] = {
     "torch": lambda: (torch_loader().load_state_dict, torch_loader().state_dict()),
     "joint": lambda: (joint().load_state_dict, joint().state_dict()),
-    "gathered": lambda: (GatheredLoader(torch_loader()).load_state_dict, GatheredLoader(torch_loader()).state_dict()),
+    "consumed": lambda: (Consumed(torch_loader()).load_state_dict, Consumed(torch_loader()).state_dict()),
     "energon": lambda: (golden_loader().load_state_dict, golden_loader().state_dict()),
     "redist": lambda: (lambda one: redistribute([one], 1), golden_loader(num_workers=1).state_dict()),
 }

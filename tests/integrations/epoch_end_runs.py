@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from transformers import Trainer
 
 from energon_packed import (
+    Consumed,
     DataflowLoader,
     FileShardDistributor,
-    GatheredLoader,
     MapDistributor,
     PackedDataset,
     PackedTrainer,
@@ -109,8 +109,8 @@ def main() -> None:
         TrainerStream(lambda: stream(**end)),
         max_steps=99 if end["epoch_end"] == "error" else len(found[f"DDP, stream, {end['epoch_end']}"]),
     )
-    runs["GatheredLoader, order"] = lambda **end: looped(GatheredLoader(order(**end)))
-    runs["GatheredLoader, energon"] = lambda **end: looped(GatheredLoader(energon(**end)))
+    runs["Consumed, order"] = lambda **end: looped(Consumed(order(**end)))
+    runs["Consumed, energon"] = lambda **end: looped(Consumed(energon(**end)))
 
     found: dict[str, Any] = {}
     for name, run in runs.items():

@@ -12,10 +12,10 @@ from energon_packed import (
     BatchError,
     ChatEncoder,
     ConfigError,
+    Consumed,
     CostModel,
     DataflowConfig,
     DataflowLoader,
-    GatheredLoader,
     MapDistributor,
     PackedDataset,
     PackedIterableDataset,
@@ -122,8 +122,8 @@ def test_data_without_a_known_length_need_max_steps(
         packed_training_arguments(str(tmp_path), stream, use_cpu=True)
     assert packed_training_arguments(str(tmp_path), stream, use_cpu=True, max_steps=7).max_steps == 7
     with pytest.raises(ConfigError, match="Pass `steps`, the batches of one iteration"):
-        GatheredLoader(PackedIterableDataset(config))
-    loader = GatheredLoader(PackedIterableDataset(config), steps=2)
+        next(iter(Consumed(PackedIterableDataset(config))))
+    loader = Consumed(PackedIterableDataset(config), steps=2)
     assert [len(list(loader)) for _ in range(4)] == [2] * 4
 
 
@@ -174,8 +174,8 @@ def test_packed_trainer_reads_a_whole_hugging_face_dataset_in_its_order(
     assert trainers[2].train_dataset is kept[2]
 
 
-def test_a_finished_row_stays_alone_and_a_resumed_gathered_loader_goes_on(text_packs: list[Path]) -> None:
-    make = lambda: GatheredLoader(DataflowLoader(MapDistributor(PackedDataset(text_packs[0]))))  # noqa: E731
+def test_a_finished_row_stays_alone_and_a_resumed_consumed_loader_goes_on(text_packs: list[Path]) -> None:
+    make = lambda: Consumed(DataflowLoader(MapDistributor(PackedDataset(text_packs[0]))))  # noqa: E731
     batches = list(get_packed_loader(text_packs[0], epochs=1, num_workers=0))
     assert PaddingFreeCollator()(batches[:1])["input_ids"] is batches[0].input_ids
     with pytest.raises(BatchError, match="of finished rows must have 1 row, got 2"):

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 import tracemalloc
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from energon_packed import (
+    BatchError,
     ConfigError,
+    Consumed,
     DataflowConfig,
     DataflowLoader,
-    GatheredLoader,
     IterableDistributor,
     JointLoader,
     MapDistributor,
@@ -31,7 +33,7 @@ from energon_packed import (
     get_packed_loader,
     prepare_loader,
 )
-from tests.internals import ConsumedBatches
+from tests.internals import compile_now
 from tests.loading.flows import feature
 
 LOADERS: dict[str, Any] = {
@@ -53,33 +55,87 @@ SLOW = {"energon": [(0, 1), (7, 2), (10, 3)], "energon_repeated": [(9, 1)], "ene
 SLOW |= {"joint": [(3, 2), (9, 1)], "dataflow_workers": [(7, 3)], "pool": [(0, 2), (4, 4)]}
 
 
-def stream(batches: ConsumedBatches) -> Any:
-    while True:
-        yield from batches.epoch()
+def reading(loader: Any) -> Consumed:
+    """The batches of a loader for a trainer that counts the batches that it has used."""
+    return Consumed(loader, lambda batch: batch, ahead=None)
 
 
 @pytest.mark.parametrize("kind", LOADERS)
 def test_the_rest_is_identical_from_every_batch_that_was_used(text_packs: list[Path], kind: str) -> None:
     make = lambda: LOADERS[kind](text_packs[0], text_packs[2])  # noqa: E731
     steps = 14
-    expected = [batch.ids for batch in islice(stream(ConsumedBatches(make())), steps)]
+    expected = [batch.ids for batch in islice(reading(make()).forever(), steps)]
     assert len({str(ids) for ids in expected}) > 1
     for used, ahead in SLOW.get(kind, [(used, used % 4) for used in range(11)]):
-        batches = ConsumedBatches(make())
-        read = [batch.ids for batch in islice(stream(batches), used + ahead)]
+        batches = reading(make())
+        read = [batch.ids for batch in islice(batches.forever(), used + ahead)]
         assert read == expected[: used + ahead]
-        batches.use(used)
-        state = json.loads(json.dumps(batches.state()))
-        resumed = ConsumedBatches(make())
-        resumed.restore(state)
-        assert resumed.state() == state
-        rest = [batch.ids for batch in islice(stream(resumed), steps - used)]
+        for _ in range(used):
+            batches.use()
+        state = json.loads(json.dumps(batches.state_dict()))
+        resumed = reading(make())
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state
+        rest = [batch.ids for batch in islice(resumed.forever(), steps - used)]
         assert rest == expected[used:], f"{used} used, {ahead} read ahead"
+
+
+class Numbers:
+    """An iterable of another package: two batches in an epoch, and a state."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.step % 2 or not self.step:
+            self.step += 1
+            yield self.step
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def test_an_iterable_of_another_package_continues_after_every_batch() -> None:
+    for used in range(5):
+        loader = Consumed(Numbers(), int, ahead=None)
+        assert list(islice(loader.forever(), 5)) == [1, 2, 1, 2, 1]
+        for _ in range(used):
+            loader.use()
+        resumed = Consumed(Numbers(), int, ahead=None)
+        resumed.load_state_dict(loader.state_dict())
+        assert list(islice(resumed.forever(), 3)) == [used % 2 + 1, 2 - used % 2, used % 2 + 1]
+
+
+def test_the_state_of_an_epoch_is_that_of_the_loader_and_iterations_of_steps_count_their_batches() -> None:
+    def new(**steps: int) -> Consumed:
+        return Consumed(DataflowLoader(MapDistributor([feature(n, 0) for n in range(5)])), **steps)
+
+    epochs, steps = new(), new(steps=3)
+    assert [len(list(epochs)), len(list(steps)), len(list(islice(steps, 2)))] == [5, 3, 2]
+    assert "iteration_step" not in epochs.state_dict()
+    resumed = new(steps=3)
+    resumed.load_state_dict(steps.state_dict())
+    assert [len(list(resumed)), len(list(resumed))] == [1, 3]
+    with pytest.raises(BatchError, match="iteration_step"):
+        new(steps=3).load_state_dict(epochs.state_dict())
+
+
+def test_loaders_of_another_rank_are_refused_also_inside_a_joint_loader() -> None:
+    loader = DataflowLoader(MapDistributor([feature(n, 0) for n in range(5)]), rank=1, world_size=2)
+    for wrapped in (loader, JointLoader({"a": loader}, {"a": 1})):
+        with pytest.raises(ConfigError, match="must be of rank 0 of 1, as this process, got rank 1 of 2"):
+            prepare_loader(Accelerator(cpu=True), wrapped)
+        with pytest.raises(ConfigError, match="must be of rank 0 of 1, as this process, got rank 1 of 2"):
+            iter(TrainerStream(wrapped))
 
 
 def test_loaders_without_a_state_are_named() -> None:
     with pytest.raises(ConfigError, match="`loader` must have state_dict to resume, got a list"):
-        ConsumedBatches([])
+        next(iter(Consumed([])))
 
 
 # --- learned mixtures ------------------------------------------------------------------------------------------------
@@ -104,12 +160,12 @@ class ThroughTrainer:
 
     def __init__(self, loader: DataflowLoader) -> None:
         self.stream = TrainerStream(loader)
-        self.stream.used = 0
+        self.stream.consumed.ahead = None
         self.batches = self._batches()
 
     def _batches(self) -> Any:
         waiting: list[Any] = []
-        for batch in self.stream._endless():
+        for batch in iter(self.stream):
             waiting.append(batch)
             if len(waiting) > self.ahead:
                 yield waiting.pop(0)
@@ -118,15 +174,13 @@ class ThroughTrainer:
         return next(self.batches).input_ids
 
     def used(self) -> None:
-        assert self.stream.used is not None
-        self.stream.used += 1
-        self.stream.batches.use(self.stream.used)
+        self.stream.consumed.use()
 
     def state(self) -> Any:
-        return self.stream.batches.state()
+        return self.stream.consumed.state_dict()
 
     def restore(self, state: Any) -> None:
-        self.stream.batches.restore(state)
+        self.stream.consumed.load_state_dict(state)
 
 
 class Epochs:
@@ -156,7 +210,7 @@ class Epochs:
 
 WRAPPERS: dict[str, Any] = {
     "DataflowLoader": Epochs,
-    "GatheredLoader": lambda loader: Epochs(GatheredLoader(loader, steps=7)),
+    "Consumed": lambda loader: Epochs(Consumed(loader, steps=7)),
     "prepare_loader": lambda loader: Epochs(prepare_loader(Accelerator(cpu=True), loader)),
     "TrainerStream": ThroughTrainer,
 }
@@ -193,8 +247,8 @@ def test_gathered_states_are_continued_by_other_ranks() -> None:
     """Items with a global order: the state of any rank; a stream: the states of all, here without a process group."""
     data = [feature(n % 13, 13 * (n // 13)) for n in range(26)]
     makes: dict[str, Any] = {
-        "order": lambda **place: GatheredLoader(DataflowLoader(MapDistributor(data), **place)),
-        "stream": lambda **place: GatheredLoader(
+        "order": lambda **place: Consumed(DataflowLoader(MapDistributor(data), **place)),
+        "stream": lambda **place: Consumed(
             DataflowLoader(IterableDistributor(data), packer=PoolPacker(24, pool_size=3), **place), steps=40
         ),
     }
@@ -226,17 +280,18 @@ def test_steps_without_a_checkpoint_take_no_memory() -> None:
     """The positions of used batches are dropped, and so are the updates of a mixture that no position needs."""
     parts = [MapDistributor([{"id": str(part), "input_ids": [1, 2]}] * 50) for part in range(3)]
     mixture = MixtureDistributor(parts, [1, 1, 1], repeat=True, names=["a", "b", "c"])
-    batches = ConsumedBatches(DataflowLoader(mixture, packer=PoolPacker(4, pool_size=4)))
-    seen = stream(batches)
+    batches = Consumed(DataflowLoader(mixture, packer=PoolPacker(4, pool_size=4)), lambda batch: batch, ahead=2)
+    seen = batches.forever()
 
     def train(steps: int) -> int:
         for _ in range(steps):
             next(seen)
             mixture.update({"a": 1.0, "b": 0.5})
-            batches.use(batches.read - 2)
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
+    compile_now()  # no import of Numba while memory is measured
+    train(10)
     tracemalloc.start()
     try:
         train(100)
@@ -245,7 +300,7 @@ def test_steps_without_a_checkpoint_take_no_memory() -> None:
         assert train(300) - before < 60_000  # an update that is kept takes 400 bytes
     finally:
         tracemalloc.stop()
-    assert len(json.dumps(batches.state())) < 20_000
+    assert len(json.dumps(batches.state_dict())) < 20_000
 
 
 def test_a_raw_stream_inside_another_loader_is_refused(text_packs: list[Path], text_tokenizer_dir: Path) -> None:

@@ -14,10 +14,10 @@ from transformers import TrainerControl, TrainerState
 
 from energon_packed import (
     BatchError,
+    Consumed,
     DataflowConfig,
     DataflowLoader,
     EnergonDistributor,
-    GatheredLoader,
     IterableDistributor,
     JointLoader,
     MapDistributor,
@@ -68,7 +68,7 @@ LOADERS: dict[str, Make] = {
     "PackedIterableDataset": lambda folder: PackedIterableDataset(records(folder)),
     "get_raw_loader, planned": lambda folder: get_raw_loader(records(folder, streaming=False)),
     "JointLoader": joint,
-    "GatheredLoader": lambda folder: GatheredLoader(DataflowLoader(MapDistributor(FEATURES), batch_size=1)),
+    "Consumed": lambda folder: Consumed(DataflowLoader(MapDistributor(FEATURES), batch_size=1)),
     "prepare_loader": lambda folder: prepare_loader(
         Accelerator(cpu=True), DataflowLoader(MapDistributor(FEATURES), batch_size=1)
     ),
@@ -151,7 +151,7 @@ def test_a_second_training_starts_with_the_batches_that_the_first_had_only_read(
             callback.on_step_end(arguments, TrainerState(), TrainerControl())
     assert found == expected[:8]
     resumed = LOADERS["TrainerStream"](packs)
-    resumed.batches.restore(callback.state())
+    resumed.consumed.load_state_dict(callback.state())
     assert first(resumed, 2) == expected[8:]
 
 

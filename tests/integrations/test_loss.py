@@ -14,8 +14,8 @@ from energon_packed import (
     BatchError,
     ChatEncoder,
     ConfigError,
+    Consumed,
     DataflowLoader,
-    GatheredLoader,
     MapDistributor,
     PackedBatch,
     PackedDataset,
@@ -175,7 +175,7 @@ def weighted_loader(packs: Path) -> Any:
 
 
 def test_loaders_for_other_loops_refuse_weights_or_yield_the_batch(text_packs: list[Path]) -> None:
-    for make in (partial(prepare_loader, Accelerator(cpu=True)), GatheredLoader):
+    for make in (partial(prepare_loader, Accelerator(cpu=True)), Consumed):
         with pytest.raises(BatchError, match="`loss_mask` must be 1 at every target"):
             next(iter(make(weighted_loader(text_packs[0]))))
         batch = next(iter(make(weighted_loader(text_packs[0]), to_inputs=lambda batch: batch)))

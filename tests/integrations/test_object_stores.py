@@ -9,7 +9,7 @@ import pytest
 from energon_packed import PackedDataset, PackedTrainer, PaddingFreeCollator, packed_training_arguments
 from tests.conftest import Packer
 from tests.integrations.launched import tiny_qwen2
-from tests.internals import DemoDataset, ordered_loader
+from tests.internals import DemoDataset, global_loader
 from tests.loading.flows import signature
 from tests.storage import Store
 
@@ -38,7 +38,7 @@ def test_packed_trainer_has_the_losses_of_the_local_folder(places: list[str], tm
 
 def test_the_loader_of_the_megatron_provider_has_the_batches_of_the_local_folder(places: list[str]) -> None:
     local, remote = (
-        [signature(batch) for batch in itertools.islice(ordered_loader(place, None, rank=1, world_size=2), 3)]
+        [signature(batch) for batch in itertools.islice(global_loader(place, None, rank=1, world_size=2), 3)]
         for place in places
     )
     assert local == remote

@@ -14,8 +14,8 @@ from tests.processes import run_ranks
 
 KNOWN = [
     *(f"{trainer}, {loader}" for trainer in ("DDP", "accelerate", "TrainerStream") for loader in ("order", "energon")),
-    "GatheredLoader, order",
-    "GatheredLoader, energon",
+    "Consumed, order",
+    "Consumed, energon",
 ]
 STREAMS = ["DDP, stream", "accelerate, stream", "TrainerStream, stream"]
 

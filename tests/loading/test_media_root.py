@@ -21,7 +21,7 @@ from energon_packed import (
     pack,
     set_media_root,
 )
-from tests.internals import ordered_loader
+from tests.internals import global_loader
 from tests.loading.test_changed_media import plain_energon
 from tests.media import pack_and_move
 from tests.processes import CONTEXT
@@ -87,7 +87,7 @@ def test_set_media_root_is_for_the_loaders_of_energon(moved: Moved, encoder: Cha
 
 
 def test_a_loader_of_megatron_reads_moved_images(moved: Moved, encoder: ChatEncoder) -> None:
-    loader = ordered_loader(
+    loader = global_loader(
         moved.out,
         encoder,
         rank=0,

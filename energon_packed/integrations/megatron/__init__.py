@@ -9,7 +9,7 @@
 """
 
 from energon_packed.integrations.megatron.layouts import LAYOUTS, Layout, VisualInputs, megatron_batch
-from energon_packed.integrations.megatron.provider import ordered_loader, train_valid_test_dataloaders_provider
+from energon_packed.integrations.megatron.provider import train_valid_test_dataloaders_provider
 from energon_packed.integrations.megatron.restore import MegatronIterator
 
 __all__ = [
@@ -18,6 +18,5 @@ __all__ = [
     "MegatronIterator",
     "VisualInputs",
     "megatron_batch",
-    "ordered_loader",
     "train_valid_test_dataloaders_provider",
 ]

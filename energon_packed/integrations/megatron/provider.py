@@ -1,4 +1,4 @@
-"""A packed dataset to the data loader provider of Megatron's `pretrain`, and to its loader in the global order."""
+"""A packed dataset to the data loader provider of Megatron's `pretrain`."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -74,10 +74,11 @@ def train_valid_test_dataloaders_provider(
             Energon's loader, which also packs on the fly and draws a blend by weight without an epoch.
         metrics: counts the rows of the `train` iterator, with the micro batches of a step; by default over the
             data-parallel group of this process.
-        collator, balance: as for `ordered_loader`.
+        collator: as for DataflowLoader.
+        balance: with `global`, as for MapDistributor.
         packer: with `energon`, as for `get_packed_loader`.
-        accumulation: as for `ordered_loader`; by default the micro batches of a step, if Megatron's calculator of
-            micro batches is initialized.
+        accumulation: with `global`, as for MapDistributor; by default the micro batches of a step, if Megatron's
+            calculator of micro batches is initialized.
         options: the fields of `PackedLoaderOptions` except rank, world_size, split, epochs and shuffle; with `global`,
             also without the options of Energon's order.
 
@@ -105,7 +106,7 @@ def train_valid_test_dataloaders_provider(
             given.setdefault("accumulation", num_microbatches())
 
         def iterator(split: str) -> MegatronIterator:
-            make: Any = ordered_loader if order == "global" else get_packed_loader
+            make: Any = global_loader if order == "global" else get_packed_loader
             # Processes of a data-parallel rank read the same rows, and the first process writes the log.
             writes = split == "train" and ranks.is_first
             of_split = {name: value for name, value in given.items() if name != "order_log" or writes}
@@ -122,7 +123,7 @@ def train_valid_test_dataloaders_provider(
     return provider
 
 
-def ordered_loader(
+def global_loader(
     path: str | Path,
     encoder: Processor | None,
     *,
@@ -134,18 +135,7 @@ def ordered_loader(
     accumulation: int = 1,
     **options: Unpack[ProviderKeywords],
 ) -> DataflowLoader:
-    """Return a loader of packs in their global order, epoch after epoch without end.
-
-    Args:
-        path, encoder, split: as for PackedDataset.
-        rank, world_size: data-parallel rank and world size.
-        collator: as for DataflowLoader.
-        balance, accumulation: as for MapDistributor.
-        options: fields of `PackedLoaderOptions` that Megatron does not decide, without the options of Energon's order.
-
-    Raises:
-        ConfigError, FormatError: as PackedDataset and DataflowLoader.
-    """
+    """Return a loader of packs in their global order, epoch after epoch without end."""
     of_loader: dict[str, Any] = dict(options)
     of_dataset = {name: of_loader.pop(name) for name in _OF_DATASET if name in of_loader}
     packs = PackedDataset(path, encoder, split=split, **of_dataset)

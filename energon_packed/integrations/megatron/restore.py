@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from energon_packed.errors import BatchError, ConfigError
+from energon_packed.integrations.consumed import Consumed
 from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
-from energon_packed.integrations.random_state import SeparateRandomStates
+from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataflow.state_files import read_state
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics
@@ -55,24 +56,26 @@ class MegatronIterator(Iterator[dict[str, Any]]):
             with_pixels: as for `megatron_batch`.
             metrics: counts each batch.
         """
-        self._loader = loader
         self._layout: Layout = layout
         self._with_pixels = with_pixels
         self._metrics = metrics
-        self._random = SeparateRandomStates()  # starting workers draws numbers, at other steps after a restart
-        self._batches = iter(loader)
+        self._consumed = Consumed(loader, self._to_inputs)
+        self._inputs = self._consumed.forever()
+        self._requested = 0.0  # time of the last request
 
     def __next__(self) -> dict[str, Any]:
-        start = time.perf_counter()
-        with self._random:
-            batch = next(self._batches)
+        self._requested = time.perf_counter()
+        inputs: dict[str, Any] = next(self._inputs)
+        return inputs
+
+    def _to_inputs(self, batch: PackedBatch) -> dict[str, Any]:
         if self._metrics is not None:
-            self._metrics.add(batch, wait=time.perf_counter() - start)
+            self._metrics.add(batch, wait=time.perf_counter() - self._requested)
         return megatron_batch(batch, self._layout, with_pixels=self._with_pixels)
 
     def save_state(self) -> dict[str, Any]:
         """Return the state of this data-parallel rank: nested dicts and lists of numbers and strings."""
-        return self._loader.state_dict()
+        return self._consumed.state()
 
     def restore_state(self, state: dict[str, Any]) -> None:
         """Resume from a saved state; call it before the first batch.
@@ -80,8 +83,8 @@ class MegatronIterator(Iterator[dict[str, Any]]):
         Raises:
             BatchError: the state does not match the loader; the message names the difference.
         """
-        self._loader.load_state_dict(state)
-        self._batches = iter(self._loader)
+        self._consumed.load_state_dict(state)
+        self._inputs = self._consumed.forever()
 
 
 def restore_iterator(iterator: MegatronIterator, restore: str | Path | None, rank: int) -> None:

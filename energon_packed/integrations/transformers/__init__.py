@@ -4,16 +4,17 @@
 |---|---|
 | arguments.py | packed_training_arguments, check_training_arguments: arguments that fit packed data |
 | stream.py | TrainerStream: a loader as streaming data |
-| loader_state.py | TrainerStreamCallback: the state of a TrainerStream in checkpoints, resumed exactly |
+| checkpoints.py | TrainerStreamCallback: the state of a TrainerStream in checkpoints, resumed exactly |
 | batch_taps.py | BatchTap: values of the batches that the model has used |
 | metrics.py | MetricsCallback: throughput, padding, imbalance and sources in the logs |
 | order.py | OrderLogCallback: the order log of a Trainer over a PackedDataset |
 | mixture.py | MixtureCallback: weights of a mixture that learn from the losses of its sources |
+| patches.py | changes of Trainer for which it has no public hook |
 | trainer.py | PackedTrainer, PackedTrainerMixin, IsolationCheckCallback, SetEpochCallback |
 """
 
 from energon_packed.integrations.transformers.arguments import check_training_arguments, packed_training_arguments
-from energon_packed.integrations.transformers.loader_state import TrainerStreamCallback
+from energon_packed.integrations.transformers.checkpoints import TrainerStreamCallback
 from energon_packed.integrations.transformers.metrics import MetricsCallback
 from energon_packed.integrations.transformers.mixture import MixtureCallback
 from energon_packed.integrations.transformers.order import OrderLogCallback

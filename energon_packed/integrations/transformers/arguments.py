@@ -3,14 +3,16 @@
 from math import ceil
 from typing import Any
 
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.isolation import MROPE_REMEDY, has_mrope, not_mrope
+from energon_packed.integrations.transformers.patches import saves_own_names
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.loaders import Loader
 from energon_packed.loading.ranks import all_gather_object
 from energon_packed.loading.state import refuse_as_dataset
 
@@ -84,7 +86,7 @@ def check_training_arguments(
     Raises:
         ConfigError: one line for each wrong argument, with the value to set.
     """
-    if hasattr(data, "rest_of_epoch"):  # every loader of this package
+    if isinstance(data, Loader):
         refuse_as_dataset(type(data).__name__)
     problems = _of_any_data(args, data)
     strategy = args.train_sampling_strategy
@@ -175,7 +177,7 @@ def _not_restored(model: Any) -> list[str]:
     `save_pretrained` writes the names of the first release of a model, which `from_pretrained` converts. A Trainer
     that resumes loads the file as it is, and only warns: it continues with new weights.
     """
-    if not isinstance(model, PreTrainedModel) or "save_pretrained" in vars(model):  # the user replaced it
+    if saves_own_names(model):
         return []
     weights = {name: weight.to("meta") for name, weight in model.state_dict().items()}
     return sorted(weights.keys() - revert_weight_conversion(model, dict(weights)).keys())

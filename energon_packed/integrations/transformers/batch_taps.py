@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from energon_packed.integrations.accelerate import ConsumedDataset
+from energon_packed.integrations.consumed import Consumed
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.collator import Collator, with_extra
 
@@ -40,8 +40,8 @@ class BatchTap:
         self.detach()
         base = getattr(loader, "base_dataloader", loader)
         data = base.dataset
-        # The batches of ConsumedDataset are converted in it; `collate_fn` returns them unchanged.
-        owner, name = (data, "to_inputs") if isinstance(data, ConsumedDataset) else (base, "collate_fn")
+        # The batches of a Consumed are converted in it; `collate_fn` returns them unchanged.
+        owner, name = (data, "to_inputs") if isinstance(data, Consumed) else (base, "collate_fn")
         before = getattr(owner, name)
         setattr(owner, name, self._extended(before, of_batch=owner is data))
         hooks = [

@@ -9,7 +9,7 @@ import torch
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
-from energon_packed.integrations.transformers.loader_state import LoaderState
+from energon_packed.integrations.transformers.checkpoints import CheckpointCallback
 from energon_packed.integrations.transformers.metrics import LogCallback
 from energon_packed.loading.batch import (
     PackedBatch,
@@ -44,7 +44,7 @@ class _Targets(NamedTuple):
     names: list[str]
 
 
-class MixtureCallback(LoaderState, LogCallback):
+class MixtureCallback(CheckpointCallback, LogCallback):
     """TrainerCallback that updates the weights of a mixture by the losses of its sources.
 
         mixture = MixtureDistributor(parts, [1, 1], repeat=True, names=names)

@@ -7,14 +7,14 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
-from energon_packed.integrations.transformers.loader_state import LoaderState
+from energon_packed.integrations.transformers.checkpoints import CheckpointCallback
 from energon_packed.loading.batch import PackedBatch
 from energon_packed.loading.monitoring.order_log import LoggedSamples, OrderLog
 from energon_packed.loading.ranks import group_place
 from energon_packed.loading.state import Position
 
 
-class OrderLogCallback(LoaderState):
+class OrderLogCallback(CheckpointCallback):
     """TrainerCallback that writes the order log of a Trainer over a PackedDataset: a line for each used micro batch.
 
         trainer = Trainer(model, args, train_dataset=dataset, data_collator=PaddingFreeCollator(),

@@ -8,9 +8,10 @@ from typing import Any
 import datasets
 import torch
 
-from energon_packed.errors import BatchError, ConfigError
+from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import check_loader_rank
-from energon_packed.integrations.trainer_state import ConsumedBatches, exact_steps
+from energon_packed.integrations.consumed import Consumed
+from energon_packed.loading.dataflow.loader import unchanged
 from energon_packed.loading.ranks import group_place
 from energon_packed.loading.resharding import check_not_resharded, refuse_dispatch
 
@@ -32,12 +33,9 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
     finished row, so the loader decides the batch size. The stream does not end: `max_steps` ends the training.
 
     Args:
-        loader: DataflowLoader of this rank; or a function that returns it,
-            called on first use, since TrainingArguments initializes the process group that a loader needs.
+        loader: as for Consumed; or a function that returns it, called on first use, since TrainingArguments
+            initializes the process group that a loader needs.
         order_log: folder in which every used batch is recorded; by default the folder of the loader.
-
-    Attributes:
-        used: batches that the Trainer has used; None if no TrainerStreamCallback counts them.
 
     Examples:
         >>> loader = DataflowLoader(MapDistributor([{"text": "A document."}] * 4), encoder)
@@ -49,22 +47,17 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
         # The parent class requires a source of examples, which is never read.
         super().__init__(datasets.iterable_dataset.ExamplesIterable(tuple, {}))
         self._source, self._order_log = loader, order_log
-        self.used: int | None = None
 
     @cached_property
-    def loader(self) -> Any:
-        """The loader of this rank."""
-        return self._source() if _is_function(self._source) else self._source
-
-    @cached_property
-    def batches(self) -> ConsumedBatches:
-        """The batches of the loader, with the state after each used batch."""
-        return ConsumedBatches(self.loader, order_log=self._order_log)
+    def consumed(self) -> Consumed:
+        """The batches of the loader; yielded batches count as used, unless a TrainerStreamCallback counts them."""
+        loader = self._source() if callable(self._source) else self._source
+        return Consumed(loader, unchanged, order_log=self._order_log)
 
     @property
     def steps(self) -> int | None:
         """Batches of this rank in one epoch; None if the number is not known in advance."""
-        return exact_steps(self.loader)
+        return self.consumed.loader.steps
 
     @property
     def num_shards(self) -> int:
@@ -79,7 +72,7 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
         Raises:
             ConfigError: the loader has another rank or world size.
         """
-        check_loader_rank(self.loader, index, num_shards)
+        check_loader_rank(self.consumed.loader, index, num_shards)
         return self
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,19 +95,5 @@ class TrainerStream(datasets.IterableDataset, torch.utils.data.IterableDataset[A
         except ConfigError as error:
             # The arguments of a stock Trainer are not known here; the callback knows them.
             raise ConfigError(f"{error} {_ALL_ARGUMENTS}") from error
-        check_loader_rank(self.loader, *group_place())
-        return self._endless()
-
-    def _endless(self) -> Iterator[Any]:
-        while True:
-            before = self.batches.read
-            for batch in self.batches.epoch():
-                if self.used is None:  # no callback saves the state
-                    self.batches.use(self.batches.read)
-                yield batch
-            if self.batches.read == before:
-                raise BatchError("the loader has no batch in an epoch. Check its data.")
-
-
-def _is_function(loader: Any) -> bool:
-    return callable(loader) and not hasattr(loader, "state_dict")
+        check_loader_rank(self.consumed.loader, *group_place())
+        return self.consumed.forever()

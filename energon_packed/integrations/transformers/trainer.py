@@ -5,21 +5,22 @@ loss is the mean over tokens. The evaluation loss of a stock Trainer is the mean
 with few targets has the same weight as a row with many targets, and with several processes some packs count twice.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.accelerate import prepared_loader
+from energon_packed.integrations.accelerate import PreparedLoader
+from energon_packed.integrations.consumed import Consumed
 from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
-from energon_packed.integrations.transformers.loader_state import LoaderState, TrainerStreamCallback
+from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, TrainerStreamCallback
+from energon_packed.integrations.transformers.patches import check_trainer, names_of_model
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.libraries import private
 from energon_packed.loading.batch import target_losses, target_weights
@@ -60,8 +61,7 @@ class PackedTrainerMixin(Trainer):
     def __init__(
         self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
     ) -> None:
-        for name in ("_save_checkpoint", "_issue_warnings_after_load"):
-            private(Trainer, name, "transformers")  # methods below replace them
+        check_trainer()
         super().__init__(*args, **kwargs)
         self.balance: Balance | None = balance
         if balance is None and self.args.train_sampling_strategy == "group_by_length":
@@ -116,12 +116,13 @@ class PackedTrainerMixin(Trainer):
         )
         # Processes of tensor, context and sequence parallelism share a rank, and the first of them writes its log.
         is_first = self.accelerator.process_index % self._replicas() == 0
-        self._loader = prepared_loader(
-            self.accelerator,
+        consumed = _TrainerRows(
             loader,
             lambda batch: self.data_collator([batch]),
+            ahead=1,
             order_log=self._order_log if is_first else None,
         )
+        self._loader = PreparedLoader(self.accelerator, consumed)
         return self._loader
 
     def num_examples(self, dataloader: Any) -> int:
@@ -146,15 +147,8 @@ class PackedTrainerMixin(Trainer):
         By default Transformers saves some models (Qwen2-VL, Qwen2.5-VL) with the names of their first release, which
         only `from_pretrained` converts. `save_model` does so, for other tools.
         """
-        saved = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        if not isinstance(saved, PreTrainedModel) or "save_pretrained" in vars(saved):  # the user replaced it
+        with names_of_model(self.accelerator.unwrap_model(self.model, keep_torch_compile=False)):
             super()._save_checkpoint(model, trial)
-            return
-        saved.save_pretrained = partial(saved.save_pretrained, save_original_format=False)
-        try:
-            super()._save_checkpoint(model, trial)
-        finally:
-            del saved.save_pretrained
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Refuse a checkpoint that did not restore all weights; the Trainer would only log a warning.
@@ -428,7 +422,7 @@ class SetEpochCallback(TrainerCallback):
         self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
 
 
-class _OrderState(LoaderState):
+class _OrderState(CheckpointCallback):
     """Callback that saves and restores the position of a PackedTrainer in the order of its data."""
 
     remedy = "resume it with the Trainer that saved it"
@@ -449,6 +443,23 @@ class _OrderState(LoaderState):
         """Return the state of the loader, the same on all ranks."""
         state: dict[str, Any] = self._trainer._loader.state_dict()
         return state
+
+
+class _TrainerRows(Consumed):
+    """Consumed for a Trainer that skips batches when it resumes in an epoch.
+
+    Attributes:
+        placeholders: empty batches at the start of the next iteration, for a Trainer that skips this many: the loader
+            continues after the batches that they replace.
+    """
+
+    placeholders = 0
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for _ in range(self.placeholders):
+            yield {}
+        self.placeholders = 0
+        yield from super().__iter__()
 
 
 class _EvaluationRows(torch.utils.data.Dataset[dict[str, Any]]):

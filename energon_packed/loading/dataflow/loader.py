@@ -419,13 +419,26 @@ class DataflowLoader(torch.utils.data.DataLoader[Any], Loader):
     save_state_rank, restore_state_rank = state_dict, load_state_dict  # names of Energon's savable loaders
 
     def log_order(self, folder: str | Path) -> None:
-        """Write a line for each batch into this folder; `order_log` of the constructor."""
+        """Write a line for each batch into this folder; `order_log` of the constructor.
+
+        Raises:
+            ConfigError: the loader has a log already.
+        """
+        if self.order_log is not None:
+            raise ConfigError(
+                f"`order_log` must be set once, got {folder} for a loader with a log. Remove one of them."
+            )
         self.order_log = OrderLog(folder, self.place, self._order_facts, workers=self._plan.log_workers)
 
-    def order_logs(self, position: Position) -> Iterator[tuple[OrderLog, Position]]:
-        """Yield the order log, if there is one, with the position."""
+    def hold_log(self) -> None:
+        """Write the lines of the order log only when `release_log` is called, as the trainer reads ahead."""
         if self.order_log is not None:
-            yield self.order_log, position
+            self.order_log.hold()
+
+    def release_log(self, position: Position) -> None:
+        """Write the lines of the batches up to a position, which are consumed."""
+        if self.order_log is not None:
+            self.order_log.release(position)
 
     def _order_facts(self) -> dict[str, Any]:
         distributor = self.roles.distributor

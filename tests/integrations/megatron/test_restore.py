@@ -11,7 +11,7 @@ from megatron.energon.savable_loader import SavableDataLoaderState
 
 from energon_packed import BatchError, ChatEncoder, ConfigError, get_packed_loader
 from tests.conftest import Packer
-from tests.internals import MegatronIterator, ordered_loader, restore_iterator, state_file
+from tests.internals import MegatronIterator, global_loader, restore_iterator, state_file
 from tests.internals import restore as module
 
 NAME = "train_dataloader_dprank000.pt"
@@ -69,7 +69,7 @@ def test_a_state_of_the_global_order_is_that_of_every_rank(
         place: dict[str, Any] = {"world_size": ranks, "num_workers": 0}
         shards = pack_demo().shards
         return [
-            MegatronIterator(ordered_loader(shards, encoder, rank=rank, **place), "bridge") for rank in range(ranks)
+            MegatronIterator(global_loader(shards, encoder, rank=rank, **place), "bridge") for rank in range(ranks)
         ]
 
     def tokens(ranks: list[MegatronIterator], steps: int) -> list[Any]:
@@ -92,7 +92,7 @@ def test_a_state_of_the_global_order_is_that_of_every_rank(
 
 def test_reading_draws_no_random_numbers_of_the_training(pack_demo: Packer, encoder: ChatEncoder) -> None:
     """Otherwise dropout on the host would differ after a restart, when the loader starts at another step."""
-    loader = ordered_loader(pack_demo().shards, encoder, rank=0, world_size=1, num_workers=0)
+    loader = global_loader(pack_demo().shards, encoder, rank=0, world_size=1, num_workers=0)
     before = torch.get_rng_state()
     next(MegatronIterator(loader, "bridge"))
     assert torch.equal(torch.get_rng_state(), before)

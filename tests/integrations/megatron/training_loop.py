@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from energon_packed import PaddingFreeCollator
 from tests.integrations.megatron.on_cpu import PackedAttention, run_on_cpu
-from tests.internals import ordered_loader, train_valid_test_dataloaders_provider
+from tests.internals import global_loader, train_valid_test_dataloaders_provider
 
 STEPS, COMPLETE, INTERRUPTED = 6, 3, 4
 MICRO_BATCHES, SEQ_LEN, VOCABULARY, LAYERS, LEARNING_RATE = 2, 64, 64, 2, 0.5
@@ -266,7 +266,7 @@ def reference() -> None:
     model = build_model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     ranks = [
-        iter(ordered_loader(Path(shards), None, rank=rank, world_size=int(world_size), num_workers=0))
+        iter(global_loader(Path(shards), None, rank=rank, world_size=int(world_size), num_workers=0))
         for rank in range(int(world_size))
     ]
     for _ in range(STEPS):

@@ -12,9 +12,9 @@ import torch
 from accelerate import Accelerator
 
 from energon_packed import (
+    Consumed,
     DataflowLoader,
     EnergonDistributor,
-    GatheredLoader,
     JointLoader,
     MapDistributor,
     PackedDataset,
@@ -24,7 +24,7 @@ from energon_packed import (
     get_packed_loader,
     prepare_loader,
 )
-from tests.internals import MegatronIterator, ordered_loader
+from tests.internals import MegatronIterator, global_loader
 
 Run = tuple[Iterator[Any], Callable[[], Any]]
 """Batches, and a function that returns the state of all ranks after the last batch."""
@@ -54,8 +54,8 @@ def accelerated(packs: Path, log: Path, state: Any) -> Run:
     return _loader(loader, state)
 
 
-def gathered(packs: Path, log: Path, state: Any) -> Run:
-    loader = GatheredLoader(planned(packs), to_inputs=lambda batch: batch, order_log=log)
+def consumed(packs: Path, log: Path, state: Any) -> Run:
+    loader = Consumed(planned(packs), lambda batch: batch, order_log=log)
     run, _ = _loader(loader, state)
     return run, loader.state_dict
 
@@ -67,7 +67,7 @@ def joint(packs: Path, log: Path, state: Any) -> Run:
 
 def megatron(packs: Path, log: Path, state: Any) -> Run:
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    loader = ordered_loader(packs, None, rank=rank, world_size=world_size, num_workers=0, order_log=log)
+    loader = global_loader(packs, None, rank=rank, world_size=world_size, num_workers=0, order_log=log)
     batches = MegatronIterator(loader, "bridge")
     if state is not None:
         batches.restore_state(state)
@@ -78,27 +78,18 @@ def trainer_stream(packs: Path, log: Path, state: Any) -> Run:
     """As the Trainer: it reads two batches ahead, and its callback reports each used batch."""
     stream = TrainerStream(pooled(packs), order_log=log)
     if state is not None:
-        stream.batches.restore(state)
-    stream.used = 0
+        stream.consumed.load_state_dict(state)
+    stream.consumed.ahead = None
 
     def batches() -> Iterator[Any]:
-        source, waiting = stream._endless(), list[Any]()
+        source, waiting = iter(stream), list[Any]()
         while True:
             while len(waiting) < 3:
                 waiting.append(next(source))
-            stream.used = (stream.used or 0) + 1
-            stream.batches.use(stream.used)
+            stream.consumed.use()
             yield waiting.pop(0)
 
-    return batches(), lambda: gather_state(_Used(stream))
-
-
-class _Used:
-    def __init__(self, stream: TrainerStream) -> None:
-        self.stream = stream
-
-    def state_dict(self) -> Any:
-        return self.stream.batches.state()
+    return batches(), stream.consumed.state_dict
 
 
 def energon(packs: Path, log: Path, state: Any) -> Run:
@@ -111,7 +102,7 @@ KINDS: dict[str, Callable[[Path, Path, Any], Run]] = {
     "planned": lambda packs, log, state: _loader(planned(packs, order_log=log), state),
     "pooled": lambda packs, log, state: _loader(pooled(packs, order_log=log), state),
     "accelerated": accelerated,
-    "gathered": gathered,
+    "consumed": consumed,
     "joint": joint,
     "megatron": megatron,
     "trainer_stream": trainer_stream,

@@ -15,7 +15,7 @@ PACKS = 41
 @pytest.mark.timeout(300)
 def test_four_kills_and_three_changes_of_ranks(tmp_path: Path) -> None:
     packs = energon_folder(tmp_path, PACKS)
-    kinds = ["planned", "pooled", "accelerated", "gathered", "joint", "megatron", "trainer_stream"]
+    kinds = ["planned", "pooled", "accelerated", "consumed", "joint", "megatron", "trainer_stream"]
     given = (tmp_path, packs)
     # The first kill is before a checkpoint, the next is after the batches of a checkpoint, so that lines are replaced;
     # the last process continues to the end.

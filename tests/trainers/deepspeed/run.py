@@ -1,4 +1,4 @@
-"""DeepSpeed with ZeRO stages 1 to 3 on the CPU, with GatheredLoader, as on docs/trainers.md."""
+"""DeepSpeed with ZeRO stages 1 to 3 on the CPU, with Consumed, as on docs/trainers.md."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ os.environ["DS_ACCELERATOR"] = "cpu"
 
 import deepspeed
 
-from energon_packed import GatheredLoader, PackedDataset, PaddingFreeCollator, get_packed_loader, step_targets
+from energon_packed import Consumed, PackedDataset, PaddingFreeCollator, get_packed_loader, step_targets
 from tests.trainers.recorder import Recorder, Spec
 
 
@@ -37,7 +37,7 @@ def main(spec: Spec) -> None:
         **data if spec.kind == "training_data" else {},
     )
     if spec.kind != "training_data":
-        loader = GatheredLoader(get_packed_loader(spec.packs, epochs=1, num_workers=0))
+        loader = Consumed(get_packed_loader(spec.packs, epochs=1, num_workers=0))
     if spec.resume:
         _, client_state = engine.load_checkpoint(spec.checkpoints)
         loader.load_state_dict(client_state["loader"])

@@ -11,7 +11,7 @@ from tests.trainers.harness import Data, prove
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_zero_is_exact(trainer_data: Data, tmp_path: Path, stage: int) -> None:
     # DeepSpeed saves no states of random number generators.
-    title = f"DeepSpeed ZeRO-{stage}, `GatheredLoader`"
+    title = f"DeepSpeed ZeRO-{stage}, `Consumed`"
     packages = ("deepspeed",)
     kind = f"stage {stage}"
     result = prove("deepspeed", trainer_data, tmp_path, kind=kind, title=title, packages=packages, dropout=0.0)

@@ -1,4 +1,4 @@
-"""Lightning and Fabric with GatheredLoader, as on docs/trainers.md; and Lightning with a DataLoader."""
+"""Lightning and Fabric with Consumed, as on docs/trainers.md; and Lightning with a DataLoader."""
 
 import sys
 from itertools import islice
@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from energon_packed import (
+    Consumed,
     DataflowLoader,
-    GatheredLoader,
     MapDistributor,
     PackedDataset,
     PaddingFreeCollator,
@@ -27,8 +27,8 @@ def make_loader(spec: Spec) -> Any:
     if spec.kind == "map":
         return torch.utils.data.DataLoader(PackedDataset(spec.packs), shuffle=True, collate_fn=PaddingFreeCollator())
     if spec.kind == "dataflow":
-        return GatheredLoader(DataflowLoader(MapDistributor(PackedDataset(spec.packs))))
-    return GatheredLoader(get_packed_loader(spec.packs, epochs=1, num_workers=0))
+        return Consumed(DataflowLoader(MapDistributor(PackedDataset(spec.packs))))
+    return Consumed(get_packed_loader(spec.packs, epochs=1, num_workers=0))
 
 
 class Module(lightning.LightningModule):

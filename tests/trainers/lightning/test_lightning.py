@@ -8,9 +8,9 @@ from tests.trainers.blocks import check_block
 from tests.trainers.harness import Data, prove
 
 KINDS = {
-    "energon": "Lightning, `GatheredLoader` over `get_packed_loader`",
-    "dataflow": "Lightning, `GatheredLoader` over `DataflowLoader`",
-    "fabric": "Fabric, `GatheredLoader`",
+    "energon": "Lightning, `Consumed` over `get_packed_loader`",
+    "dataflow": "Lightning, `Consumed` over `DataflowLoader`",
+    "fabric": "Fabric, `Consumed`",
 }
 
 

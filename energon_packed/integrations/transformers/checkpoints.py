@@ -1,9 +1,12 @@
-"""The state of a loader in the checkpoints of transformers.Trainer.
+"""States of loaders and callbacks in the checkpoints of transformers.Trainer.
 
 | name | content |
 |---|---|
-| LoaderState | callback that saves a loader state in each checkpoint, and restores it |
-| TrainerStreamCallback | LoaderState of a TrainerStream |
+| CheckpointCallback | base class of callbacks that save a state in each checkpoint, and restore it |
+| TrainerStreamCallback | the state of a TrainerStream |
+
+Transformers asks callbacks that are `ExportableState` for their states on rank 0 alone, where the states of all ranks
+cannot be collected.
 """
 
 import os
@@ -18,11 +21,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.stream import TrainerStream
-from energon_packed.loading.state import gathered
 
 
-class LoaderState(TrainerCallback, ABC):
-    """Base class of callbacks that save the state of a loader in each checkpoint, and restore it exactly.
+class CheckpointCallback(TrainerCallback, ABC):
+    """Base class of callbacks that save a state, as of a loader, in each checkpoint, and restore it exactly.
 
     The state of all ranks is in `trainer_state.json`. A subclass implements `restore` and `state`.
 
@@ -39,11 +41,11 @@ class LoaderState(TrainerCallback, ABC):
 
     @abstractmethod
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
-        """Move the loader to a saved state."""
+        """Continue from a saved state."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the state of the loader for all ranks, after the last used batch."""
+        """Return the state of all ranks, after the last used batch."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the state of a checkpoint that training resumes from."""
@@ -71,7 +73,7 @@ class LoaderState(TrainerCallback, ABC):
         os.replace(atomic_path, path)
 
 
-class TrainerStreamCallback(LoaderState):
+class TrainerStreamCallback(CheckpointCallback):
     """TrainerCallback that saves the state of a TrainerStream in each checkpoint, and restores it.
 
     Micro batches that the Trainer has read ahead, but not used, at the time of the save are read again. Reading
@@ -95,8 +97,8 @@ class TrainerStreamCallback(LoaderState):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the state of a checkpoint that training resumes from."""
         check_training_arguments(args, self.stream)
-        self.stream.batches.give_back()  # of an earlier training
-        self.stream.used = 0
+        self.stream.consumed.ahead = None  # this callback counts the used batches
+        self.stream.consumed.give_back()  # of an earlier training
         if (loader := kwargs.get("train_dataloader")) is not None:
             # The iterator of a DataLoader draws a seed for worker processes. The Trainer restores torch's random state
             # before it makes the iterator of a resumed run, so the seed must not be drawn from that state.
@@ -105,15 +107,14 @@ class TrainerStreamCallback(LoaderState):
 
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
         """Move the stream to a saved state."""
-        self.stream.batches.restore(state)
+        self.stream.consumed.load_state_dict(state)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the stream for all ranks."""
-        return gathered(self.stream.batches.state())
+        return self.stream.consumed.state_dict()
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a micro batch of a step as used."""
-        self.stream.used = (self.stream.used or 0) + 1
-        self.stream.batches.use(self.stream.used)
+        self.stream.consumed.use()
 
     on_step_end = on_substep_end  # of the last micro batch
