@@ -15,38 +15,33 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from energon_packed import PackOptions
-from energon_packed.encoding import EncoderSettings
 from energon_packed.options import Declaration, declared
 from energon_packed.pipeline.survey import LengthsOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES: dict[str, tuple[str, type[Any]]] = {
-    "pack": ("packing.md", PackOptions),
-    "lengths": ("inspect.md", LengthsOptions),
-    "verify": ("inspect.md", EncoderSettings),
+    "pack": ("command-line.md", PackOptions),
+    "lengths": ("command-line.md", LengthsOptions),
 }
-_WITHOUT_DEFAULTS = (EncoderSettings,)  # `verify` reads options that are not passed from packing.json
 _GROUPS = ("Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run")
 
 
 def table(cls: type[Any]) -> str:
-    """Render the options of a class as Markdown tables, one per group."""
-    options = sorted(
-        (option for option in declared(cls) if option.flags), key=lambda option: _GROUPS.index(option.group)
-    )
-    parts = []
-    for group, members in groupby(options, key=lambda option: option.group):
-        if cls in _WITHOUT_DEFAULTS:
-            rows = [f"| {_flags(option)} | `{option.name}` | {_meaning(option)} |" for option in members]
-            head = f"**{group}**\n\n| option | name in Python | meaning |\n|---|---|---|"
-        else:
-            rows = [
-                f"| {_flags(option)} | `{option.name}` | {_default(option)} | {_meaning(option)} |"
-                for option in members
-            ]
-            head = f"**{group}**\n\n| option | name in Python and `--config` | default | meaning |\n|---|---|---|---|"
-        parts.append("\n".join([head, *rows]))
+    """Render the options of a class as Markdown tables, one per group; options that `pack` has too are only listed."""
+    known = {} if cls is PackOptions else {option.name: _row(option) for option in declared(PackOptions)}
+    options = [option for option in declared(cls) if option.flags]
+    shared = [option for option in options if known.get(option.name) == _row(option)]
+    others = [option for option in options if option not in shared]
+    others.sort(key=lambda option: _GROUPS.index(option.group))
+    parts = [f"As in `pack`: {', '.join(_code(option.flags[0]) for option in shared)}."] if shared else []
+    for group, members in groupby(others, key=lambda option: option.group):
+        head = f"**{group}**\n\n| option | name in Python and `--config` | default | meaning |\n|---|---|---|---|"
+        parts.append("\n".join([head, *map(_row, members)]))
     return "\n\n".join(parts)
+
+
+def _row(option: Declaration) -> str:
+    return f"| {_flags(option)} | `{option.name}` | {_default(option)} | {_meaning(option)} |"
 
 
 def _flags(option: Declaration) -> str:

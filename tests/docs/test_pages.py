@@ -62,7 +62,7 @@ def test_option_tables_are_up_to_date() -> None:
     assert done.returncode == 0, "run python tools/make_option_tables.py"
 
 
-@pytest.mark.parametrize(("name", "page"), [("pack", "packing.md"), ("lengths", "inspect.md")])
+@pytest.mark.parametrize(("name", "page"), [("pack", "command-line.md"), ("lengths", "command-line.md")])
 def test_every_option_is_on_its_page(name: str, page: str) -> None:
     command: Any = cli.get_command(None, name)
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
