@@ -10,7 +10,7 @@ from typing import Any
 import lazy_loader
 
 _load, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-_LMMS_ENGINE, _COSMOS = "docs/from-lmms-engine.md", "docs/from-cosmos.md"
+_LMMS_ENGINE, _COSMOS = "docs/migrate.md#lmms-engine", "docs/migrate.md#cosmos"
 # Names that users of other packages type, their equivalents, and the page that compares them.
 _EQUIVALENTS = {
     "DatasetConfig": ("DataflowConfig", _LMMS_ENGINE),

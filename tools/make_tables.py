@@ -38,7 +38,7 @@ _EXTRAS = {
     "ray": "`pack --engine ray`, on [many nodes](many-nodes.md)",
     "report": "[`report`](inspect.md)",
     "video": "[video files](videos.md)",
-    "s3": "[object stores](object-storage.md)",
+    "s3": "[object stores](media.md#object-stores)",
 }
 
 
