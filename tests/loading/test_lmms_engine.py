@@ -302,12 +302,14 @@ def test_an_unknown_or_missing_name_is_a_config_error() -> None:
     ],
 )
 def test_names_of_other_packages_have_a_hint(name: str, equivalent: str) -> None:
-    hint = rf"energon_packed has no {name}. Use {equivalent}.*; see docs/from-\w+(-\w+)?.md"
+    hint = rf"energon_packed has no {name}. Use {equivalent}.*; see docs/migrate.md#[\w-]+"
     with pytest.raises(AttributeError, match=hint), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         getattr(energon_packed, name)
     with pytest.warns(UserWarning, match=hint), pytest.raises(ImportError):
         exec(f"from energon_packed import {name}")
     assert not hasattr(energon_packed, "Anything")
-    for _, page in energon_packed._EQUIVALENTS.values():
-        assert (Path(__file__).parents[2] / page).is_file()
+    for _, section in energon_packed._EQUIVALENTS.values():
+        page, _, anchor = section.partition("#")
+        text = (Path(__file__).parents[2] / page).read_text(encoding="utf-8")
+        assert f"\n## {anchor}\n" in text.lower()
