@@ -12,9 +12,10 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER
-from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field, unused_fields
+from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
+from energon_packed.records.unused_fields import unused_fields
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, VideoReference
 from energon_packed.records.video_fields import Video, read_video, read_videos, unsupported_media
 

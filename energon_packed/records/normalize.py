@@ -26,7 +26,6 @@ from energon_packed.records.conversation import (
 from energon_packed.records.fields import (
     ARRAY_REMEDY,
     OBJECT,
-    RECORD_WEIGHTS,
     SYSTEM_FIELDS,
     Record,
     check_writable,
@@ -35,7 +34,6 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
     shown,
-    unsupported,
     unsupported_field,
 )
 from energon_packed.records.media import ImageRoot
@@ -53,6 +51,7 @@ from energon_packed.records.record_formats.messages import Messages, ShareGPT, r
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, is_turn, keys_of
 from energon_packed.records.unlisted_media import check_unlisted
+from energon_packed.records.unused_fields import RECORD_WEIGHTS, unsupported
 from energon_packed.records.video import VIDEO_PLACEHOLDER
 from energon_packed.records.video_fields import check_video_fields
 

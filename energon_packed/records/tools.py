@@ -11,18 +11,11 @@ import orjson
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import (
-    OBJECT,
-    Record,
-    is_given,
-    missing_field,
-    parse_json,
-    read_json_list,
-    unsupported,
-    unsupported_field,
-)
+from energon_packed.records.exact_json import parse_json
+from energon_packed.records.fields import OBJECT, Record, is_given, missing_field, read_json_list, unsupported_field
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats import PartialConversation
+from energon_packed.records.unused_fields import unsupported
 
 TOOLS_IN_TEXT = "tools are in the system text"
 """Note of a conversation whose `tools` field is not rendered, because the system text contains the tools."""

@@ -17,7 +17,7 @@ loss_mask    Megatron: 1 is a target, 0 is not
 masked       torchtune: true is not a target
 mask         ambiguous (trained in some datasets, hidden in others), so it is rejected
 
-Other fields are counted by name, or reject the record if they would change training (`fields.unused_fields`).
+Other fields are counted by name, or reject the record if they would change training (`unused_fields.unused_fields`).
 """
 
 import math
@@ -30,6 +30,7 @@ import orjson
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, LOSS_WEIGHTS, Message, is_loss_weight
+from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import (
     OBJECT,
     Record,
@@ -38,14 +39,13 @@ from energon_packed.records.fields import (
     is_given,
     key_names,
     missing_field,
-    parse_json,
     read_objects,
     read_text,
     shown,
-    unsupported,
     unsupported_field,
 )
 from energon_packed.records.media_fields import Media, has_tags
+from energon_packed.records.unused_fields import unsupported
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
 from energon_packed.records.video_fields import (
     FILE_FIELDS,

@@ -22,9 +22,10 @@ from dataclasses import replace
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import Record, is_given, shown, unsupported_field, unused_fields
+from energon_packed.records.fields import Record, is_given, shown, unsupported_field
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_FILES
+from energon_packed.records.unused_fields import unused_fields
 from energon_packed.records.video import SIGNATURE_BYTES, VideoReference, has_video_suffix, is_video_content
 
 Video = VideoReference | list[MediaReference]

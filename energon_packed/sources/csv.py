@@ -16,7 +16,7 @@ import orjson
 import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject
-from energon_packed.records.fields import parse_json
+from energon_packed.records.exact_json import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.convert import BATCH_ROWS, arrow_errors, converted, local_copy, not_utf8, write_batches

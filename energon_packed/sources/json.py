@@ -34,7 +34,8 @@ import orjson
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import Streams, of_type, read_range
-from energon_packed.records.fields import ARRAY_REMEDY, parse_json
+from energon_packed.records.exact_json import parse_json
+from energon_packed.records.fields import ARRAY_REMEDY
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import LONGEST_RECORD, Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted, local_copy, not_utf8

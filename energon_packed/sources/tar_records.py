@@ -22,7 +22,8 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import Conversation, MediaReference, VideoReference
-from energon_packed.records.fields import is_given, parse_json
+from energon_packed.records.exact_json import parse_json
+from energon_packed.records.fields import is_given
 from energon_packed.records.record_formats import RECORD_FORMATS
 from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, is_video_content
 from energon_packed.sources.base import LONGEST_RECORD

@@ -7,7 +7,7 @@ To add a record format, write a subclass of `RecordFormat` with `@register_recor
 
 import re
 
-from energon_packed.records.fields import OBJECT, Record, check_preference, is_given, key_names, missing_field
+from energon_packed.records.fields import OBJECT, Record, is_given, key_names, missing_field
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextCaps, TextsImages
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
@@ -24,6 +24,7 @@ from energon_packed.records.record_formats.question_answer import (
 )
 from energon_packed.records.record_formats.video_datasets import KeyframeCaptions, QuestionList, VideoProblem
 from energon_packed.records.unlisted_media import refers_to_media
+from energon_packed.records.unused_fields import check_preference
 
 # Names of string fields that are metadata, so that the suggested `map` does not contain them.
 _NO_TEXT = re.compile(

@@ -29,11 +29,11 @@ from energon_packed.records.fields import (
     one_text,
     read_objects,
     read_text,
-    unsupported,
 )
 from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
+from energon_packed.records.unused_fields import unsupported
 from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 SEVERAL_CAPTIONS = "several captions: the first is the target"

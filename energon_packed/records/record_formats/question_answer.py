@@ -69,13 +69,13 @@ from energon_packed.records.fields import (
     missing_field,
     one_text,
     read_text,
-    unsupported,
     unsupported_field,
 )
 from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
 from energon_packed.records.turns import read_history, read_messages, read_tool_calls
+from energon_packed.records.unused_fields import unsupported
 
 SEVERAL_ANSWERS = "several answers: one is the target"
 _ANSWERS = ("answer", "response", "multiple_choice_answer")

@@ -1,0 +1,173 @@
+"""Fields that nothing reads, of a record, a turn or a part: counted by name, or rejected if training would change.
+
+`REMEDIES` is the table of the second kind. `check_preference` also writes an adapter for preference data.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, unsupported_field
+
+RECORD_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_scale")
+"""Fields of a record that may have its loss weight; `normalize` reads them with `record_weight='loss'`."""
+
+_PREFERENCE = "preference data is out of scope"
+_CHOSEN_REMEDY = f"{_PREFERENCE}; return the answer to train on as messages from an `adapter`"
+_QUESTIONS = ("prompt", "question", "instruction", "query", "input")  # beside `chosen`
+_FIRST_ROLES = ("system", "user", "human")
+_ASSISTANT = "Assistant: "
+_KEPT = ("id", "system", "images", "image", "videos", "video", "tools")
+_MASK = "give each turn a weight: 0 or 1"
+_RECORD_WEIGHT = (
+    "set `record_weight` to loss if it multiplies the loss of the record; to repeat or sample records, use the "
+    "`weight` of a source"
+)
+_TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of a turn"
+# Fields that would change training if they were ignored: pattern of the name -> remedy. Other fields are only counted.
+REMEDIES = {
+    r"audios?|audio_.*": "audio is not supported; remove it, or convert it to text",
+    r"chosen.*|rejected.*|preferred|dispreferred": _CHOSEN_REMEDY,
+    r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
+    r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
+    r"system.*|developer.*": "pass it as system",
+    r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
+    r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
+    r"bbox(es)?|bounding_boxes": "write the boxes into the text, in the coordinates of the model, with an `adapter`",
+    r".*_pixels|resized_(height|width)": "resize the image, or pass min_pixels and max_pixels as options",
+    r"video(?!.*_ids?$).*": "pass video files or lists of frames as videos",
+    r"n?frames|(min|max)_frames|do_sample_frames": "pass the frames as videos, one list for each video",
+    r"history": "write the earlier turns as messages",
+    r"image_urls?": "nothing is fetched; download the image and give its path as image",
+    r"pixel_values(_.*)?|(image|video)_grid_thw": "pixels are computed while training; list the images as images",
+    r"images?|inline_data|file_data": "list images in the images field of the record",
+    r"patch_positions": "list it in the record",
+}
+_RISKY = re.compile("|".join(f"(?:{pattern})" for pattern in REMEDIES))
+_WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s.-]+")
+_ABOUT_VIDEO = re.compile(
+    r"video_(fps|duration|length|width|height|size|resolution|num_frames|source|title|name|type|category|format|codec|"
+    r"hash|urls?|link|metadata)"
+)
+_MEDIA = re.compile(r"images?|image_urls?|videos?")  # `unlisted_media.py` decides about their other spellings
+
+
+def unused_fields(record: Record, known: frozenset[str], label: str = "the record") -> tuple[str, ...]:
+    """List the fields that have a value and are not read.
+
+    Args:
+        record: a record, a turn or a content part.
+        known: fields that are read.
+        label: the object with the fields, for errors.
+
+    Raises:
+        RecordError: `unsupported_field` for a field that would change training, `unsupported_media` for a field with
+            the bytes of an image or video.
+    """
+    # The names are checked before the values: most records have no unknown field, and the answer is cached.
+    names = _unknown(tuple(record), known)
+    if not names:
+        return ()
+    unused = []
+    for name, is_risky in names:
+        value = record[name]
+        if value is None:
+            continue
+        if is_risky and is_given(value) and not _is_metadata(name, record):
+            is_weight = name in RECORD_WEIGHTS and label == "the record" and isinstance(value, int | float)
+            if label == "the record":
+                check_preference(record)
+            raise unsupported(name, label, _RECORD_WEIGHT if is_weight else "")
+        if value.__class__ not in SCALARS and _is_media_bytes(value):
+            raise RecordError(
+                Reason.UNSUPPORTED_MEDIA,
+                f"the field {name} of {label} contains an image or video; rename it to images, or add image={name} to "
+                "`map`",
+            )
+        if not is_risky or is_given(value):
+            unused.append(str(name))
+    return tuple(unused)
+
+
+def unsupported(name: str, label: str = "the record", remedy: str = "") -> RecordError:
+    """Make the RecordError for an unsupported field, with its remedy."""
+    names = (name, _plain_name(name))
+    remedies = (text for pattern, text in REMEDIES.items() if any(re.fullmatch(pattern, n) for n in names))
+    remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")
+    return unsupported_field(f"the field {name} of {label} is not supported: {remedy}")
+
+
+def check_preference(record: Record) -> None:
+    """Reject preference data, whatever other fields the record has.
+
+    Raises:
+        RecordError: `unsupported_field`.
+    """
+    for name in ("chosen", "rejected", "rejected_response"):
+        if is_given(record.get(name)):
+            raise unsupported(name, remedy=_preference_remedy(record))
+
+
+def _preference_remedy(record: Record) -> str:
+    """Write an adapter that trains on the chosen answer, for the usual forms of preference data."""
+    chosen: Any = record.get("chosen")
+    prompt = next((name for name in _QUESTIONS if is_given(record.get(name))), None)
+    turns = next((name for name in ("messages", "conversations") if isinstance(record.get(name), list)), None)
+    is_list = isinstance(chosen, list | tuple) and len(chosen) > 0 and isinstance(chosen[0], OBJECT)
+    is_dialog = is_list and any(chosen[0].get(name) in _FIRST_ROLES for name in ("role", "from"))
+    if is_dialog and not isinstance(record.get("prompt"), list | tuple):
+        kept = '"messages": record["chosen"]'  # with the prompt as its first turn, as in UltraFeedback
+    elif turns is not None and chosen is None:  # ms-swift: the last turn is the chosen answer
+        kept = f'"messages": record["{turns}"]'
+    elif turns is not None and isinstance(chosen, OBJECT):
+        kept = f'"messages": [*record["{turns}"], record["chosen"]]'  # LLaMA-Factory
+    elif prompt is not None and (is_list or isinstance(chosen, str)):
+        kept = f'"prompt": record["{prompt}"], "completion": record["chosen"]'
+        if prompt == "instruction" and is_given(record.get("input")):
+            kept = kept.replace('record["instruction"]', 'record["instruction"] + "\\n\\n" + record["input"]')
+    elif isinstance(chosen, str) and _ASSISTANT in chosen:  # a transcript, as in HH-RLHF
+        kept = f'**dict(zip(("prompt", "completion"), record["chosen"].rsplit("{_ASSISTANT}", 1)))'
+    else:
+        return _CHOSEN_REMEDY
+    kept += "".join(f', "{name}": record["{name}"]' for name in _KEPT if is_given(record.get(name)))
+    return (
+        f"{_PREFERENCE}. To train on the chosen answer, pass --adapter dpo:chosen with this line in dpo.py: "
+        f"def chosen(record): return {{{kept}}}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _unknown(names: tuple[str, ...], known: frozenset[str]) -> tuple[tuple[str, bool], ...]:
+    """List (unknown field, whether ignoring it would change training); cached, as the records of a file share keys."""
+    return tuple((name, _is_risky(str(name))) for name in names if name not in known)
+
+
+def _is_risky(name: str) -> bool:
+    plain = _plain_name(name)
+    return any(_RISKY.fullmatch(n) is not None for n in ((name,) if _MEDIA.fullmatch(plain) else (name, plain)))
+
+
+def _plain_name(name: str) -> str:
+    """Spelling of a name in the patterns: `toolCalls`, `Tool-Calls` and `TOOL_CALLS` are `tool_calls`."""
+    return _WORD_STARTS.sub("_", name).lower()
+
+
+def _is_metadata(name: str, record: Record) -> bool:
+    """Whether a field is harmless: `reasoning` as a flag (Nemotron), `image_url` as the origin of an image (PixMo).
+
+    `video_duration`, `video_url` and similar fields describe a video of the record.
+    """
+    # A flag does not contain reasoning that would be lost.
+    if _plain_name(name) in ("reasoning", "thinking"):
+        return isinstance(record[name], bool) or record[name] in ("on", "off", "yes", "no")
+    if name in ("image_url", "image_urls"):
+        return is_given(record.get("image")) or is_given(record.get("images"))
+    return _ABOUT_VIDEO.fullmatch(name) is not None and any(is_given(record.get(key)) for key in ("video", "videos"))
+
+
+def _is_media_bytes(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = value.get("bytes")
+    return isinstance(value, bytes | bytearray) and len(value) > 0
