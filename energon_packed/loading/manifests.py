@@ -335,11 +335,7 @@ def steps_per_epoch(
     Args:
         path: packed dataset, its manifest, or a Metadataset. Without packing.json, packs are counted
             in the indexes.
-        world_size: data-parallel ranks.
-        micro_batch_size: packs per micro batch.
-        num_workers: loader workers per rank.
-        split: split to read.
-        epoch_end: option of the loader.
+        world_size, micro_batch_size, num_workers, split, epoch_end: as in `PackedLoaderOptions`.
 
     Raises:
         ConfigError: an argument is below its minimum, a rank has no batch, or `epoch_end` is `error` and the packs do

@@ -34,12 +34,9 @@ class EnergonDistributor(Distributor):
     """Read packs as `get_packed_loader` does: Energon shards, shuffles and blends; a value is a pack of its flavor.
 
     Args:
-        path: folder that `energon-packed pack` wrote, or a Metadataset.
-        split: `train`, `val` or `test`.
+        path: as for `get_packed_loader`.
         repeat: draw indefinitely, which blends by weight require; False ends after one exact pass, an epoch.
-        shuffle: mix shards and packs; False reads in order.
-        shuffle_buffer_size: packs in Energon's shuffle buffer.
-        trust_sample_loader, media_root: as in `get_packed_loader`.
+        split, shuffle, shuffle_buffer_size, trust_sample_loader, media_root: as in `PackedLoaderOptions`.
 
     Raises:
         ConfigError, FormatError: as `get_packed_loader`.
