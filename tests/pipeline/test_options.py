@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
@@ -264,3 +265,8 @@ def test_the_default_flavor_is_the_one_that_holds_all_records(build: Any, tmp_pa
 def test_every_class_of_options_checks_names(cls: Any, values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         cls(**values)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    seed = LoaderOptions(seed=np.int64(5)).seed  # type: ignore[arg-type]
+    assert (seed, type(seed)) == (5, int)
