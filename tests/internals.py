@@ -35,6 +35,7 @@ PLACES = {
     "with_weights": "loading.collator:with_weights",
     "count_batch": "loading.monitoring.counts:count_batch",
     "MapData": "loading.map_data:MapData",
+    "order_lines": "loading.monitoring.order_lines",
     "check_order": "loading.monitoring.order_check:check_order",
     "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.dataflow.state_files:redistribute",

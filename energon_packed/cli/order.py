@@ -20,8 +20,8 @@ from energon_packed.errors import ConfigError
 from energon_packed.loading.config import DataflowConfig, is_dataflow_config
 from energon_packed.loading.monitoring.order_check import check_order
 from energon_packed.loading.monitoring.order_data import LoggedData
-from energon_packed.loading.monitoring.order_lines import files_of
-from energon_packed.loading.monitoring.order_lookup import LoggedBatch, logged_step, uses_of
+from energon_packed.loading.monitoring.order_lines import Line, files_of
+from energon_packed.loading.monitoring.order_lookup import logged_step, uses_of
 from energon_packed.loading.monitoring.replay import Run, replay, replay_config
 
 
@@ -79,15 +79,15 @@ def check(folder: Path, data: Path | None, output: Output) -> None:
 def find(ident: str, folder: Path, output: Output) -> None:
     """Show when a sample was trained: epoch, step and rank of each use, in the log of `order_log=DIR`."""
     uses = uses_of(folder, ident)
-    for batch, index in uses:
-        note = ", replaced after a resume" if batch.replaced else ""
-        packs = f" of {', '.join(batch.packs)}" if batch.packs else ""
+    for line, index in uses:
+        note = "" if line.counts else ", replaced after a resume"
+        packs = f" of {', '.join(line.packs)}" if line.packs else ""
         output.console.print(
-            f"epoch {batch.epoch}, step {batch.step}, rank {batch.rank} of {batch.world_size}: sample {index} of "
-            f"{len(batch.ids)}{packs}{note}",
+            f"epoch {line.epoch}, step {line.step}, rank {line.process.rank} of {line.process.world_size}: sample "
+            f"{index} of {len(line.ids or ())}{packs}{note}",
             soft_wrap=True,
         )
-    output.result({"id": ident, "uses": [asdict(batch) | {"sample": index} for batch, index in uses]})
+    output.result({"id": ident, "uses": [_plain(line) | {"sample": index} for line, index in uses]})
     if not uses:
         raise ConfigError(f"{folder} has no sample {ident!r}. Pass an id as it is in `batch.ids`.")
 
@@ -145,22 +145,29 @@ def replay_step(
 
 
 def _show_logged(folder: Path, step: int, epoch: int, data: Path | None, output: Output) -> None:
-    batches = logged_step(folder, step, epoch)
-    texts = dict(_texts(data, batches)) if data is not None else {}
-    for batch in batches:
-        packs = f"{', '.join(batch.packs)}: " if batch.packs else ""
-        output.console.print(f"rank {batch.rank}  {packs}{', '.join(map(str, batch.ids))}", soft_wrap=True)
-        for ident in batch.ids:
-            for line in texts.get(ident, ()):
-                output.console.print(line, soft_wrap=True)
-    ranks = [asdict(batch) for batch in batches]
+    lines = logged_step(folder, step, epoch)
+    texts = dict(_texts(data, lines)) if data is not None else {}
+    for line in lines:
+        packs = f"{', '.join(line.packs)}: " if line.packs else ""
+        output.console.print(f"rank {line.process.rank}  {packs}{', '.join(map(str, line.ids or ()))}", soft_wrap=True)
+        for ident in line.ids or ():
+            for text in texts.get(ident, ()):
+                output.console.print(text, soft_wrap=True)
+    ranks = [_plain(line) for line in lines]
     turns = {"content": texts} if data is not None else {}
     output.result({"step": step, "epoch": epoch, "ranks": ranks} | turns)
 
 
-def _texts(data: Path, batches: list[LoggedBatch]) -> Iterator[tuple[str | None, list[str]]]:
+def _plain(line: Line) -> dict[str, Any]:
+    """Return the batch of a line as JSON output."""
+    place = {"rank": line.process.rank, "world_size": line.process.world_size}
+    samples = {"packs": line.packs, "ids": line.ids, "sources": line.sources}
+    return {"epoch": line.epoch, "step": line.step} | place | samples | {"replaced": not line.counts}
+
+
+def _texts(data: Path, lines: list[Line]) -> Iterator[tuple[str | None, list[str]]]:
     """Yield (id, turns) of the samples of batches."""
-    wanted = {ident for batch in batches for ident in batch.ids if ident is not None}
+    wanted = {ident for line in lines for ident in line.ids or () if ident is not None}
     for ident, conversation in LoggedData(data).samples(wanted):
         turns = [(message.role, message.content) for message in conversation.messages]
         if conversation.text is not None:

@@ -64,7 +64,7 @@ def check_order(folder: Path, data: LoggedData | None = None) -> OrderReport:
         epochs = {number: Epoch(number) for number in numbers}
         for line in files.lines(epochs):
             missing.add(line)
-            epochs[line.entries["epoch"]].add(line)
+            epochs[line.epoch].add(line)
         for number, epoch in epochs.items():
             if not epoch.facts:  # all lines were replaced
                 continue

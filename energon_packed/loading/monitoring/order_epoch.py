@@ -54,13 +54,11 @@ class Epoch:
 
     def add(self, line: Line) -> None:
         """Add a line; the lines that were replaced are before the lines of their rank that replace them."""
-        entries, process = line.entries, line.process
-        ids, sources = entries.get("ids", []), entries.get("sources", [])
-        items, dropped = entries.get("items", []), entries.get("dropped", [])
-        key = (process.rank, entries["step"], process.layout)
-        content = hash((*ids, *map(str, items), *entries.get("packs", ())))
+        process, ids = line.process, line.ids or []
+        key = (process.rank, line.step, process.layout)
+        content = hash((*ids, *map(str, line.items), *line.packs))
         if not line.counts:
-            if line.has_batch:
+            if line.ids is not None:
                 self.totals["repeated"] += 1
                 self._replaced[key] = content
             return
@@ -68,32 +66,31 @@ class Epoch:
             self.facts = process.header
         if line.ends_epoch:
             self._at_end[process.world_size].add(process.rank)
-        if line.has_batch:
+        if line.ids is not None:
             self.totals["steps"] += 1
             if self._replaced.get(key, content) != content and not self.facts.get("learns"):
-                self._different.append(f"step {entries['step']} of rank {process.rank}")
+                self._different.append(f"step {line.step} of rank {process.rank}")
         self.totals["samples"] += len(ids)
-        self.sources.update(map(str, sources))
+        self.sources.update(map(str, line.sources))
         self._ids.extend([hash(ident) for ident in ids if ident is not None])
         self.unnamed += ids.count(None)
-        self.totals["dropped"] += len(dropped)
-        if "packs" in entries:
-            datasets = tuple(sorted(set(map(str, sources))))
-            self._once["packs"].extend([hash((pack, datasets)) for pack in entries["packs"]])
+        self.totals["dropped"] += len(line.dropped)
+        if line.packs:
+            datasets = tuple(sorted(set(map(str, line.sources))))
+            self._once["packs"].extend([hash((pack, datasets)) for pack in line.packs])
             return
+        items = [*line.items, *line.dropped]
         if "size" in process.header:
             self._items[0].add(items)
-            self._items[0].add(dropped)
             # A rank without items in its last step has none to wait for.
-            self._reached[process.rank] = max([self._reached[process.rank], *items, *dropped])
+            self._reached[process.rank] = max([self._reached[process.rank], *map(int, items)])
             return
-        named = zip(ids, sources, strict=True)
+        named = zip(ids, line.sources, strict=True)
         self._once["samples"].extend([hash(pair) for pair in named if pair[0] is not None])
-        if "shard" in entries:
-            shard, self._num_shards = entries["shard"], entries["num_shards"]
-            self._items[shard].add(items)
-            self._items[shard].add(dropped)
-            self._ended |= {shard} if "end" in entries else set()
+        if line.shard is not None:
+            self._num_shards = line.num_shards
+            self._items[line.shard].add(items)
+            self._ended |= {line.shard} if line.end else set()
 
     def problems(self) -> Iterator[str]:
         """Yield a line for each kind of loss, repetition or difference."""

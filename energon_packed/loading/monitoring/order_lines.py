@@ -29,7 +29,7 @@ were lost with the process that wrote them: the later process replaces them.
 """
 
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -85,26 +85,34 @@ class Line(NamedTuple):
 
     Attributes:
         process: process that wrote it.
-        entries: of the line, with a source for each sample.
+        ids: of each sample; None without a batch.
+        sources: dataset of each sample.
+
+    The other attributes are the entries of the line.
     """
 
     process: "Process"
-    entries: dict[str, Any]
+    epoch: int
+    step: int
+    line: int
+    ids: list[str | None] | None = None
+    sources: Sequence[str | None] = ()
+    items: Sequence[int | str] = ()
+    dropped: Sequence[int | str] = ()
+    packs: Sequence[str] = ()
+    shard: int | None = None
+    num_shards: int | None = None
+    end: bool = False
 
     @property
     def position(self) -> Position:
         """Position after it."""
-        return Position(self.entries["epoch"], self.entries["step"])
-
-    @property
-    def has_batch(self) -> bool:
-        """Whether it is of a batch."""
-        return "ids" in self.entries
+        return Position(self.epoch, self.step)
 
     @property
     def ends_epoch(self) -> bool:
         """Whether its rank has no further batch in the epoch."""
-        return "end" in self.entries and "shard" not in self.entries
+        return self.end and self.shard is None
 
     @property
     def counts(self) -> bool:
@@ -112,7 +120,7 @@ class Line(NamedTuple):
         if not self.process.counts or self.process.until is None:
             return self.process.counts
         # A line without a batch is written before the next batch, but a state may have been saved before it.
-        return self.position <= self.process.until if self.has_batch else self.position < self.process.until
+        return self.position < self.process.until if self.ids is None else self.position <= self.process.until
 
 
 class Process:
@@ -168,14 +176,16 @@ class Process:
         """
         for epoch, number, text in self._texts():
             if epochs is None or epoch in epochs:
-                entries = _parsed(text)
-                if entries is None or "line" not in entries or "step" not in entries:
+                try:
+                    line = Line(self, **(_parsed(text) or {}))
+                except TypeError:  # an entry is missing or unknown
+                    raise _damage(self.file, number) from None
+                count = len(line.ids or ())
+                if len(line.sources) == 1:
+                    line = line._replace(sources=[*line.sources] * count)
+                if len(line.sources) != count:
                     raise _damage(self.file, number)
-                if (ids := entries.get("ids")) is not None:
-                    if (sources := entries.get("sources")) is None:
-                        raise _damage(self.file, number)
-                    entries["sources"] = sources * len(ids) if len(sources) == 1 else sources
-                yield Line(self, entries)
+                yield line
 
     def _texts(self) -> Iterator[tuple[int, int, bytes]]:
         """Yield (epoch, number, text) of each whole line; a kill may have cut the last line."""

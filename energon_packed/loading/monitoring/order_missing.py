@@ -43,7 +43,7 @@ class MissingLines:
         if not line.counts:
             return
         process, at = line.process, line.position
-        self._numbers[process].append(line.entries["line"])
+        self._numbers[process].append(line.line)
         self._ends[process] = max(self._ends[process], Position(at.epoch + 1, 0) if line.ends_epoch else at)
         self._steps[process.rank, at.epoch] = max(self._steps[process.rank, at.epoch], at.step)
 

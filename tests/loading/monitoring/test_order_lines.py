@@ -24,7 +24,7 @@ from energon_packed import (
     SimpleBatcher,
     get_packed_loader,
 )
-from tests.internals import LoggedData, check_order, cli, redistribute
+from tests.internals import LoggedData, check_order, cli, order_lines, redistribute
 from tests.loading.flows import FEATURES, energon_folder
 from tests.printed import printed_json
 
@@ -94,6 +94,26 @@ def test_a_log_that_starts_in_an_epoch_has_not_lost_its_earlier_steps(tmp_path: 
         list(resumed)
         report = check_order(log, LoggedData(packs) if log.name == "energon" else None)
         assert (report.problems, report.complete) == ([], [])
+
+
+def test_epochs_that_are_read_in_several_passes_have_the_same_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        loader = DataflowLoader(MapDistributor(FEATURES), rank=rank, world_size=2, order_log=tmp_path)
+        for _ in range(4):
+            list(loader)
+    for change in (lambda text: text, lambda text: text.replace('"epoch":2,"step":3', '"epoch":1,"step":3')):
+        file = tmp_path / "order-00001-000.jsonl"
+        file.write_text(change(file.read_text()))
+        reports = []
+        for together in (1, 20, 1000):  # an epoch has 16 lines
+            monkeypatch.setattr(order_lines, "_TOGETHER", together)
+            reports.append(check_order(tmp_path))
+        assert reports[0] == reports[1] == reports[2]
+        assert (reports[0].epochs, reports[0].samples) == ([0, 1, 2, 3], 4 * len(FEATURES))
+    assert reports[0].complete == [0, 1, 3]
+    assert any(text.startswith("epoch 1: 1 items are used twice") for text in reports[0].problems)
 
 
 def test_ranks_without_lines_are_named(tmp_path: Path) -> None:
