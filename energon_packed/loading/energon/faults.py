@@ -10,20 +10,19 @@ Energon does not validate its files, and fails with the first error that the dam
 | key_and_sources, raise_with_location | of a single pack, in Energon's `global_error_handler` |
 """
 
-import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from megatron.energon import WorkerConfig
+from megatron.energon.dataset_config import get_dataset_from_config
 from megatron.energon.epathlib import EPath
 from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta, get_info_shard_files
 from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
 from energon_packed.errors import DataChangedError, EnergonPackedError, FormatError, ResourceError
-from energon_packed.files import read_yaml
 from energon_packed.flavors.base import FatalDataChangedError, FatalResourceError
 from energon_packed.loading.manifests import OpenedSplits, loaded_splits
 from energon_packed.loading.process import PackAt
@@ -34,8 +33,6 @@ from energon_packed.shards.reader import ShardReader
 from energon_packed.shards.scan import scan_tar
 from energon_packed.storage import as_path, energon_url
 from energon_packed.system import raise_resource_error
-
-_FUNCTIONS = ("sample_loader", "part_filter")  # names in dataset.yaml
 
 
 @contextmanager
@@ -108,29 +105,27 @@ def _fault(path: Path, split: str) -> str | None:
 
 
 def _fault_in(folder: Path, split: str) -> str | None:
-    meta = folder / NV_META
-    try:
-        _check_dataset(meta / "dataset.yaml")
-    except Exception as error:  # a damaged file can raise any exception
-        return (
-            f"{meta / 'dataset.yaml'}, or a file or class that it names, cannot be read: {_shortened(error)}; run "
-            f"energon-packed nv-meta {folder}"
-        )
     try:
         shards = shards_in_split(folder, split)
         ShardReader(shards)
     except EnergonPackedError as error:
         return str(error)
-    file = meta / ".info.json"
-    try:  # by Energon's own functions, which accept less than all JSON and YAML
-        get_info_shard_files(EPath(energon_url(folder)))
-        file = meta / "split.yaml"
-        WebdatasetMeta.from_config(EPath(energon_url(folder)), split_part=split)
-    except Exception as error:
-        return (
-            f"Energon cannot read {file}: {_shortened(error)}; run energon-packed nv-meta {folder}, or copy the file "
-            "again"
-        )
+    # By Energon's own functions, which accept less than all JSON and YAML. The last one reads all three files.
+    path, alone = EPath(energon_url(folder)), WorkerConfig(rank=0, world_size=1, num_workers=0)
+    reads: dict[str, Callable[[], object]] = {
+        ".info.json": lambda: get_info_shard_files(path),
+        "split.yaml": lambda: WebdatasetMeta.from_config(path, split_part=split),
+        "dataset.yaml": lambda: get_dataset_from_config(path, split_part=split, worker_config=alone),
+    }
+    for name, read in reads.items():
+        try:
+            read()
+        except Exception as error:  # a damaged file can raise any exception
+            return (
+                f"Energon cannot read {folder / NV_META / name}, or a file or class that it names: "
+                f"{type(error).__name__} {' '.join(str(error).split())[:200]}; run energon-packed nv-meta {folder}, "
+                "or copy the file again"
+            )
     for tar in shards:
         try:
             expected = np.array(scan_tar(tar).rows().offsets, dtype="<u8").tobytes()
@@ -140,41 +135,3 @@ def _fault_in(folder: Path, split: str) -> str | None:
         if index.read_bytes() != expected:
             return f"{index} does not match {tar.name}; run energon-packed nv-meta {folder}"
     return None
-
-
-def _shortened(error: Exception) -> str:
-    return f"{type(error).__name__} {' '.join(str(error).split())[:200]}"
-
-
-def _check_dataset(file: Path) -> None:
-    """Check dataset.yaml as https://nvidia.github.io/Megatron-Energon describes it."""
-    value: Any = read_yaml(file)
-    named = value.get("sample_type", value)
-    sample_class = getattr(import_module(named["__module__"]), named["__class__"])
-    if not isinstance(sample_class, type):
-        raise TypeError(f"{named['__class__']} is not a class")
-    if not isinstance(value.get("decoder"), dict | bool | None):
-        raise TypeError(f"the decoder is {value['decoder']!r}")
-    references = [value.get(name) for name in _FUNCTIONS]  # FILE:FUNCTION
-    if named is value or value.get("field_map") is not None:
-        return  # crude data, or fields by name
-    if None in references:
-        raise ValueError(f"it must name {' and '.join(_FUNCTIONS)}, or a field_map")
-    for reference in references:
-        source, _, name = reference.partition(":")
-        if name not in _defined(file.parent / source):
-            raise ValueError(f"{source} does not define {name}")
-
-
-def _defined(file: Path) -> set[str]:
-    """Return the functions that a Python file defines or imports; the imports are executed, the file is not."""
-    names: set[str] = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom):
-            module = import_module(node.module or "")
-            for alias in node.names:
-                getattr(module, alias.name)
-            names |= {alias.asname or alias.name for alias in node.names}
-        elif isinstance(node, ast.FunctionDef):
-            names.add(node.name)
-    return names
