@@ -38,6 +38,7 @@ from energon_packed.errors import BatchError  # noqa: E402
 from energon_packed.integrations.isolation import IsolationResult, measure, short_row  # noqa: E402
 
 DATA = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
+GPU = ROOT / "tools" / "gpu" / "isolation.json"
 # Limits of one family: processor time, wall time, memory.
 SECONDS, MAX_SECONDS, GIGABYTES = 60, 900, 12
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -104,6 +105,22 @@ def withheld(model: Any, inputs: dict[str, Any], bounds: list[int]) -> Isolation
     positions = torch.arange(bounds[-1], device=inputs["position_ids"].device).expand_as(inputs["position_ids"])
     plain = {name: value for name, value in inputs.items() if name not in _BOUNDARIES}
     return measure(model, plain | {"position_ids": positions}, bounds)
+
+
+def with_kernels(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Add the float32 results of `tools/bench_gpu.py` to the families that need kernels, which run on a GPU only."""
+    tables = json.loads(GPU.read_text(encoding="utf-8"))["tables"]
+    found = {
+        (row["family"], row.get("attention")): row for row in tables["isolation"] if row.get("dtype") == "float32"
+    }
+    for name, row in results.items():
+        for attention in ("sdpa", "eager"):
+            on_gpu = found.get((name, attention), {})
+            if row.get(attention) == "kernel" and on_gpu.get("result") == "leaks":
+                row |= {attention: "leaks", "share": on_gpu["reason"]}
+            elif row.get(attention) == "kernel" and on_gpu.get("result") == "clean":
+                row["with_kernel"] = "clean"
+    return results
 
 
 def _line(error: Exception) -> str:
@@ -175,11 +192,11 @@ def write_images(results: dict[str, dict[str, Any]]) -> None:
 def _write_data(table: dict[str, Any], results: dict[str, Any], images: dict[str, Any]) -> None:
     head = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in ("transformers", "torch"))
     parts = []
-    for key, rows in (("families", dict(sorted(results.items()))), ("images", images)):
+    for key, rows in (("families", with_kernels(dict(sorted(results.items())))), ("images", images)):
         lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
         parts.append(f'"{key}": {{\n{lines}\n}}')
     DATA.write_text("{\n" + ",\n".join([head, *parts]) + "\n}\n", encoding="utf-8")
-    make_tables.main([])
+    make_tables.write_pages()
 
 
 def write(rows: list[dict[str, Any]], *, keep: bool) -> None:

@@ -3,6 +3,7 @@
 - docs/trainers.md: tests/trainers/NAME/result.json, which `make test-trainers` writes.
 - docs/isolation.md: energon_packed/integrations/isolation_table.json, which tools/isolation_table.py writes.
 - docs/install.md: tools/install_sizes.json, which tools/install_sizes.py writes.
+- docs/performance.md and docs/isolation.md: tools/gpu/PART.json, which tools/bench_gpu.py writes.
 - docs/comparison.md and README.md: tools/compare/result.json, which tools/bench_compare.py writes.
 
 The text between the markers of a table is replaced. With --check, pages are not written, and the exit status is 1 if
@@ -24,7 +25,8 @@ _COLUMNS = "trainer, versions, every sample, loss, gradient, SIGKILL and resume,
 _ATTENTION = ("sdpa", "eager")
 _RESULTS = {
     "clean": "No token of a sample changes the output of another sample.",
-    "kernel": "Transformers raises an error without the kernel package in the table; not tested with it.",
+    "kernel": "Transformers raises an error without the kernel package in the table. Classes with `clean` were tested "
+    "with it [on a GPU](#on-a-gpu).",
     "leaks": "`check_isolation` refuses the class.",
     "refuses": "The model does not accept packed rows.",
     "not tested": "No tiny model could be built or run on text alone; `check_isolation` tests your model.",
@@ -79,7 +81,7 @@ def _result(row: dict[str, Any]) -> str:
 
 def _detailed(result: str, row: dict[str, Any]) -> str:
     if result == "kernel":
-        return f"kernel: `{row['needs']}`"
+        return f"kernel: `{row['needs']}`" + (", clean" if row.get("with_kernel") == "clean" else "")
     return result if "sdpa" in row or result == "not tested" else f"{result} (`eager` only)"
 
 
@@ -90,6 +92,70 @@ def images() -> str:
         [f"`{row['processor']}`", f"`{row['class']}`", *(row.get(a, "not tested") for a in _ATTENTION)] for row in rows
     ]
     return _table(["processor", "model", "attention `sdpa`", "`eager`"], cells)
+
+
+def _gpu(part: str) -> tuple[str, dict[str, list[dict[str, Any]]]]:
+    """Return a line with the machine, and the tables of a part."""
+    values = json.loads((ROOT / "tools" / "gpu" / f"{part}.json").read_text(encoding="utf-8"))
+    machine = values["machine"]
+    return f"{machine['device']}, torch {machine['torch']}, Transformers {machine['transformers']}", values["tables"]
+
+
+def gpu_throughput() -> str:
+    """Render training steps on a GPU; speeds are relative to padded batches with flash attention."""
+    machine, tables = _gpu("throughput")
+    rows = [row for row in tables["throughput"] if (row["batches"], row["attention"]) != ("padded", "sdpa")]
+    cells = []
+    for row in rows:
+        first = [f"{row['row']:,}", row["batches"], f"`{row['attention']}`"]
+        speed = row.get("tokens per second")
+        if not speed:
+            cells.append([*first, row["result"], "", "", ""])
+            continue
+        padded = next(
+            (r for r in rows if (r["row"], r["batches"], r["attention"]) == (row["row"], "padded", "flash_varlen")), {}
+        )
+        ratio = f"{speed / padded['tokens per second']:.2f}" if "tokens per second" in padded else ""
+        cells.append([*first, f"{speed:,.0f}", ratio, f"{row['MFU']:.1%}", f"{row['memory, GiB']:.1f}"])
+    names = ["row", "batches", "attention", "useful tokens per second", "compared with padded", "MFU", "memory, GiB"]
+    peak = tables["peak"][0]["matrix product, TFLOP/s"]
+    return f"{machine}; a matrix product runs at {peak:.0f} TFLOP/s.\n\n{_table(names, cells)}"
+
+
+def gpu_isolation() -> str:
+    """Render the families that were compared on a GPU: result, and difference of the gradients."""
+    machine, tables = _gpu("isolation")
+    rows = [row for row in tables["isolation"] if "attention" in row]
+    columns = list(dict.fromkeys((row["attention"], row["dtype"]) for row in rows))
+    found = {(row["family"], row["attention"], row["dtype"]): row for row in rows}
+    cells = [
+        [f"`{family}`", *(_gpu_cell(found.get((family, *column), {})) for column in columns)]
+        for family in dict.fromkeys(row["family"] for row in rows)
+    ]
+    names = [f"`{attention}`, {dtype}" for attention, dtype in columns]
+    return f"{machine}.\n\n{_table(['family', *names], cells)}"
+
+
+def _gpu_cell(row: dict[str, Any]) -> str:
+    detail = (
+        f"{row['gradients']:.0e}" if "gradients" in row else row.get("reason") if row.get("result") == "leaks" else ""
+    )
+    return f"{row['result']}, {detail}" if detail else str(row.get("result", ""))
+
+
+def gpu_families() -> str:
+    """Render the results of all other families with flash attention on a GPU."""
+    machine, tables = _gpu("families")
+    rows = [row for row in tables["families"] if row.get("attention") == "flash_varlen"]
+    names: dict[str, list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["family"]):
+        names.setdefault(row["result"], []).append(f"`{row['family']}`")
+    counts = {result: len(found) for result, found in names.items()}
+    cells = [
+        [result, str(counts[result]), ", ".join(found) if result in ("leaks", "clean") else ""]
+        for result, found in sorted(names.items())
+    ]
+    return f"{machine}.\n\n{_table(['result with flash attention', 'classes', ''], cells)}"
 
 
 def extras() -> str:
@@ -204,15 +270,15 @@ TABLES = {
     "images table": ("isolation.md", images, "end of images table"),
     "comparison": ("comparison.md", comparison, "end of comparison"),
     "short comparison": ("../README.md", functools.partial(comparison, short=True), "end of short comparison"),
+    "training on a GPU": ("performance.md", gpu_throughput, "end of training on a GPU"),
+    "isolation on a GPU": ("isolation.md", gpu_isolation, "end of isolation on a GPU"),
+    "families on a GPU": ("isolation.md", gpu_families, "end of families on a GPU"),
     "isolation table": ("isolation.md", families, "end of isolation table"),
 }
 
 
-def main() -> int:
-    """Rewrite or check the pages."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
-    check = parser.parse_args().check
+def write_pages(*, check: bool = False) -> int:
+    """Write the tables into the pages, or compare them; return the exit status."""
     status = 0
     for name, (page, render, end) in TABLES.items():
         path = ROOT / "docs" / page
@@ -229,6 +295,13 @@ def main() -> int:
         elif new != text:
             path.write_text(new, encoding="utf-8")
     return status
+
+
+def main() -> int:
+    """Rewrite or check the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    return write_pages(check=parser.parse_args().check)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,8 @@ def isolation_table() -> dict[str, Any]:
     """Return the families tested with tiny random models by tools/isolation_table.py.
 
     `transformers` is the release; `families` has, by class name: `model_type`, `kind` (`text` or `vision`), and by
-    attention implementation `clean`, `leaks`, `kernel` (needs the package in `needs`) or `refuses` (it raises).
+    attention implementation `clean`, `leaks`, `kernel` (needs the package in `needs`) or `refuses` (it raises);
+    `with_kernel` is the result with that package, on a GPU.
     `images` has the families tested with images by their processors, by name.
     """
     table: dict[str, Any] = json.loads(files(__package__).joinpath("isolation_table.json").read_text(encoding="utf-8"))
