@@ -38,7 +38,7 @@ def test_blocks_print_the_output_on_the_page(page: Path, tmp_path: Path, request
 
 
 def test_custom_roles_on_the_page_are_short() -> None:
-    page = (ROOT / "docs" / "train-raw.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "train-torch.md").read_text(encoding="utf-8")
     (code,) = [step.code for step in steps(page) if "(Processor)" in step.code]
     sizes = {
         node.name: node.end_lineno - node.lineno + 1
