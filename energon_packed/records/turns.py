@@ -21,7 +21,7 @@ Other fields are counted by name, or reject the record if they would change trai
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -102,6 +102,8 @@ _HINTS = {
     **dict.fromkeys(("thinking", "reasoning"), "write it as reasoning_content of the turn"),
     **dict.fromkeys(("audio", "input_audio", "audio_url"), _AUDIO),
 }
+_WITH_VALUE = frozenset(("type", "value"))
+_VALUES = ("text", "image_url", "video_url")  # types whose value has the name of the type in other formats
 _FIELDS = {
     "text": frozenset(("type", "text")),
     "image": frozenset(("type", *_PART_IMAGES)),
@@ -158,6 +160,11 @@ def _message(turn: Record, media: Media) -> Message:
         return Message(
             "assistant", "", {**extra, "tool_calls": read_tool_calls(content, "a function_call turn")}, weight
         )
+    if isinstance(content, list | tuple):
+        content, of_parts = _parts_with_values(content)
+        if of_parts.keys() & extra.keys():
+            raise unsupported_field(f"a turn has {' and '.join(of_parts)} as a field and as parts; keep one")
+        extra = extra | of_parts if of_parts else extra
     # An assistant turn with calls alone has no content.
     if content is None and not extra:
         raise missing_field(f"the {role} message has no content")
@@ -170,6 +177,28 @@ def _message(turn: Record, media: Media) -> Message:
     if not keys.is_plain:
         text = _own_images(turn, _own_videos(turn, text, media), media)
     return Message(role, text, extra, weight)
+
+
+def _parts_with_values(parts: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Read parts `{"type": "text", "value": "..."}`, the format of LLaMA-Factory 1.0 (`v1/utils/types.py`).
+
+    Returns:
+        The parts with text and media under the names of other formats, and the fields of the turn that the other parts
+        make: `reasoning_content` and `tool_calls`.
+    """
+    if not any(isinstance(part, OBJECT) and part.keys() == _WITH_VALUE for part in parts):
+        return parts, {}
+    others, reasoning, calls = list[Any](), list[str](), list[dict[str, Any]]()
+    for part in parts:
+        kind = part["type"] if isinstance(part, OBJECT) and part.keys() == _WITH_VALUE else None
+        if kind == "reasoning":
+            reasoning.append(read_text(part["value"], "a reasoning part"))
+        elif kind == "tool_call":
+            calls += read_tool_calls(part["value"], "a tool_call part")
+        else:
+            others.append({"type": kind, kind: part["value"]} if kind in _VALUES else part)
+    extra: dict[str, Any] = {"reasoning_content": "".join(reasoning)} if reasoning else {}
+    return others, extra | ({"tool_calls": calls} if calls else {})
 
 
 def _own_videos(turn: Record, text: str, media: Media) -> str:

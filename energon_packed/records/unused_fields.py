@@ -105,7 +105,7 @@ def check_preference(record: Record) -> None:
     Raises:
         RecordError: `unsupported_field`.
     """
-    for name in ("chosen", "rejected", "rejected_response"):
+    for name in ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"):
         if is_given(record.get(name)):
             raise unsupported(name, remedy=_preference_remedy(record))
 
@@ -117,7 +117,9 @@ def _preference_remedy(record: Record) -> str:
     turns = next((name for name in ("messages", "conversations") if isinstance(record.get(name), list)), None)
     is_list = isinstance(chosen, list | tuple) and len(chosen) > 0 and isinstance(chosen[0], OBJECT)
     is_dialog = is_list and any(chosen[0].get(name) in _FIRST_ROLES for name in ("role", "from"))
-    if is_dialog and not isinstance(record.get("prompt"), list | tuple):
+    if is_given(record.get("chosen_messages")):
+        kept = '"messages": record["chosen_messages"]'  # LLaMA-Factory 1.0
+    elif is_dialog and not isinstance(record.get("prompt"), list | tuple):
         kept = '"messages": record["chosen"]'  # with the prompt as its first turn, as in UltraFeedback
     elif turns is not None and chosen is None:  # ms-swift: the last turn is the chosen answer
         kept = f'"messages": record["{turns}"]'

@@ -118,6 +118,11 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
         ([(S, "Be brief."), (U, "Weather in Paris?"), (A, "", [PARIS]), (T, '{"weather": "Sunny"}'),
           (A, "It is sunny."), {"tools": [WEATHER]}], []),
     ],
+    "LLaMA-Factory 1.0": [
+        ([(U, "Weather in Paris?", 0), (A, "", {"reasoning_content": "I need a tool.", "tool_calls": [PARIS]}),
+          (T, '{"weather": "Sunny"}'), (A, "It is sunny.", 0.5), {"tools": [WEATHER]}], []),
+        ([(U, "<image>Who are they?"), (A, "Two players.")], ["mllm_demo_data/1.jpg"]),
+    ],
     "xLAM": [([(U, "Weather in Paris?"), (A, "", [PARIS]), {"tools": [XLAM]}], [])],
     "Glaive function calling v2": [
         ([(S, "You are a helpful assistant with access to the following functions. Use them if required -\n"
