@@ -130,9 +130,10 @@ class CaptioningCodec(Codec):
         samples = []
         for i, turns in enumerate(zip(prompts, captions, strict=True)):
             row = {name: value[name][i] if value.get(name) else None for name in _COLUMNS}
+            row["truncate"] = value.get("truncate")
             try:
                 read = _third_party_sample if is_third_party else _sample
-                samples.append(read(*turns, row, media[i])._replace(truncate=value.get("truncate")))
+                samples.append(read(*turns, row, media[i]))
             except RecordError as error:
                 raise FormatError(f"sample {i}: {error}") from error
         return samples
@@ -165,7 +166,7 @@ def _sample(
         timestamps=bool(row["timestamps"]),
         timestamp_decimal=row["timestamp_decimal"],
     )
-    return StoredSample(conversation, row["lengths"], is_truncated=bool(row["truncated"]), **media._asdict())
+    return StoredSample(conversation, row["lengths"], row["truncate"], bool(row["truncated"]), *media)
 
 
 def _third_party_sample(
@@ -194,7 +195,7 @@ def _third_party_sample(
             "timestamp_decimal": row["timestamp_decimal"],
         }
     )
-    return StoredSample(conversation, None, **media._replace(videos=())._asdict())
+    return StoredSample(conversation, None, images=media.images, patch_positions=media.patch_positions)
 
 
 def _alternating(prompts: Sequence[str], captions: Sequence[str]) -> list[tuple[str, str]]:

@@ -33,7 +33,7 @@ class StoredImage:
     """
 
     extension: str
-    data: bytes
+    data: bytes = field(repr=False)
     part: str = field(default="", compare=False)
     locator: Locator | None = field(default=None, compare=False)
     path: str = field(default="", compare=False)
@@ -77,7 +77,8 @@ class StoredVideo:
         return self.images if self.file is None else (self.file,)
 
 
-class StoredSample(NamedTuple):
+@dataclass(frozen=True, slots=True)  # not a NamedTuple, which `energon preview` cannot print
+class StoredSample:
     """One sample of a pack: the input of `Codec.write` and the result of `Codec.read`.
 
     Attributes:
@@ -99,7 +100,7 @@ class StoredSample(NamedTuple):
     truncate: int | None = None
     is_truncated: bool = False
     images: tuple[StoredImage, ...] = ()
-    patch_positions: tuple[bytes, ...] = ()
+    patch_positions: tuple[bytes, ...] = field(default=(), repr=False)
     videos: tuple[StoredVideo, ...] = ()
 
 

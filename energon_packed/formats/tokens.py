@@ -13,9 +13,10 @@
 import io
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,7 +38,8 @@ _WEIGHTED_SPAN = np.dtype([("start", "<i4"), ("end", "<i4"), ("weight", "<f4")])
 _IGNORE = -100  # label of a token that is not a target, as torch.nn.CrossEntropyLoss ignores it
 
 
-class TokenRow(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRow:
     """Row of S tokenized samples, as columns.
 
     Attributes:
@@ -68,7 +70,7 @@ class TokenRow(NamedTuple):
                 loss_weights=None if self.loss_weights is None else self.loss_weights[start:end],
                 **media.references(),
             )
-            samples.append(StoredSample(conversation, end - start, **media._asdict()))
+            samples.append(StoredSample(conversation, end - start, None, False, *media))
         return samples
 
 

@@ -113,7 +113,7 @@ class SampleReader:
                 return self._with_tokens(sample, record, self.tokens)
             conversation = sample.conversation
             if self.settings.timestamps and conversation.fps and conversation.images:
-                return sample._replace(conversation=replace(conversation, timestamps=True))
+                return replace(sample, conversation=replace(conversation, timestamps=True))
             return sample
         except (RecordError, OSError) as error:
             raise_resource_error(error, self.reader.sources[record.source].path)
@@ -150,7 +150,7 @@ class SampleReader:
             raise self._changed(record, "its media was replaced by a file of the same size")
         if self.reader.layout and not self.settings.keep_bytes:
             images = tuple([StoredImage("jpg", as_jpeg(image.data)) for image in images])
-        return sample._replace(conversation=conversation, images=images, patch_positions=positions, videos=videos)
+        return replace(sample, conversation=conversation, images=images, patch_positions=positions, videos=videos)
 
     def _with_tokens(self, sample: StoredSample, record: RecordEntry, tokens: TokenReader) -> StoredSample:
         """Replace the text of the conversation by its tokens; of a fragment, with the images in these tokens."""
@@ -170,7 +170,7 @@ class SampleReader:
             videos=sample.conversation.videos,
         )
         images, positions = sample.images[shown], sample.patch_positions[shown]
-        return sample._replace(conversation=conversation, images=images, patch_positions=positions)
+        return replace(sample, conversation=conversation, images=images, patch_positions=positions)
 
     def _stored_file(self, file: MediaReference) -> StoredImage:
         """Return the location of an image or video, or its bytes; in a layout, images have the name of a JPEG."""

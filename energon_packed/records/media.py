@@ -164,7 +164,7 @@ class MediaReference:
     """
 
     path: str | None = None
-    data: bytes | None = None
+    data: bytes | None = field(default=None, repr=False)
     root: str | ImageRoot | None = None
     offset: int | None = None
     size: int | None = None

@@ -110,7 +110,7 @@ def test_parts_other_than_json_arrays_and_text_are_images() -> None:
 
 def test_the_layout_of_llava_onevision2() -> None:
     talk = (Message("user", "<image>?"), Message("assistant", "A"))
-    sample = FULL._replace(conversation=replace(FULL.conversation, messages=talk))
+    sample = replace(FULL, conversation=replace(FULL.conversation, messages=talk))
     assert written("PackedCaptioningSample", sample, layout="llava-onevision2") == {
         "images": [["img0_0.png"]], "prompts": [["<image>?"]], "captions": [["A"]], "sample_count": 1,
         "patch_positions": [["img0_0.npy"]], "timestamp_decimal": [1], "fps": [2.0], "videos": [True],
@@ -153,7 +153,7 @@ def test_errors_of_unknown_names_list_the_valid_names() -> None:
 
 def test_types_that_json_lacks_become_strings() -> None:
     conversation = replace(FULL.conversation, tools=[{"name": "f", "limit": Decimal("1.50")}])
-    value = written("MultiMixQASample", FULL._replace(conversation=conversation))
+    value = written("MultiMixQASample", replace(FULL, conversation=conversation))
     assert value["tools"] == [{"name": "f", "limit": "1.50"}]
 
 

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -516,7 +517,7 @@ def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path, change: dict
     result = pack(file, **data.options(tmp_path / "out"))
     (sample,) = stored(result)
     changed = [StoredVideo(sample.videos[0].frames, StoredImage("avi", (tmp_path / "b.avi").read_bytes()))]
-    _rewrite(result, [sample._replace(videos=tuple(changed))])
+    _rewrite(result, [replace(sample, videos=tuple(changed))])
     done = energon_packed("verify", result.shards)
     assert done.returncode == 1
     assert problem in done.stdout
