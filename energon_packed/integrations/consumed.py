@@ -12,6 +12,19 @@
 | transformers.Trainer | TrainerStream with a Consumed | TrainerStreamCallback calls `use` |
 | NeMo Automodel | AutomodelStream, a Consumed | it is yielded |
 | torchtitan, Megatron | PackedDataLoader, MegatronIterator, with a Consumed | it is yielded |
+
+Arguments and methods for a new trainer:
+
+| trainer | Consumed |
+|---|---|
+| does not read ahead | `ahead=0` |
+| reads 1 batch ahead | `ahead=1` |
+| reads more batches ahead | `ahead=None`, and `use()` after each batch that was trained on |
+| saves one checkpoint for all ranks | `state_dict()`, called on every rank |
+| saves a checkpoint of each rank | `state()`, without communication; not with `steps` (`state_dict()` has the count) |
+
+`load_state_dict` accepts both states. At the end of an epoch, `ahead=N` counts all batches of the epoch as used: with
+more than 1 batch ahead, the states of the last steps of an epoch would skip unused batches.
 """
 
 from collections import deque

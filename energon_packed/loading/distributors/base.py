@@ -1,6 +1,25 @@
 """A shard of an epoch to a resumable stream of its items.
 
 Item is an index, a value and the position after it; Distributor is the base class. A subclass implements `items`.
+
+`items(shard, start)` is called with `start=0` for a new epoch, and later with values of its own items:
+
+| call | `start` | default |
+|---|---|---|
+| a resumed run continues after an item | `position` of the item | its number + 1 |
+| a resumed packer reads a waiting item again (`item`) | `key` of the item | its number |
+
+The defaults are correct if `start` is the number of the first item to yield. Positions of another kind, such as
+offsets of a file or of a message queue, contain the number too, because the items of a shard are numbered from 0. A
+distributor that sets `position` also sets `key` to the position of the item itself, or implements `read_many` for its
+keys:
+
+    number, offset = start or (0, 0)
+    for offset, value in messages(offset):
+        yield Item(number, value, key=[number, offset], position=[number + 1, offset + 1])
+        number += 1
+
+`can_seek = False` refuses to save states while a packer buffers samples out of order, if items cannot be read again.
 """
 
 from abc import ABC, abstractmethod
