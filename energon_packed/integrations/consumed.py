@@ -1,7 +1,7 @@
 """Consumed: a loader to the inputs of a trainer, with the state after the last batch that the trainer has used.
 
     read        1  2  3  4  5  6  7  8  9 10     the trainer reads ahead
-    used        1  2  3  4  5  6  7              `ahead=3`, or `use()` was called 7 times
+    used        1  2  3  4  5  6  7              `use()` was called 7 times
     positions                        7  8  9 10  of the loader; earlier positions are dropped
     state()     the state of the loader after batch 7, with every update of a mixture until now
 
@@ -23,8 +23,8 @@ Arguments and methods for a new trainer:
 | saves one checkpoint for all ranks | `state_dict()`, called on every rank |
 | saves a checkpoint of each rank | `state()`, without communication; not with `steps` (`state_dict()` has the count) |
 
-`load_state_dict` accepts both states. At the end of an epoch, `ahead=N` counts all batches of the epoch as used: with
-more than 1 batch ahead, the states of the last steps of an epoch would skip unused batches.
+`load_state_dict` accepts both states. More than 1 batch ahead needs `use()`: at the end of an epoch, the trainer asks
+for no further batch, which would count the last batches.
 """
 
 from collections import deque
@@ -63,7 +63,8 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
             equal loss weights.
         steps: batches of an iteration; a loader that ends earlier continues with its next epoch. By default the
             batches of an epoch of the loader.
-        ahead: batches that the trainer reads before it uses the first of them; None: it calls `use` for each batch.
+        ahead: batches that the trainer reads before it uses the first of them, 0 or 1; None: it calls `use` for each
+            batch.
         order_log: folder in which every used batch is recorded; by default the folder of the loader.
 
     Attributes:
@@ -72,8 +73,8 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
         used: batches that the trainer has used in this run.
 
     Raises:
-        ConfigError: `steps` is below 1; when it is iterated, the loader has no state, or repeats indefinitely or
-            packs on the fly while `steps` is None.
+        ConfigError: `steps` is below 1, or `ahead` above 1; when it is iterated, the loader has no state, or repeats
+            indefinitely or packs on the fly while `steps` is None.
 
     Examples:
         >>> loader = DataflowLoader(MapDistributor([{"text": "A document."}] * 4), encoder)
@@ -94,6 +95,10 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
     ) -> None:
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
+        if ahead not in (0, 1, None):
+            raise ConfigError(
+                f"`ahead` must be 0, 1 or None, got {ahead}. Pass None, and call `use()` for each batch."
+            )
         self.loader = as_loader(loader)
         self.to_inputs = to_inputs
         self.ahead = ahead

@@ -124,6 +124,43 @@ def test_the_state_of_an_epoch_is_that_of_the_loader_and_iterations_of_steps_cou
         new(steps=3).load_state_dict(epochs.state_dict())
 
 
+@pytest.mark.parametrize("ahead", [0, 1, None])
+def test_a_trainer_that_holds_batches_back_continues_at_every_step_of_several_epochs(ahead: int | None) -> None:
+    """The state at the last steps of an epoch, when the trainer asks for no further batch."""
+
+    def new() -> Consumed:
+        loader = DataflowLoader(MapDistributor([feature(n, 0) for n in range(5)]), seed=1)
+        return Consumed(loader, lambda batch: batch.ids, ahead=ahead)
+
+    def used(consumed: Consumed, steps: int) -> Iterator[Any]:
+        """Yield each batch that the trainer uses; it reads 1 or 3 batches before, and uses them up in each epoch."""
+        before, done = 3 if ahead is None else ahead, 0
+        while done < steps:
+            waiting = []
+            for batch in consumed:
+                waiting.append(batch)
+                if len(waiting) > before:
+                    yield waiting.pop(0)
+                    done += 1
+            for batch in waiting:
+                yield batch
+                done += 1
+
+    expected = list(islice(used(new(), 14), 14))
+    trained = new()
+    for step, _ in enumerate(islice(used(trained, 14), 12), 1):
+        if ahead is None:
+            trained.use()
+        resumed = new()
+        resumed.load_state_dict(trained.state_dict())
+        assert list(islice(used(resumed, 14), 14 - step)) == expected[step:], step
+
+
+def test_more_than_one_batch_ahead_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"`ahead` must be 0, 1 or None, got 2. Pass None and call `use\(\)`"):
+        Consumed(Numbers(), ahead=2)
+
+
 def test_loaders_of_another_rank_are_refused_also_inside_a_joint_loader() -> None:
     loader = DataflowLoader(MapDistributor([feature(n, 0) for n in range(5)]), rank=1, world_size=2)
     for wrapped in (loader, JointLoader({"a": loader}, {"a": 1})):

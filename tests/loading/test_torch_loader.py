@@ -135,7 +135,7 @@ def test_iterating_again_after_a_break_resumes(num_workers: int) -> None:
 
 
 class Gap(Distributor):
-    """Gives these numbers."""
+    """Items with these numbers."""
 
     def __init__(self, numbers: list[int]) -> None:
         self.numbers = numbers
@@ -180,12 +180,17 @@ def test_a_state_has_integers_of_any_size() -> None:
                 drawn = int(bits.random_raw() % len(FEATURES))
                 yield Item(number, FEATURES[drawn], position=[number + 1, bits.state])
 
-    loader = DataflowLoader(Random([]), batch_size=1)
-    expected = [signature(batch) for batch in DataflowLoader(Random([]), batch_size=1)]
-    next(iter(loader))
-    resumed = DataflowLoader(Random([]), batch_size=1)
-    resumed.load_state_dict(loader.state_dict())
-    assert [signature(batch) for batch in resumed] == expected[1:]
+    def new(packer: Packer | None) -> DataflowLoader:
+        return DataflowLoader(Random([]), packer=packer or SimpleBatcher(1))
+
+    for packer in (None, PoolPacker(16, pool_size=3)):  # a pool reads its samples again, by the position before each
+        expected = [signature(batch) for batch in new(packer)]
+        assert len(expected) > 1
+        loader = new(packer)
+        next(iter(loader))
+        resumed = new(packer)
+        resumed.load_state_dict(loader.state_dict())
+        assert [signature(batch) for batch in resumed] == expected[1:]
 
 
 def stream() -> Iterator[dict[str, Any]]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from energon_packed.encoding import EncodedSample, Processor
+from energon_packed.encoding import EncodedRow, EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
 from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, RecordError, Reject
 from energon_packed.flavors import PackSample
@@ -122,7 +122,7 @@ class BufferedItem:
         self.at = at
         self.pack = pack
         self.samples = samples
-        self.ref = orjson.dumps([number, key] if fragment is None else [number, key, fragment[0]]).decode()
+        self.ref = _as_json([number, key] if fragment is None else [number, key, fragment[0]])
         self.name: int | str = number if fragment is None else f"{number}#{fragment[0]}/{fragment[1]}"
         self.size, self.squares, self.kind = (0, 0, 0), 0, 0
         if packer.rows is None:
@@ -336,17 +336,11 @@ class WorkerStream:
         if distributor.schedule is not None:
             state["schedule"] = distributor.schedule.stream_state()
         # Joined as text: the buffer has its items as JSON already, and a pool has hundreds of them in every state.
-        try:
-            text = orjson.dumps(state).decode()
-        except TypeError:  # integers of more than 64 bits, as in the states of NumPy's generators
-            text = json.dumps(state)
-        return f"{text[:-1]}, {self._buffer.state()}}}"
+        return f"{_as_json(state)[:-1]}, {self._buffer.state()}}}"
 
     def _step(self, group: list[BufferedItem]) -> Step:
         """Make a batch of a group; without a group, report the items that the end of the epoch dropped."""
-        # A single row of stored tokens is collated by its columns.
-        samples = group[0].samples if len(group) == 1 else [sample for item in group for sample in item.samples]
-        batch = self.roles.collator.collate(samples) if group else None
+        batch = self.roles.collator.collate(EncodedRow.joined([item.samples for item in group])) if group else None
         packs = [item.pack for item in group if item.pack is not None]
         if packs and isinstance(batch, PackedBatch):
             batch.__key__ = packs
@@ -507,3 +501,10 @@ def _fitted(samples: Sequence[EncodedSample], value: Any, packer: Packer) -> lis
     if not is_divisible(value):
         return [samples]  # `PackBuffer` drops it
     return [[fragment_of(sample, fragment)] for fragment in split_sample(sample, longest, packer.split_overlap)]
+
+
+def _as_json(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError:  # integers of more than 64 bits, as in the states of NumPy's generators
+        return json.dumps(value)

@@ -40,7 +40,8 @@ class Item(NamedTuple):
     Attributes:
         number: index in the shard, from 0 in each epoch.
         value: input of a Processor: a record, a Conversation, a pack, or encoded samples.
-        key: argument of `Distributor.item` that reads it again; by default its number.
+        key: argument of `Distributor.item` that reads it again; by default the argument of `Distributor.items` that
+            starts with it: the position of the item before.
         position: argument of `Distributor.items` that continues after it; by default the next number.
 
     Examples:
@@ -162,7 +163,5 @@ class Distributor(ABC):
                     "gaps, and start at `start`."
                 )
             number += 1
-            if item.key is None or item.position is None:
-                key = item.number if item.key is None else item.key
-                item = Item(item.number, item.value, key, number if item.position is None else item.position)
-            yield item
+            key, start = start if item.key is None else item.key, number if item.position is None else item.position
+            yield Item(item.number, item.value, key, start)
