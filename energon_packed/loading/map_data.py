@@ -135,8 +135,9 @@ class IndexedData(MapData):
         return super().epoch_items(epoch, weights)
 
     def fingerprint(self) -> str | None:
-        """Return the fingerprint of the data, if it has that method."""
-        return self._data.fingerprint() if isinstance(self._data, HasFingerprint) else None
+        """Return the fingerprint of the data, if it has that method; other data may have a string of that name."""
+        has_method = isinstance(self._data, HasFingerprint) and callable(self._data.fingerprint)
+        return self._data.fingerprint() if has_method else None  # type: ignore[attr-defined]
 
 
 def map_data(data: MapData | HasItems) -> MapData:

@@ -208,6 +208,12 @@ class Data(list[Any]):
         return self.content
 
 
+def test_a_dataset_may_have_an_attribute_that_is_called_fingerprint() -> None:
+    data = Data("a")
+    data.fingerprint = "of another library"  # type: ignore[method-assign, assignment]
+    assert after(DataflowLoader(MapDistributor(data)), 1)["identity"]["distributor_content"] is None
+
+
 def test_what_differs_of_a_dataflow_is_named() -> None:
     def new(content: str, items: int = 13, **options: Any) -> DataflowLoader:
         return DataflowLoader(MapDistributor(Data(content, FEATURES[:items])), **options)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
+from queue import Empty
 from typing import Any
 
 from torch.utils.data._utils import signal_handling
@@ -58,7 +59,7 @@ def watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
         timeout: of the DataLoader, in seconds; 0 waits as long as the workers run.
 
     Raises:
-        WorkerError: a worker ended with an error, or the time is over.
+        WorkerError: a worker ended with an error or before its last batch, or the time is over.
         Exception: another error of the block.
     """
     if batches is None:
@@ -81,6 +82,8 @@ def watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
                 if worker.sentinel in ending_now:
                     worker.join(_END_SECONDS)
         lost, cause = _death(workers, loader), error
+        if lost is None and isinstance(error.__cause__, Empty):  # torch waits for a batch of a worker that has ended
+            lost = WorkerError(f"a worker process of {loader} {ending(0)}: {_CRASHED}, {_RESUME}")
         if lost is None and isinstance(error, RuntimeError) and 0 < timeout <= time.monotonic() - start:
             lost = WorkerError(
                 f"{loader} timed out after {timeout:g} seconds (`timeout`) waiting for a batch: storage hangs, or "
