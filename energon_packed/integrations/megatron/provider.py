@@ -102,14 +102,13 @@ def train_valid_test_dataloaders_provider(
         if metrics is not None:
             metrics.micro_batches = num_microbatches()
             metrics.group = metrics.group or data_parallel_group()
-        if balance is not None:
-            given.setdefault("accumulation", num_microbatches())
+        of_call = {**given} if balance is None else {"accumulation": num_microbatches(), **given}
 
         def iterator(split: str) -> MegatronIterator:
             make: Any = global_loader if order == "global" else get_packed_loader
             # Processes of a data-parallel rank read the same rows, and the first process writes the log.
             writes = split == "train" and ranks.is_first
-            of_split = {name: value for name, value in given.items() if name != "order_log" or writes}
+            of_split = {name: value for name, value in of_call.items() if name != "order_log" or writes}
             loader = make(path, encoder, split=split, rank=ranks.rank, world_size=ranks.world_size, **of_split)
             counts = metrics if split == "train" else None
             return MegatronIterator(loader, layout, with_pixels=not ranks.is_middle_stage, metrics=counts)
