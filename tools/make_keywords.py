@@ -94,8 +94,9 @@ def _source(hint: Any, imports: dict[str, set[str]]) -> str:
     if origin is not None:
         return f"{_source(origin, imports)}[{', '.join(_source(member, imports) for member in args)}]"
     name: str = hint.__name__
-    if hint.__module__ != "builtins":
-        imports.setdefault(hint.__module__, set()).add(name)
+    module = "pathlib" if hint is Path else hint.__module__  # Python 3.13 defines it elsewhere
+    if module != "builtins":
+        imports.setdefault(module, set()).add(name)
     return name
 
 
