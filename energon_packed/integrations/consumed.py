@@ -96,9 +96,7 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
         if steps is not None and steps < 1:
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         if ahead not in (0, 1, None):
-            raise ConfigError(
-                f"`ahead` must be 0, 1 or None, got {ahead}. Pass None, and call `use()` for each batch."
-            )
+            raise ConfigError(f"`ahead` must be 0, 1 or None, got {ahead}. Pass None and call `use()` for each batch.")
         self.loader = as_loader(loader)
         self.to_inputs = to_inputs
         self.ahead = ahead
