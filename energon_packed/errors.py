@@ -194,6 +194,9 @@ class Reason(StrEnum):
     VIDEO_COUNT_MISMATCH = "video_count_mismatch"
     UNSUPPORTED_VIDEO = "unsupported_video"
     AUDIO_COUNT_MISMATCH = "audio_count_mismatch"
+    MISSING_AUDIO = "missing_audio"
+    CORRUPT_AUDIO = "corrupt_audio"
+    UNSUPPORTED_AUDIO = "unsupported_audio"
 
 
 REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)

@@ -23,6 +23,7 @@ class EncoderKeywords(TypedDict, total=False):
     video_min_pixels: int | None
     video_max_pixels: int | None
     total_pixels: int | None
+    long_audio: Literal["reject", "truncate"]
     loss_on: Literal["assistant", "last", "all"]
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens"]
     allow_special_in_text: bool
@@ -78,6 +79,7 @@ class PackKeywords(TypedDict, total=False):
     video_min_pixels: int | None
     video_max_pixels: int | None
     total_pixels: int | None
+    long_audio: Literal["reject", "truncate"]
     loss_on: Literal["assistant", "last", "all"]
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens"]
     allow_special_in_text: bool

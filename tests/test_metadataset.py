@@ -209,3 +209,50 @@ def test_validation_data_of_a_nested_blend_is_kept(outputs: Path, tmp_path: Path
     blend = make_blend([(tmp_path / "inner.yaml", 1), (outputs / "b", 1)])
     assert [dataset.path for dataset in blend.val] == [tmp_path / "inner.yaml"]
     assert blend.val[0].packs == make_blend([(outputs / "c", None)]).train[0].packs
+
+
+@pytest.mark.parametrize(("shares_of", "expected"), [("packs", 0.875), ("samples", 0.7), ("tokens", None)])
+def test_energon_draws_the_shares_that_are_asked_for(
+    outputs: Path, encoder: ChatEncoder, tmp_path: Path, shares_of: str, expected: float | None
+) -> None:
+    """Packs of a have many more samples than packs of b."""
+    out = tmp_path / "mix.yaml"
+    arguments = [f"{outputs / 'a'}=0.7", f"{outputs / 'b'}=0.3", "--shares-of", shares_of]
+    result = CliRunner().invoke(cli, ["metadataset", "-o", str(out), *arguments])
+    assert result.exit_code == 0, result.output
+    packs: collections.Counter[str] = collections.Counter()
+    samples: collections.Counter[str] = collections.Counter()
+    tokens: collections.Counter[str] = collections.Counter()
+    for batch in itertools.islice(get_packed_loader(out, encoder, num_workers=0), 3000):
+        name = batch.__key__[0].partition("_")[0]
+        packs[name] += 1
+        samples[name] += batch.num_samples
+        tokens[name] += batch.num_tokens
+    found = {"packs": packs, "samples": samples, "tokens": tokens}
+    assert found[shares_of]["a"] / found[shares_of].total() == pytest.approx(0.7, abs=0.03)
+    if expected is not None and shares_of == "packs":
+        assert samples["a"] / samples.total() > 0.8, "shares of packs are other shares of samples"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a", "b"], "`shares_of` 'samples' needs the share of each input, got none. Write DIR=SHARE."),
+        (["a=1", "b=1", "--epochized"], "`shares_of` must be 'packs' with `epochized`, got 'samples'"),
+    ],
+)
+def test_shares_that_cannot_be_computed_are_refused(outputs: Path, arguments: list[str], message: str) -> None:
+    paths = [str(outputs / name) if not name.startswith("-") else name for name in arguments]
+    with pytest.raises(ConfigError) as raised:
+        make_blend(
+            [(path.partition("=")[0], float(path.partition("=")[2]) if "=" in path else None) for path in paths[:2]],
+            shares_of="samples",
+            epochized="--epochized" in paths,
+        )
+    assert message in str(raised.value)
+
+
+def test_a_file_without_datasets_is_refused() -> None:
+    result = CliRunner().invoke(cli, ["metadataset", "mix.yaml"])
+    assert result.exit_code == 2
+    assert "DIR must be at least one dataset, got none beside the file mix.yaml." in result.output

@@ -43,11 +43,11 @@ def test_tests_know_no_place_in_the_package() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        "from energon_packed.loading.batch import PackedBatch",
+        "from energon_packed.loading.collation.batch import PackedBatch",
         "import energon_packed.loading",
         "def f():\n    from energon_packed.errors import ConfigError",
         "SCRIPT = 'import sys; from energon_packed.cli.main import main'",
-        "patch.setattr('energon_packed.pipeline.write._MOST', 2)",
+        "patch.setattr('energon_packed.pipeline.stages.write._MOST', 2)",
     ],
 )
 def test_a_place_in_the_package_is_found(code: str, tmp_path: Path) -> None:

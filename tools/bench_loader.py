@@ -115,7 +115,7 @@ def bench_tokens(report: Report, work: Path) -> None:
         labels=np.concatenate([s.labels for s in samples]),
         seq_lengths=np.concatenate([np.diff(s.cu_seqlens) for s in samples]),
         offsets=np.cumsum([0, *(len(s.input_ids) for s in samples)]),
-        starts=np.cumsum([0, *(len(s.ids) for s in samples)]),
+        starts=np.cumsum([0, *(len(s.cu_seqlens) - 1 for s in samples)]),
     )
     datasets_seconds = run_peer(work, _DATASETS, work / "packs.npz", work / "packs.arrow")
     order = np.random.default_rng(0).permutation(packs).tolist()

@@ -78,7 +78,7 @@ import sys, time
 import numpy as np
 from energon_packed import PackOptions
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.plan import plan_packs, plan_shards
+from energon_packed.pipeline.stages.plan import plan_packs, plan_shards
 from energon_packed.packing import load_kernels
 
 load_kernels()

@@ -45,12 +45,14 @@ def resident() -> int:
 
 def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     """Run the measure stage alone, as `pack` runs it."""
-    from energon_packed import DataflowConfig
+    from energon_packed import ChatEncoder, DataflowConfig
     from energon_packed.pipeline.engine import LocalEngine
-    from energon_packed.pipeline.measure import MeasureStage
     from energon_packed.pipeline.reader import open_reader
+    from energon_packed.pipeline.stages.measure import MeasureStage
 
-    config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
+    encoder = ChatEncoder.from_pretrained(tokenizer)
+    encoder.text_tokenizer.load_fast()
+    config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, encoder=encoder)
     folder = Path(tempfile.mkdtemp())
     stage = MeasureStage(
         options=config,
@@ -59,7 +61,6 @@ def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]
         engine=LocalEngine(max(1, workers)),
         keep_tokens=False,
     )
-    config.encoder_loader.load().text_tokenizer.load_fast()
     used, start = cpu(), time.perf_counter()
     table = stage.run()
     result = {"cpu": cpu() - used, "seconds": time.perf_counter() - start, "tokens": int(table.length.clip(0).sum())}
@@ -69,11 +70,12 @@ def run_measure(source: Path, tokenizer: Path, workers: int) -> dict[str, float]
 
 def run_stream(source: Path, tokenizer: Path, workers: int) -> dict[str, float]:
     """Run one epoch of `PackedIterableDataset`, and record its memory."""
-    from energon_packed import DataflowConfig, PackedIterableDataset
+    from energon_packed import ChatEncoder, DataflowConfig, PackedIterableDataset
 
-    config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, processor_config=str(tokenizer))
+    encoder = ChatEncoder.from_pretrained(tokenizer)
+    encoder.text_tokenizer.load_fast()
+    config = DataflowConfig(dataset_path=str(source), packing_length=_SEQ_LEN, encoder=encoder)
     stream = PackedIterableDataset(config, num_workers=workers)
-    stream.loader._roles.processor.text_tokenizer.load_fast()
     used, start = cpu(), time.perf_counter()
     tokens, rows, memory = 0, 0, []
     for rows, batch in enumerate(stream, 1):

@@ -1,4 +1,4 @@
-"""Write the installed size of each extra, for the table of docs/install.md: `python tools/install_sizes.py [FILE]`.
+"""Write the installed size of each extra, for the table of docs/index.md: `python tools/install_sizes.py [FILE]`.
 
 The sizes are the sums of the files of all packages that `pip install 'energon-packed[EXTRA]'` installs, as the
 environment of this interpreter has them: run it in the development environment, on Linux. Afterwards, run

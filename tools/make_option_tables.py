@@ -23,7 +23,7 @@ TABLES: dict[str, tuple[str, type[Any]]] = {
     "pack": ("command-line.md", PackOptions),
     "lengths": ("command-line.md", LengthsOptions),
 }
-_GROUPS = ("Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run")
+_GROUPS = ("Input", "Tokens", "Images", "Videos", "Audio", "Packing", "Output", "Run")
 
 
 def table(cls: type[Any]) -> str:

@@ -1,4 +1,6 @@
 // A search field above each table in `<div class="searchable">`: a row is shown if it contains all words of the field.
+// "_" and "-" are ignored, so that the model type `llava_onevision` finds LlavaOnevisionForConditionalGeneration.
+const plain = text => text.toLowerCase().replace(/[_-]/g, "");
 for (const part of document.querySelectorAll(".searchable")) {
   const rows = [...part.querySelectorAll("tbody tr")];
   const field = document.createElement("input"), count = document.createElement("output");
@@ -6,9 +8,9 @@ for (const part of document.querySelectorAll(".searchable")) {
   field.placeholder = "Search the table";
   field.setAttribute("aria-label", field.placeholder);
   const search = () => {
-    const words = field.value.toLowerCase().split(/\s+/);
+    const words = plain(field.value).split(/\s+/);
     for (const row of rows) {
-      const text = row.textContent.toLowerCase();
+      const text = plain(row.textContent);
       row.hidden = !words.every(word => text.includes(word));
     }
     count.textContent = `${rows.filter(row => !row.hidden).length} of ${rows.length}`;

@@ -1,4 +1,5 @@
-"""The command line, and the only layer that prints: one module per command, main.py starts them.
+"""The command line, and the only layer that prints. main.py starts it, subcommands.py finds a command.
 
-options.py: click options from declared options. output.py, terminal.py, display.py, progress.py: the printed text.
+commands/: one module per command. options.py: click options from declared options. output.py, terminal.py, display.py,
+progress.py: the printed text.
 """

@@ -51,6 +51,10 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
         table.add_row("videos", f"{manifest.videos:,}")
         table.add_row("  selected frames", f"{manifest.frames:,}")
         table.add_row(f"  {_video_check(manifest)}", f"{manifest.videos:,}")
+    if manifest.audios:
+        table.add_row("audio files", f"{manifest.audios:,}")
+        table.add_row("  hours", f"{manifest.audio_seconds / 3600:,.2f}")
+        table.add_row(f"  {_audio_check(manifest)}", f"{manifest.audios:,}")
     if stored := manifest.media_stored:
         table.add_row("  stored in media", f"{stored['images']:,} ({format_bytes(stored['bytes'])})")
     table.add_row("seq_len", f"{manifest.seq_len:,}")
@@ -168,6 +172,10 @@ def _video_check(manifest: PackingManifest) -> str:
     if manifest.check_images == "full":
         return "checked by decoding"
     return "checked by decoding the selected frames" if manifest.extract_frames else "checked by packets"
+
+
+def _audio_check(manifest: PackingManifest) -> str:
+    return "checked by decoding" if manifest.check_images == "full" else "checked by header and packets"
 
 
 def _printable(name: str) -> str:

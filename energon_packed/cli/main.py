@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from energon_packed.cli.commands import cli
+from energon_packed.cli.subcommands import cli
 from energon_packed.errors import EnergonPackedError
 from energon_packed.system import described
 

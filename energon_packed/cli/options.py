@@ -26,7 +26,7 @@ _ALL = "energon_packed.help_all"  # key of `click.Context.meta`
 _CLAUSE = re.compile(r"(?:[^.,;:]|[.:](?=\w))*")  # the dot of a file name is part of a clause
 _DEFAULT = re.compile(r"\[(default: .*|required)\]$")
 _ARGUMENT = re.compile(r"`(\w+)(?:=([^`]*))?`")
-_GROUPS = ("Options", "Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run", "Table", MESSAGES)
+_GROUPS = ("Options", "Input", "Tokens", "Images", "Videos", "Audio", "Packing", "Output", "Run", "Table", MESSAGES)
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -217,7 +217,7 @@ def as_options(message: str) -> str:
 def _flags() -> dict[str, str]:
     """First flag of every option of the commands, by name; declared options first."""
     # Imported here: errors of commands without these options do not need the pipeline.
-    from energon_packed.cli.commands import COMMANDS, cli
+    from energon_packed.cli.subcommands import COMMANDS, cli
     from energon_packed.pipeline.options import PackOptions
     from energon_packed.pipeline.survey import LengthsOptions
 

@@ -6,6 +6,7 @@ processor.py has the base class, chat.py the ChatEncoder (settings.py, pretraine
 sample.py the result. Text: template.py and turns.py (through Jinja), skeleton.py and tracer.py (without Jinja, if that
 is proved), rendering.py (selects one of them), completeness.py (rejects what a template drops), special_text.py
 (special tokens as text). Tokens: tokenizer.py, with engines.py, and pieces.py for long documents.
+Media: vision/ and audio/; av_file.py opens video and audio files.
 """
 
 from energon_packed.encoding.chat import ChatEncoder

@@ -20,6 +20,9 @@ from typing import Any, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.audio.families import RULES, AudioFamily
+from energon_packed.encoding.audio.media import AudioSize, measure_audio, read_features
+from energon_packed.encoding.audio.settings import load_audio
 from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, is_same_folder, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, Rendered, Renderer
@@ -57,7 +60,7 @@ from energon_packed.system import announced
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 _BATCH = 256  # conversations tokenized and checked together
-_NO_MEDIA = MediaSize()
+_NO_MEDIA, _SILENT = MediaSize(), AudioSize()
 # Part of the fingerprint; increase it when the same input produces different tokens.
 _VERSION = 1
 _DIGITS = 12  # characters shown of a fingerprint
@@ -78,11 +81,13 @@ class ChatEncoder(Processor):
     Args:
         tokenizer: a fast Transformers tokenizer.
         vision: image processing of the model family; None for text only.
-        settings: the settings of text; images are already decided by `vision`.
+        settings: the settings of text; media are already decided by `vision` and `audio`.
+        audio: audio processing of the model family; None without audio.
 
     Attributes:
         tokenizer: the Transformers tokenizer.
         vision: image processing of the model family; None for text only.
+        audio: audio processing of the model family; None without audio.
         settings: the settings of the encoder; with a `tokenizer`, the encoder was loaded by them.
 
     Raises:
@@ -101,18 +106,27 @@ class ChatEncoder(Processor):
 
     @announced("analyzing the chat template")
     def __init__(
-        self, tokenizer: Any, vision: VisionFamily | None = None, settings: EncoderSettings | None = None
+        self,
+        tokenizer: Any,
+        vision: VisionFamily | None = None,
+        settings: EncoderSettings | None = None,
+        audio: AudioFamily | None = None,
     ) -> None:
         self.settings = settings = settings or EncoderSettings()
         self.tokenizer = tokenizer
         self.parts = TokenizerParts.of(tokenizer)
-        self.vision = vision
-        control = [] if settings.allow_special_in_text else control_tokens_of(self.parts, vision)
+        self.vision, self.audio = vision, audio
+        control = [] if settings.allow_special_in_text else control_tokens_of(self.parts, vision, audio)
         self.text_tokenizer = TextTokenizer(self.parts.backend, settings.tokenizer_engine, control=control)
         self.renderer = Renderer(
-            ChatTemplate(self.parts, image_token=vision.template_token if vision else None),
+            ChatTemplate(
+                self.parts,
+                image_token=vision.template_token if vision else None,
+                audio_token=audio.token if audio else None,
+            ),
             placeholder=vision.placeholder if vision else None,
             video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
+            audio_placeholder=audio.placeholder if audio else None,
             end=self.parts.end_of_document,
             loss_on=settings.loss_on,
             special=SpecialText(control, self.parts.chat_template) if control else None,
@@ -126,6 +140,8 @@ class ChatEncoder(Processor):
                     "Use the chat template of the vision model."
                 )
                 vision.warnings = (*[line for line in vision.warnings if line != warning], warning)
+        if audio is not None:
+            audio.check_tokenizer(self.parts.backend)
         self.image_token_id = self.rules.image_token_id
 
     @classmethod
@@ -155,7 +171,7 @@ class ChatEncoder(Processor):
             raise ConfigError("`tokenizer` must be a folder, or the name of a model, got None. Pass `tokenizer`.")
         # The tokenizer is loaded before the vision family: a wrong folder is reported as a missing tokenizer.
         tokenizer = load_tokenizer(settings.tokenizer)
-        return cls(tokenizer, load_vision(settings), settings)
+        return cls(tokenizer, load_vision(settings), settings, load_audio(settings))
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Return tokens, labels, pixels and positions of a conversation.
@@ -172,33 +188,43 @@ class ChatEncoder(Processor):
 
     def encode_many(self, conversations: Sequence[Conversation]) -> list[EncodedSample | Reject]:
         """Encode several conversations in one batch; return a Reject for each conversation that cannot be used."""
-        if not any([conversation.images or conversation.videos for conversation in conversations]):
+        if not any([c.images or c.videos or c.audios for c in conversations]):
             # Text only: the samples are views of the batch, without copies.
             batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
             row = self._as_row([conversation.id for conversation in conversations], batch)
             return [rejects.get(index, sample) for index, sample in enumerate(row)]
         results: dict[int, EncodedSample | Reject] = {}
         media: dict[int, Pixels] = {}
+        audios: dict[int, AudioSize] = {}
         for index, conversation in enumerate(conversations):
             try:
                 has_media = conversation.images or conversation.videos
-                media[index] = read_pixels(self._vision(conversation), conversation) if has_media else Pixels()
+                pixels = read_pixels(self._vision(conversation), conversation) if has_media else Pixels()
+                audios[index] = (
+                    read_features(self._audio(conversation), conversation) if conversation.audios else _SILENT
+                )
+                media[index] = pixels
             except RecordError as error:
                 results[index] = error.reject
         sizes = [MediaSize(pixels.runs, frames=pixels.frames, spelled=pixels.spelled) for pixels in media.values()]
-        batch, rejects = self._tokenize([conversations[index] for index in media], sizes)
+        chosen = [audios[index] for index in media]
+        batch, rejects = self._tokenize([conversations[index] for index in media], sizes, chosen)
         for slot, (index, pixels) in enumerate(media.items()):  # slot: index in the batch, which has no rejects
             if slot in rejects:
                 results[index] = rejects[slot]
                 continue
             try:
-                results[index] = self._with_pixels(conversations[index], pixels, batch, slot)
+                results[index] = self._with_pixels(conversations[index], pixels, audios[index], batch, slot)
             except RecordError as error:
                 results[index] = error.reject
         return [results[index] for index in range(len(results))]
 
-    def _with_pixels(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, slot: int) -> EncodedSample:
-        sample = self._expanded(conversation, pixels.runs, batch, slot)
+    def _with_pixels(
+        self, conversation: Conversation, pixels: Pixels, audio: AudioSize, batch: TokenBatch, slot: int
+    ) -> EncodedSample:
+        sample = self._expanded(conversation, pixels.runs, audio.runs, batch, slot)
+        if audio.inputs is not None or self.vision is None:
+            sample = replace(sample, audio_inputs=audio.inputs, dummy=self.dummy)
         if self.vision is None or self.image_token_id is None:
             return sample
         videos: tuple[Any, ...] = ()  # families without videos may lack these parameters
@@ -227,38 +253,45 @@ class ChatEncoder(Processor):
         """
         results: list[Measurement | None] = [None] * len(conversations)
         media: dict[int, MediaSize] = {}
+        audios: dict[int, AudioSize] = {}
         for index, conversation in enumerate(conversations):
             try:
                 has_media = conversation.images or conversation.videos
-                media[index] = measure_media(self._vision(conversation), conversation) if has_media else _NO_MEDIA
+                size = measure_media(self._vision(conversation), conversation) if has_media else _NO_MEDIA
+                audios[index] = (
+                    measure_audio(self._audio(conversation), conversation) if conversation.audios else _SILENT
+                )
+                media[index] = size
             except RecordError as error:
                 results[index] = Measurement.rejected(error.reject)
         usable = list(media)
         for start in range(0, len(usable), _BATCH):
             indices = usable[start : start + _BATCH]
             chosen, sizes = [conversations[index] for index in indices], [media[index] for index in indices]
-            batch, rejects = self._tokenize(chosen, sizes)
+            audio_sizes = [audios[index] for index in indices]
+            batch, rejects = self._tokenize(chosen, sizes, audio_sizes)
             lengths = np.diff(batch.cu_seqlens).tolist()
             # Image tokens are never targets, so the expanded sample has the same counts.
             targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
             checksums = weight_checksums(batch.labels, batch.loss_weights, batch.cu_seqlens).tolist()
-            for slot, (index, size) in enumerate(zip(indices, sizes, strict=True)):
+            for slot, (index, size, audio) in enumerate(zip(indices, sizes, audio_sizes, strict=True)):
                 if slot in rejects:
                     results[index] = Measurement.rejected(rejects[slot])
                     continue
                 conversation, length = chosen[slot], lengths[slot]
                 if conversation.input_ids is None:  # stored tokens contain the full run of each image already
-                    length += sum([run.length - 1 for run in size.runs])
+                    length += sum([run.length - 1 for run in (*size.runs, *audio.runs)])
                 results[index] = Measurement(
                     length,
-                    size.num_bytes,
-                    sample=self._expanded(conversation, size.runs, batch, slot) if keep_tokens else None,
+                    size.num_bytes + audio.num_bytes,
+                    sample=self._expanded(conversation, size.runs, audio.runs, batch, slot) if keep_tokens else None,
                     supervised=targets[slot],
                     decoded=size.decoded,
                     frames=size.frames,
+                    clips=audio.clips,
                     weighted=checksums[slot] != 0,
                     weight_checksum=checksums[slot],
-                    notes=size.notes,
+                    notes=(*size.notes, *audio.notes),
                 )
         return [result for result in results if result is not None]
 
@@ -273,15 +306,17 @@ class ChatEncoder(Processor):
 
     @cached_property
     def rules(self) -> TokenRules:
-        """Conditions that the tokens of a sample must meet, from the tokenizer and the vision family."""
-        return TokenRules.of(self.parts, self.vision)
+        """Conditions that the tokens of a sample must meet, from the tokenizer and the families of media."""
+        return TokenRules.of(self.parts, self.vision, self.audio)
 
     @cached_property
     def dummy(self) -> EncodedSample | None:
-        """A minimal sample of one image without a target, for rows without images.
+        """A minimal sample of one image, or of an audio file without a vision family, for rows without media.
 
-        None without a vision family, and for a family whose patch size is ambiguous.
+        It has no target. None without a family, and for a vision family whose patch size is ambiguous.
         """
+        if self.vision is None and self.audio is not None:
+            return self._dummy_audio(self.audio)
         vision, token = self.vision, self.image_token_id
         if vision is None or token is None or vision.ambiguous_layouts:
             return None
@@ -300,6 +335,14 @@ class ChatEncoder(Processor):
             token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention
         )
 
+    def _dummy_audio(self, audio: AudioFamily) -> EncodedSample:
+        inputs, lengths = audio.preprocess([np.zeros(audio.rate // 4, dtype=np.float32)])
+        placeholder = self.text_tokenizer.encode([audio.placeholder], [None], special=False).input_ids
+        token = self.rules.audio_token_id
+        ids, _ = expanded(placeholder, placeholder, [token], [ImageRun(lengths[0])])
+        labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
+        return EncodedSample(id="dummy audio", input_ids=ids, labels=labels, audio_token_id=token, audio_inputs=inputs)
+
     def noted(self, conversation: Conversation) -> Conversation:
         """Return the conversation with notes about `fps` that are true for the vision family."""
         if self.vision is None or not self.vision.writes_timestamps or not has_timestamps(conversation):
@@ -316,10 +359,11 @@ class ChatEncoder(Processor):
         return recorded in self._own_digests()
 
     def image_settings(self) -> dict[str, str]:
-        """Settings of images by name, as JSON; {} without a vision family."""
+        """Settings of images and audio by name, as JSON; {} without such a family."""
         config = {} if self.vision is None else self.vision.config()
         processor = config.pop("image_processor", {})
-        return {name: json.dumps(value, default=str) for name, value in {**config, **processor}.items()}
+        audio = {} if self.audio is None else {f"audio {name}": value for name, value in self.audio.config().items()}
+        return {name: json.dumps(value, default=str) for name, value in {**config, **processor, **audio}.items()}
 
     def differences(
         self, packed: Mapping[str, Any], *, template: str, fingerprint: str, images: Mapping[str, str]
@@ -360,7 +404,7 @@ class ChatEncoder(Processor):
         own = self.image_settings()
         if images and not has_image_option:
             named += [
-                f"`{name}` of the images was {images.get(name, 'not set')}, now {own.get(name, 'not set')}"
+                f"`{name}` of the media was {images.get(name, 'not set')}, now {own.get(name, 'not set')}"
                 for name in dict.fromkeys([*images, *own])
                 if images.get(name) != own.get(name)
             ]
@@ -394,15 +438,17 @@ class ChatEncoder(Processor):
             "allow_special_in_text": allow_special_in_text,
             "videos": None if vision is None else vision.video_config(),
         }
+        if self.audio is not None:
+            parts["audio"] = self.audio.config()
         texts = [json.dumps(parts | {"images": config}, sort_keys=True, default=str) for config in images]
         return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 
     def _tokenize(
-        self, conversations: Sequence[Conversation], media: Sequence[MediaSize]
+        self, conversations: Sequence[Conversation], media: Sequence[MediaSize], audios: Sequence[AudioSize] = ()
     ) -> tuple[TokenBatch, dict[int, Reject]]:
-        """Tokenize S conversations, with one image token per image; `input_ids` records keep their ids.
+        """Tokenize S conversations, with one token per image, video and audio; `input_ids` records keep their ids.
 
         This is the only way from a conversation to token ids.
 
@@ -439,7 +485,7 @@ class ChatEncoder(Processor):
             labels = np.where(tokens.covered, tokens.input_ids, IGNORE_INDEX)
             batch = TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens, tokens.weights)
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
-                batch, unusable = self._checked(conversations, media, batch)
+                batch, unusable = self._checked(conversations, media, audios, batch)
                 return batch, unusable | rejects
             for slot, index in enumerate(chosen):
                 pieces[index] = batch.sample(slot)
@@ -448,16 +494,26 @@ class ChatEncoder(Processor):
                 ids = conversation.input_ids
                 labels = ids if conversation.labels is None else conversation.labels
                 pieces[index] = (ids, labels, conversation.loss_weights)
-        batch, unusable = self._checked(conversations, media, TokenBatch.joined(pieces))
+        batch, unusable = self._checked(conversations, media, audios, TokenBatch.joined(pieces))
         return batch, unusable | rejects
 
     def _checked(
-        self, conversations: Sequence[Conversation], media: Sequence[MediaSize], batch: TokenBatch
+        self,
+        conversations: Sequence[Conversation],
+        media: Sequence[MediaSize],
+        audios: Sequence[AudioSize],
+        batch: TokenBatch,
     ) -> tuple[TokenBatch, dict[int, Reject]]:
         """`TokenRules.check` of a batch, with a clearer reason for conversations without an assistant turn."""
         in_vocabulary = all([conversation.input_ids is None for conversation in conversations])
         images: Sequence[int] = ()  # without a vision family, images and videos are rejected earlier
         videos: Sequence[int] = ()
+        spoken: Sequence[int] = ()
+        if any([size.runs for size in audios]):
+            spoken = [
+                len(c.audios) if c.input_ids is None else sum([run.length for run in size.runs])
+                for c, size in zip(conversations, audios, strict=True)
+            ]
         if self.vision is not None:
             # Rendered text has a single token per image or video so far; stored tokens have the full run.
             images = [
@@ -470,7 +526,7 @@ class ChatEncoder(Processor):
                     for c, size in zip(conversations, media, strict=True)
                 ]
         batch = batch.scaled([conversation.weight for conversation in conversations])
-        batch, rejects = self.rules.check(batch, images, videos, in_vocabulary=in_vocabulary)
+        batch, rejects = self.rules.check(batch, images, videos, spoken, in_vocabulary=in_vocabulary)
         for index, reject in rejects.items():
             roles = [message.role for message in conversations[index].messages]
             if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
@@ -483,15 +539,23 @@ class ChatEncoder(Processor):
         return sum([run.features(token) for run in size.runs if run.is_video == is_video])
 
     def _expanded(
-        self, conversation: Conversation, runs: Sequence[ImageRun], batch: TokenBatch, slot: int
+        self,
+        conversation: Conversation,
+        runs: Sequence[ImageRun],
+        audio_runs: Sequence[ImageRun],
+        batch: TokenBatch,
+        slot: int,
     ) -> EncodedSample:
-        """Sample `slot` of a batch, with all tokens of each image."""
+        """Sample `slot` of a batch, with all tokens of its images, videos and audio files."""
         ids, labels, weights = batch.sample(slot)
-        token, tokens = self.image_token_id, (self.image_token_id, self.rules.video_token_id)
-        if conversation.input_ids is None and runs:
+        token, audio_token = self.image_token_id, self.rules.audio_token_id
+        of_kinds = (((token, self.rules.video_token_id), runs), ((audio_token,), audio_runs))
+        for tokens, found in of_kinds if conversation.input_ids is None else ():
+            if not found:
+                continue
             if weights is not None:
-                weights = weights[expanded(ids, np.arange(len(ids)), tokens, runs)[1]]
-            ids, labels = expanded(ids, labels, tokens, runs)
+                weights = weights[expanded(ids, np.arange(len(ids)), tokens, found)[1]]
+            ids, labels = expanded(ids, labels, tokens, found)
         return EncodedSample(
             id=conversation.id,
             input_ids=ids,
@@ -499,6 +563,7 @@ class ChatEncoder(Processor):
             loss_weights=weights,
             image_token_id=token,
             video_token_id=self.rules.video_token_id,
+            audio_token_id=audio_token,
             token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
         )
 
@@ -519,6 +584,16 @@ class ChatEncoder(Processor):
             record = "a record" if conversation.id is None else f"record {conversation.id}"
             raise ConfigError(f"{record} has images or videos, but {cause}. {remedy}.")
         return self.vision
+
+    def _audio(self, conversation: Conversation) -> AudioFamily:
+        if self.audio is None:
+            folder = self.settings.processor or self.settings.tokenizer or "the folder of the tokenizer"
+            record = "a record" if conversation.id is None else f"record {conversation.id}"
+            raise ConfigError(
+                f"{record} has audio, but {folder} has no audio processor that is supported ({', '.join(RULES)}). Set "
+                "`processor` to the processor folder of such a model, or remove the audio."
+            )
+        return self.audio
 
 
 def _folder(name: str) -> str:

@@ -24,7 +24,7 @@ _SHORT = 12  # characters: a shorter content is not searched for, but marked
 
 
 def check_rendered(
-    text: str, messages: Messages, tools: Sequence[Any] | None, render: Render, image: str | None = None
+    text: str, messages: Messages, tools: Sequence[Any] | None, render: Render, media: Sequence[str] = ()
 ) -> None:
     """Raise an error if the template drops a field of a conversation.
 
@@ -33,7 +33,8 @@ def check_rendered(
         messages: its messages, with string contents.
         tools: JSON schemas, or None.
         render: renders messages and tools by the template.
-        image: token of an image in contents; templates may move images, or remove white space next to them.
+        media: tokens of images and audio files in contents; templates may move them, remove white space next to them,
+            or number them.
 
     Raises:
         RecordError: `not_rendered`; the detail names the field.
@@ -42,12 +43,12 @@ def check_rendered(
     def is_kept(turns: Messages) -> bool:
         """Whether the last of these turns is rendered completely; earlier turns are not considered."""
         try:
-            dropped = _dropped_field(render(turns, tools), turns, tools, render, image)
+            dropped = _dropped_field(render(turns, tools), turns, tools, render, media)
         except RecordError:
             return False
         return dropped is None or not _names(dropped, len(turns) - 1)
 
-    field = _dropped_field(text, messages, tools, render, image)
+    field = _dropped_field(text, messages, tools, render, media)
     if field is None:
         return
     remedy = "has no place for it; remove it from the record, or use the `tokenizer` of a model whose template has one"
@@ -66,10 +67,10 @@ def _names(field: str, turn: int) -> bool:
 
 
 def _dropped_field(
-    text: str, messages: Messages, tools: Sequence[Any] | None, render: Render, image: str | None
+    text: str, messages: Messages, tools: Sequence[Any] | None, render: Render, media: Sequence[str]
 ) -> str | None:
     """The first field that is not in the text; None if all are there."""
-    if (content := _dropped_content(text, messages, image)) is not None:
+    if (content := _dropped_content(text, messages, media)) is not None:
         return content
     marks = _Marks(text)
     marked = [marks.message(turn, message) for turn, message in enumerate(messages)]
@@ -87,7 +88,7 @@ def _dropped_field(
     return None
 
 
-def turn_places(text: str, contents: Sequence[str], image: str | None = None) -> list[Span]:
+def turn_places(text: str, contents: Sequence[str], media: Sequence[str] = ()) -> list[Span]:
     """Find the characters [start, end) of each content in the rendered text, in order, without white space around it.
 
     A content that is not found has an empty span after the content before it.
@@ -95,32 +96,37 @@ def turn_places(text: str, contents: Sequence[str], image: str | None = None) ->
     spans: list[Span] = []
     for content in contents:
         start = spans[-1][1] if spans else 0
-        spans.append(_find_pieces(text, content, start, image) or (start, start))
+        spans.append(_find_pieces(text, content, start, media) or (start, start))
     return spans
 
 
-def _dropped_content(text: str, messages: Messages, image: str | None) -> str | None:
+def _dropped_content(text: str, messages: Messages, media: Sequence[str]) -> str | None:
     start, spaceless = 0, ""
     for turn, message in enumerate(messages):
-        span = _find_pieces(text, message["content"], start, image)
+        span = _find_pieces(text, message["content"], start, media)
         if span is not None:
             start = span[1]
             continue
         # Slower and less strict: the template may change white space, and may write contents in another order.
         spaceless = spaceless or "".join(text.split())
-        pieces = message["content"].split(image) if image else [message["content"]]
-        if any("".join(piece.split()) not in spaceless for piece in pieces):
+        if any("".join(piece.split()) not in spaceless for piece in _pieces(message["content"], media)):
             return f"the content of turn {turn} ({message['role']})"
     return None
 
 
-def _find_pieces(text: str, content: str, start: int, image: str | None) -> Span | None:
-    """Find a content as `_find`, or else the text between its images, piece by piece."""
+def _pieces(content: str, media: Sequence[str]) -> list[str]:
+    """The text between the media of a content."""
+    return re.split("|".join(map(re.escape, media)), content) if media else [content]
+
+
+def _find_pieces(text: str, content: str, start: int, media: Sequence[str]) -> Span | None:
+    """Find a content as `_find`, or else the text between its media, piece by piece."""
     span = _find(text, content, start)
-    if span is not None or not image or image not in content:
+    pieces = [content] if span is not None else _pieces(content, media)
+    if span is not None or len(pieces) == 1:
         return span
     first, end = None, start
-    for piece in filter(str.strip, content.split(image)):
+    for piece in filter(str.strip, pieces):
         if (span := _find(text, piece, end)) is None:
             return None
         first, end = span[0] if first is None else first, span[1]

@@ -11,16 +11,17 @@ images need. Measuring, encoding and stored tokens all use it, so they reject th
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_columns, targets_per_sample
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
-from energon_packed.records import Conversation, FrameSelection
+from energon_packed.records import AudioClip, Conversation, FrameSelection
 
 Int64 = npt.NDArray[np.int64]
 Reads = Literal["conversations", "any", "raw"]
@@ -79,6 +80,8 @@ class TokenRules:
         image_token: its string, for messages.
         video_token_id: token that represents a video; None for families without it.
         video_token: its string, for messages.
+        audio_token_id: token that represents an audio file; None for families without it.
+        audio_token: its string, for messages.
         reserved: tokens that text must not contain.
         reserved_strings: their strings, for messages.
     """
@@ -88,14 +91,21 @@ class TokenRules:
     image_token: str = ""
     video_token_id: int | None = None
     video_token: str = ""
+    audio_token_id: int | None = None
+    audio_token: str = ""
     reserved: tuple[int, ...] = ()
     reserved_strings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, tokenizer: TokenizerParts, vision: VisionFamily | None) -> "TokenRules":
-        """Rules of a tokenizer and a vision family."""
+    def of(
+        cls, tokenizer: TokenizerParts, vision: VisionFamily | None, audio: AudioFamily | None = None
+    ) -> "TokenRules":
+        """Rules of a tokenizer, a vision family and an audio family."""
+        of_audio: dict[str, Any] = {}
+        if audio is not None:
+            of_audio = {"audio_token": audio.token, "audio_token_id": tokenizer.backend.token_to_id(audio.token)}
         if vision is None:
-            return cls(vocabulary=tokenizer.vocabulary)
+            return cls(vocabulary=tokenizer.vocabulary, **of_audio)
         image = tokenizer.backend.token_to_id(vision.image_token)
         video = None if vision.video_token is None else tokenizer.backend.token_to_id(vision.video_token)
         reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image, video}
@@ -107,6 +117,7 @@ class TokenRules:
             video_token=vision.video_token or "",
             reserved=tuple(sorted(reserved)),
             reserved_strings=vision.reserved,
+            **of_audio,
         )
 
     def check(
@@ -114,15 +125,16 @@ class TokenRules:
         batch: TokenBatch,
         image_tokens: Sequence[int],
         video_tokens: Sequence[int] = (),
+        audio_tokens: Sequence[int] = (),
         *,
         in_vocabulary: bool = False,
     ) -> tuple[TokenBatch, dict[int, Reject]]:
-        """Remove targets at image and video tokens and of weight 0, and find the samples that cannot be used.
+        """Remove targets at tokens of media and of weight 0, and find the samples that cannot be used.
 
         Args:
             batch: S samples.
             image_tokens: number of image tokens that each sample must have, S integers.
-            video_tokens: the same of video tokens; empty if no sample has any.
+            video_tokens, audio_tokens: the same of video and audio tokens; empty if no sample has any.
             in_vocabulary: the ids come from the tokenizer itself, so they are not compared with the vocabulary.
 
         Returns:
@@ -153,6 +165,15 @@ class TokenRules:
                 rejects.setdefault(index, Reject(Reason.VIDEO_COUNT_MISMATCH, detail))
             if counts.any():
                 labels = np.where(is_video, IGNORE_INDEX, labels)
+        if self.audio_token_id is not None:
+            is_audio = batch.input_ids == self.audio_token_id
+            counts = _per_sample(is_audio, batch.cu_seqlens)
+            for index in np.flatnonzero(counts != np.asarray(audio_tokens or [0] * len(counts))).tolist():
+                needed = audio_tokens[index] if audio_tokens else 0
+                detail = f"{counts[index]} {self.audio_token} tokens where the audio files need {needed}"
+                rejects.setdefault(index, Reject(Reason.AUDIO_COUNT_MISMATCH, detail))
+            if counts.any():
+                labels = np.where(is_audio, IGNORE_INDEX, labels)
         weights = batch.loss_weights
         if weights is not None:
             labels = np.where(weights == 0, IGNORE_INDEX, labels)
@@ -203,12 +224,13 @@ class Measurement:
 
     Attributes:
         length: number of tokens that `encode` returns; -1 if the sample is rejected.
-        media_bytes: bytes of its images, videos and .npy files.
+        media_bytes: bytes of its images, videos, audio files and .npy files.
         reject: why it cannot be used, or None.
         sample: its tokens and labels if requested; pixels may be missing.
         supervised: targets among the tokens, as `targets_per_sample` counts them; -1 when unknown.
         decoded: images whose pixels were decoded; the others were checked by header and structure.
         frames: the selected frames of each video file.
+        clips: the samples of each audio file.
         weighted: its targets have loss weights other than 1.
         weight_checksum: checksum of these weights, as `EncodedSample.weight_checksum`.
         notes: what was decided for its media, for the counts of a run.
@@ -228,6 +250,7 @@ class Measurement:
     supervised: int = -1
     decoded: int = 0
     frames: Sequence[FrameSelection] = ()
+    clips: Sequence[AudioClip] = ()
     weighted: bool = False
     weight_checksum: int = 0
     notes: tuple[str, ...] = ()
@@ -248,6 +271,7 @@ class Processor(ABC):
     Attributes:
         image_token_id: token that represents image features, or None.
         vision: family of the image processor, or None.
+        audio: family of the audio processor, or None.
         reads: items of a distributor that `encode` gets. `any`: Conversations made of records of a known format, and
             all other items as they are, such as `{"x": tensor}`; `encode` may return any sample for its collator.
             `raw`: all items as they are. `conversations`: other records are rejected.
@@ -263,6 +287,7 @@ class Processor(ABC):
 
     image_token_id: int | None = None
     vision: VisionFamily | None = None
+    audio: AudioFamily | None = None
     reads: Reads = "any"
 
     @property
@@ -333,6 +358,7 @@ class Processor(ABC):
             loss_weights=batch.loss_weights,
             image_token_id=self.image_token_id,
             video_token_id=self.rules.video_token_id,
+            audio_token_id=self.rules.audio_token_id,
             dummy=self.dummy,
             sources=[None] * len(ids),
         )
@@ -400,7 +426,7 @@ class StoredTokens(Processor):
             RecordError: no token after the first is a target.
         """
         ids, labels = conversation.input_ids, conversation.labels
-        if ids is None or conversation.images or conversation.videos:
+        if ids is None or conversation.media_files:
             raise ConfigError(
                 f"sample {conversation.id} has {'text' if ids is None else 'images or videos'}, which an encoder must "
                 "turn into tokens and pixels: pass ChatEncoder.from_pretrained(...)"

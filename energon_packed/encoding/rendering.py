@@ -15,7 +15,7 @@ from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import EscapedText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
+from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
 
 LossOn = Literal["assistant", "last", "all"]
@@ -46,6 +46,7 @@ class Renderer:
         template: chat template of the tokenizer.
         placeholder: text of an image for the vision family; None without a family.
         video_placeholder: text of a video; None without a family, or for a family whose videos are images.
+        audio_placeholder: text of an audio file that is not a content part; None without a family.
         end: token to append to a document; "" if the tokenizer appends it, None if it has no such token.
         loss_on: supervised text: every assistant turn, only the last assistant turn, or all text.
         special: escapes special tokens that conversations contain; None makes them control tokens.
@@ -57,6 +58,7 @@ class Renderer:
     end: str | None
     loss_on: LossOn
     video_placeholder: str | None = None
+    audio_placeholder: str | None = None
     special: SpecialText | None = None
 
     def render(self, conversation: Conversation) -> Rendered:
@@ -88,6 +90,10 @@ class Renderer:
         """Whether the template gets the images of this conversation as content parts."""
         return bool(conversation.images) and conversation.text is None and self.template.needs_image_parts
 
+    def _has_audio_parts(self, conversation: Conversation) -> bool:
+        """Whether the template gets the audio files of this conversation as content parts."""
+        return bool(conversation.audios) and conversation.text is None and self.template.needs_audio_parts
+
     def escaped(self, conversation: Conversation) -> Conversation:
         """Return the conversation as it is rendered: with its special tokens escaped."""
         if self.special is None:
@@ -115,7 +121,8 @@ class Renderer:
         if any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
         # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
-        is_plain = not (conversation.tools or any(extras) or self._has_parts(conversation))
+        has_parts = self._has_parts(conversation) or self._has_audio_parts(conversation)
+        is_plain = not (conversation.tools or any(extras) or has_parts)
         joined = self.template.join(roles, self.contents(conversation)) if is_plain else None
         if joined is not None:
             text, spans = joined
@@ -146,7 +153,7 @@ class Renderer:
         turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
         weighted = [(span, conversation.messages[turn].weight) for turn in turns for span in by_turn[turn]]
         if self.loss_on == "all":
-            contents = turn_places(text, [message["content"] for message in messages], self.template.image_token)
+            contents = turn_places(text, [message["content"] for message in messages], self.template.media_tokens)
             others = zip(contents, conversation.messages, strict=True)
             weighted += [(span, 0.0) for span, m in others if m.role != "assistant" and not m.weight]
             weighted = _with_rest(len(text), [pair for pair in weighted if pair[1] != 1])
@@ -168,11 +175,11 @@ class Renderer:
         return text, spans
 
     def _check(self, text: str, messages: Messages, tools: Sequence[Any] | None) -> None:
-        check_rendered(text, messages, tools, self.template.render, self.template.image_token)
+        check_rendered(text, messages, tools, self.template.render, self.template.media_tokens)
 
     def _document(self, conversation: Conversation) -> str:
         text = conversation.text or ""
-        if conversation.images or conversation.videos:
+        if conversation.images or conversation.videos or conversation.audios:
             text = self._with_placeholders([text], conversation)[0]
         return text if text.endswith(self.end or "") else f"{text}{self.end}"
 
@@ -187,7 +194,7 @@ class Renderer:
         for turn, message in enumerate(conversation.messages):
             if message.role == "tool":
                 contents[turn] = self._result(message.content)
-        if not (conversation.images or conversation.videos):
+        if not (conversation.images or conversation.videos or conversation.audios):
             return contents
         return self._with_placeholders(contents, conversation)
 
@@ -199,12 +206,18 @@ class Renderer:
         return inner[len(opener) : -len(closer)].strip("\n")
 
     def _with_placeholders(self, contents: Sequence[str], conversation: Conversation) -> list[str]:
-        text = self.template.image_token if self._has_parts(conversation) else self.placeholder
-        assert text is not None, "without a vision family, images are rejected earlier"
-        contents = [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
+        if conversation.images or conversation.videos:
+            text = self.template.image_token if self._has_parts(conversation) else self.placeholder
+            assert text is not None, "without a vision family, images are rejected earlier"
+            contents = [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
         if conversation.videos and self.video_placeholder is not None:
             contents = [content.replace(VIDEO_PLACEHOLDER, self.video_placeholder) for content in contents]
-        return contents
+        if conversation.audios:
+            has_parts = self._has_audio_parts(conversation)
+            text = self.template.audio_token if has_parts else self.audio_placeholder
+            assert text is not None, "without an audio family, audio is rejected earlier"
+            contents = [content.replace(AUDIO_PLACEHOLDER, text) for content in contents]
+        return list(contents)
 
 
 def _with_rest(size: int, weighted: Sequence[tuple[Span, float]]) -> list[tuple[Span, float]]:

@@ -121,6 +121,8 @@ class EncodedSample:
         position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
         vision_inputs: arguments of a vision tower other than pixel_values and image_grid_thw, or None.
+        audio_token_id: token that represents features of audio, or None.
+        audio_inputs: arguments of the audio encoder, such as input_features, or None.
         token_type_ids: int64 (L,), 1 at image tokens, for models with this argument, or None.
         source: dataset that it comes from, or None.
         dummy: a minimal image sample of its encoder's vision family, which a collator puts into rows without images,
@@ -145,6 +147,8 @@ class EncodedSample:
     position_ids: npt.NDArray[np.int64] | None = None
     patch_positions: npt.NDArray[np.int64] | None = None
     vision_inputs: VisionInputs | None = None
+    audio_token_id: int | None = None
+    audio_inputs: VisionInputs | None = None
     token_type_ids: npt.NDArray[np.int64] | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
     source: SampleSource | None = None
@@ -164,6 +168,11 @@ class EncodedSample:
     def num_videos(self) -> int:
         """Number of video files with a grid; families without a video token count their frames as images."""
         return 0 if self.video_grid_thw is None else len(self.video_grid_thw)
+
+    @property
+    def num_audios(self) -> int:
+        """Number of audio files."""
+        return 0 if self.audio_inputs is None else self.audio_inputs.images
 
     @property
     def num_patches(self) -> int:
@@ -197,13 +206,14 @@ class EncodedSample:
         """Truncate to the first `max_length` tokens; return the sample itself if it is short enough.
 
         Raises:
-            RecordError: `overlong`, if truncation would remove part of an image or a video; `no_supervised_tokens`,
-                if no target remains.
+            RecordError: `overlong`, if truncation would remove part of an image, a video or audio;
+                `no_supervised_tokens`, if no target remains.
         """
         if len(self) <= max_length:
             return self
         # An image is removed as a whole or not at all: its pixels would have more features than tokens.
-        for kind, token in (("an image", self.image_token_id), ("a video", self.video_token_id)):
+        tokens = {"an image": self.image_token_id, "a video": self.video_token_id, "audio": self.audio_token_id}
+        for kind, token in tokens.items():
             if token is not None and (self.input_ids[max_length:] == token).any():
                 raise RecordError(
                     Reason.OVERLONG, f"{len(self)} tokens; truncation to {max_length} would remove part of {kind}"
@@ -231,7 +241,7 @@ class EncodedRow(Sequence[EncodedSample]):
         token_type_ids: int64 (T,), 1 at image tokens, or None.
         loss_weights: float32 (T,), loss weight of each token, which counts only at targets; None if all weights are 1.
         image_token_id: token that represents image features, or None.
-        video_token_id: token that represents video features, or None.
+        video_token_id, audio_token_id: tokens that represent features of videos and audio, or None.
         dummy: of the first sample that has a dummy, or None.
         sources: datasets that the S samples come from, or None each.
     """
@@ -245,6 +255,7 @@ class EncodedRow(Sequence[EncodedSample]):
     loss_weights: npt.NDArray[np.float32] | None = None
     image_token_id: int | None = None
     video_token_id: int | None = None
+    audio_token_id: int | None = None
     dummy: EncodedSample | None = None
     sources: Sequence[SampleSource | None]
     _joined: Sequence[EncodedSample] | None = field(default=None, repr=False)
@@ -289,7 +300,9 @@ class EncodedRow(Sequence[EncodedSample]):
     def _samples(self) -> Sequence[EncodedSample]:
         if self._joined is not None:
             return self._joined
-        shared = {name: getattr(self, name) for name in ("image_token_id", "video_token_id", "dummy")}
+        shared = {
+            name: getattr(self, name) for name in ("image_token_id", "video_token_id", "audio_token_id", "dummy")
+        }
         samples = []
         bounds = pairwise(self.cu_seqlens.tolist())
         for ident, source, (start, end) in zip(self.ids, self.sources, bounds, strict=True):
@@ -317,14 +330,21 @@ class EncodedRow(Sequence[EncodedSample]):
         return [0] * len(self) if self._joined is None else [sample.num_videos for sample in self._joined]
 
     @property
+    def num_audios(self) -> list[int]:
+        """Audio files of each sample."""
+        return [0] * len(self) if self._joined is None else [sample.num_audios for sample in self._joined]
+
+    @property
     def pictured(self) -> Sequence[EncodedSample]:
-        """All samples, if any of them has pixels, grids or other inputs of a vision tower; else an empty tuple."""
+        """All samples, if any of them has inputs of a vision tower or an audio encoder; else an empty tuple."""
         samples = self._joined or ()
         for sample in samples:
             # Loops over names would be several times slower, for every row of text.
             if not (sample.image_grid_thw is None and sample.pixel_values is None and sample.vision_inputs is None):
                 return samples
             if not (sample.video_grid_thw is None and sample.pixel_values_videos is None):
+                return samples
+            if sample.audio_inputs is not None:
                 return samples
         return ()
 
@@ -362,5 +382,6 @@ def _joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, An
         "loss_weights": join_columns([(part.loss_weights, len(part.input_ids)) for part in parts], np.float32(1)),
         "image_token_id": _first(part.image_token_id for part in parts),
         "video_token_id": _first(part.video_token_id for part in parts),
+        "audio_token_id": _first(part.audio_token_id for part in parts),
         "dummy": _first(part.dummy for part in parts),
     }

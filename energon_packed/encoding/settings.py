@@ -8,16 +8,19 @@ docs/ and the types of keyword arguments (`keywords.pyi`) are made from this cla
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 from energon_packed.encoding.engines import ENGINES, EngineName
 from energon_packed.encoding.rendering import LOSS_ON, LossOn
 from energon_packed.encoding.vision.families import PATCH_ORDERS, PatchOrder
 from energon_packed.options import Options, option
 
-TOKENS, IMAGES, VIDEOS = "Tokens", "Images", "Videos"
+TOKENS, IMAGES, VIDEOS, AUDIO = "Tokens", "Images", "Videos", "Audio"
 _token_option = partial(option, group=TOKENS, decides="lengths")
 _image_option = partial(option, group=IMAGES, decides="lengths")
 _video_option = partial(option, group=VIDEOS, decides="lengths")
+LongAudio = Literal["reject", "truncate"]
+LONG_AUDIO: tuple[LongAudio, ...] = get_args(LongAudio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +75,10 @@ class EncoderSettings(Options):
     total_pixels: int | None = _video_option(
         None, help="Maximum pixels of all resized frames of a video file; a pair of frames counts as one.", minimum=1
     )
+    long_audio: LongAudio = option(
+        "reject", help="Audio that is longer than the model reads: reject the record, or use its start.",
+        group=AUDIO, decides="lengths", choices=LONG_AUDIO,
+    )  # fmt: skip
     loss_on: LossOn = _token_option(
         "assistant", help="Supervised text: every assistant turn, only the last assistant turn, or all text.",
         choices=LOSS_ON,

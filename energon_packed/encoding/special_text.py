@@ -35,13 +35,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.engines import HuggingFaceEngine
 from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
-from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message
+from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, Conversation, Message
 
 ESCAPE_BASE = 0xF0000
 """Character that replaces the first control token; consecutive characters replace the others (Unicode, Supplementary
@@ -327,14 +328,17 @@ class SpecialText:
         return value
 
 
-def control_tokens_of(tokenizer: TokenizerParts, vision: VisionFamily | None) -> list[str]:
+def control_tokens_of(
+    tokenizer: TokenizerParts, vision: VisionFamily | None, audio: AudioFamily | None = None
+) -> list[str]:
     """Tokens that control a model: the special tokens of a tokenizer, and the tokens of images."""
-    return [*tokenizer.special_added_tokens, *((*vision.reserved, vision.image_token) if vision else ())]
+    of_media = [*((*vision.reserved, vision.image_token) if vision else ()), *((audio.token,) if audio else ())]
+    return [*tokenizer.special_added_tokens, *of_media]
 
 
 def control_tokens(tokens: Sequence[str]) -> tuple[str, ...]:
     """Tokens in a fixed order, without `<image>`, which represents an image in every record."""
-    return tuple(sorted({token for token in tokens if token and token != IMAGE_PLACEHOLDER}))
+    return tuple(sorted({token for token in tokens if token and token not in (IMAGE_PLACEHOLDER, AUDIO_PLACEHOLDER)}))
 
 
 def token_pattern(tokens: Sequence[str]) -> re.Pattern[str]:

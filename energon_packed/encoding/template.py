@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
@@ -95,17 +95,21 @@ class ChatTemplate:
     Attributes:
         source: the Jinja source, or None.
         image_token: text that the template writes for a content part of type `image`; None without images.
+        audio_token: the same of the type `audio`.
         is_tagged: the template has `{% generation %}` tags.
     """
 
-    def __init__(self, tokenizer: TokenizerParts, *, image_token: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: TokenizerParts, *, image_token: str | None = None, audio_token: str | None = None
+    ) -> None:
         """Analyze the template of a tokenizer.
 
         Args:
             tokenizer: its template, special tokens and added tokens.
             image_token: text that the template writes for a content part of type `image`; None without images.
+            audio_token: the same of the type `audio`.
         """
-        self.image_token = image_token
+        self.image_token, self.audio_token = image_token, audio_token
         self.source = tokenizer.chat_template
         self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
         self._dated = _with_fixed_date(self.source or "")
@@ -320,9 +324,10 @@ class ChatTemplate:
 
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
         """Convert a message to the format that the template expects."""
-        token, content = self.image_token, message["content"]
-        if token is not None and token in content and self.needs_image_parts:
-            message = {**message, "content": _image_parts(content, token)}
+        content = message["content"]
+        tokens = {token: kind for token, kind in self._parts.items() if token in content}
+        if tokens:
+            message = {**message, "content": _media_parts(content, tokens)}
         else:
             message = self._as_text_parts(message)
         if message.get("tool_calls") and self._needs_json_arguments:
@@ -336,12 +341,32 @@ class ChatTemplate:
         Idefics 3's template leaves out the space after `User:` before an image, LLaVA-NeXT's writes images first,
         Gemma 3's removes white space around the text next to an image.
         """
-        token = self.image_token
+        return self._needs_parts(self.image_token, "image")
+
+    @cached_property
+    def needs_audio_parts(self) -> bool:
+        """Whether audio files must be content parts: Qwen2-Audio's template writes their number before them."""
+        return self._needs_parts(self.audio_token, "audio")
+
+    @cached_property
+    def media_tokens(self) -> tuple[str, ...]:
+        """Tokens of images and audio files in contents."""
+        return tuple(token for token in (self.image_token, self.audio_token) if token)
+
+    @property
+    def _parts(self) -> dict[str, str]:
+        """Types of the content parts that media must be, by their tokens."""
+        parts = {self.image_token: "image"} if self.image_token and self.needs_image_parts else {}
+        if self.audio_token and self.needs_audio_parts:
+            parts[self.audio_token] = "audio"
+        return parts
+
+    def _needs_parts(self, token: str | None, kind: str) -> bool:
         if token is None or self.source is None:
             return False
         contents = ("{0} a", "{0}\na", "a\n{0}", "a {0} b", "{0}{0}a", "a{0}", " {0} ")
         for content in [places.format(token) for places in contents]:
-            with_parts = self._with_answer(_image_parts(content, token))
+            with_parts = self._with_answer(_media_parts(content, {token: kind}))
             # A count that differs: it has no image parts, writes another text, or rejects this content.
             if with_parts.count(token) == content.count(token) and with_parts != self._with_answer(content):
                 return True
@@ -494,12 +519,12 @@ def _out_of_time(size: int) -> TemplateError | RecordError:
     return RecordError(Reason.NOT_RENDERED, detail)
 
 
-def _image_parts(content: str, token: str) -> list[dict[str, str]]:
-    """Split a content into parts of type `text`, and a part of type `image` for each token."""
+def _media_parts(content: str, kinds: Mapping[str, str]) -> list[dict[str, str]]:
+    """Split a content into parts of type `text`, and a part for each token, of the type in `kinds`."""
+    pieces = re.split(f"({'|'.join(map(re.escape, kinds))})", content)
     parts: list[dict[str, str]] = []
-    for number, text in enumerate(content.split(token)):
-        parts += [{"type": "image"}] * (number > 0)
-        parts += [{"type": "text", "text": text}] * bool(text)
+    for text in filter(None, pieces):
+        parts.append({"type": kinds[text]} if text in kinds else {"type": "text", "text": text})
     return parts
 
 

@@ -6,6 +6,7 @@ captioning.py    PackedCaptioningSample
 multi_mix_qa.py  PackedMultiMixQASample, MultiMixQASample
 tokens.py        PackedTokensSample
 videos.py        selected frames of videos as JSON, and names of their parts
+audios.py        clips of audio files as JSON, and names of their parts
 references.py    media of a pack that are in other files: their location, read and checked
 third_party.py   the layout for LLaVA-OneVision-2, and LoongForge's packs, which are only read
 
@@ -14,7 +15,7 @@ A custom flavor is one subclass of `Codec` with `@register_codec`.
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats.captioning import CaptioningCodec
-from energon_packed.formats.codec import Codec, Part, RawPack, StoredImage, StoredSample, StoredVideo
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredAudio, StoredImage, StoredSample, StoredVideo
 from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
 from energon_packed.formats.parts import read_object
 from energon_packed.formats.references import set_media_root
@@ -76,6 +77,7 @@ __all__ = [
     "Codec",
     "Part",
     "RawPack",
+    "StoredAudio",
     "StoredImage",
     "StoredSample",
     "StoredVideo",

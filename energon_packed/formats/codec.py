@@ -13,12 +13,19 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from energon_packed.errors import FormatError
 from energon_packed.formats.references import MEDIA_PART, Locator, complete_parts
-from energon_packed.records import Conversation, FrameSelection, MediaReference, VideoReference
+from energon_packed.records import (
+    AudioClip,
+    AudioReference,
+    Conversation,
+    FrameSelection,
+    MediaReference,
+    VideoReference,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """An encoded image of a sample, or a video file.
+    """An encoded image of a sample, or a video or audio file.
 
     Attributes:
         extension: file extension of its format, without a dot.
@@ -77,18 +84,37 @@ class StoredVideo:
         return self.images if self.file is None else (self.file,)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredAudio:
+    """An audio file of a sample, and its part that the sample has.
+
+    Attributes:
+        clip: the samples of the part.
+        file: the audio file.
+
+    Examples:
+        >>> clip = AudioClip(rate=16000, start=0, samples=8000, total=8000)
+        >>> StoredAudio(clip, StoredImage("wav", b"...")).clip.seconds
+        0.5
+    """
+
+    clip: AudioClip
+    file: StoredImage
+
+
 @dataclass(frozen=True, slots=True)  # not a NamedTuple, which `energon preview` cannot print
 class StoredSample:
     """One sample of a pack: the input of `Codec.write` and the result of `Codec.read`.
 
     Attributes:
-        conversation: the sample. Read back, its media are the bytes in `images`, `patch_positions` and `videos`.
+        conversation: the sample. Read back, its media are the bytes in the fields below.
         length: tokens after truncation; None if the packer recorded no lengths.
         truncate: tokens that longer samples were truncated to, or None.
         is_truncated: the sample was longer than `truncate`.
         images: images of the conversation, in order.
         patch_positions: bytes of each .npy file.
         videos: videos of the conversation, in order.
+        audios: audio files of the conversation, in order.
 
     Examples:
         >>> StoredSample(normalize({"text": "A document."}), length=4).is_truncated
@@ -102,6 +128,7 @@ class StoredSample:
     images: tuple[StoredImage, ...] = ()
     patch_positions: tuple[bytes, ...] = field(default=(), repr=False)
     videos: tuple[StoredVideo, ...] = ()
+    audios: tuple[StoredAudio, ...] = ()
 
 
 class SampleMedia(NamedTuple):
@@ -111,11 +138,13 @@ class SampleMedia(NamedTuple):
         images: images of the conversation, in order.
         patch_positions: bytes of each .npy file.
         videos: videos of the conversation, in order.
+        audios: audio files of the conversation, in order.
     """
 
     images: tuple[StoredImage, ...] = ()
     patch_positions: tuple[bytes, ...] = ()
     videos: tuple[StoredVideo, ...] = ()
+    audios: tuple[StoredAudio, ...] = ()
 
     def references(self) -> dict[str, Any]:
         """Return the bytes as references, arguments of Conversation."""
@@ -135,6 +164,12 @@ class SampleMedia(NamedTuple):
                     for place, video in enumerate(self.videos)
                 ]
             ),
+            "audios": tuple(
+                [
+                    AudioReference(file=audio.file.reference(f"audio {place}"), clip=audio.clip)
+                    for place, audio in enumerate(self.audios)
+                ]
+            ),
         }
 
 
@@ -143,7 +178,7 @@ def _image_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, 
 
 
 _READERS = {"read", "read_row", "lengths"}  # methods of a codec that parse a pack, which may be damaged
-_MEDIA = re.compile(r"(?:img|vid)\w*\.\w+")
+_MEDIA = re.compile(r"(?:img|vid|aud)\w*\.\w+")
 T = TypeVar("T")
 Part = tuple[str, bytes]
 """(part name, content): `("json", b"...")` becomes the member `{key}.json`."""

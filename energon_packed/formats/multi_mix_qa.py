@@ -6,9 +6,9 @@
                  text
                  input_ids and labels, and loss_weights (one per token) if any is not 1
              and, if present: record_weight (factor of the loss weights), tools, patch_positions, video, fps,
-             timestamp_decimal, video_files (see videos.py), truncate, truncated
-{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}   as in PackedCaptioningSample; i is 0 in a single
-             sample
+             timestamp_decimal, video_files (see videos.py), audio_files (see audios.py), truncate, truncated
+{key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}, {key}.aud{i}_{j}.{ext}   as in
+             PackedCaptioningSample; i is 0 in a single sample
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from energon_packed.formats.codec import (
 from energon_packed.formats.parts import has_value, read_json, read_media, read_object, write_json, write_media
 from energon_packed.records import Conversation, Message
 
-_MEDIA = ("images", "patch_positions", "video_files")  # fields of a SAMPLE that name members
+_MEDIA = ("images", "patch_positions", "video_files", "audio_files")  # fields of a SAMPLE that name members
 
 
 class MultiMixCodec(Codec):
@@ -85,8 +85,9 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
     media = write_media(samples)
     values = []
     videos = media.videos or [[]] * len(samples)
-    columns = zip(samples, media.images, media.positions, videos, strict=True)
-    for sample, image_names, position_names, video_entries in columns:
+    audios = media.audios or [[]] * len(samples)
+    columns = zip(samples, media.images, media.positions, videos, audios, strict=True)
+    for sample, image_names, position_names, video_entries, audio_entries in columns:
         c = sample.conversation
         value: dict[str, Any] = {"id": c.id, "length": sample.length}
         if c.input_ids is not None:
@@ -107,6 +108,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
             "timestamps": c.timestamps,
             "timestamp_decimal": c.timestamp_decimal,
             "video_files": video_entries,
+            "audio_files": audio_entries,
             "truncate": sample.truncate,
             "truncated": sample.is_truncated,
         }

@@ -1,7 +1,7 @@
 """JSON and media parts of a pack, shared by the built-in codecs. Input: samples or parts. Output: parts or contents.
 
     write_json, read_json, read_object       the `json` part
-    write_media, read_media                  image, .npy and video parts, and their names in the json
+    write_media, read_media                  image, .npy, video and audio parts, and their names in the json
     names_by_sample, member_names            third-party packs whose JSON has other names than their members
 
 LLaVA-OneVision-2's packer lists `img000_sub000.jpg` and stores `img0_0.jpg`; LLaVA-OneVision-1.5's packer lists paths
@@ -22,7 +22,16 @@ from typing import Any, NamedTuple
 import orjson
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.codec import Part, RawPack, SampleMedia, StoredImage, StoredSample, StoredVideo
+from energon_packed.formats.audios import clip_as_dict, clip_from_dict, is_audio_part
+from energon_packed.formats.codec import (
+    Part,
+    RawPack,
+    SampleMedia,
+    StoredAudio,
+    StoredImage,
+    StoredSample,
+    StoredVideo,
+)
 from energon_packed.formats.references import MEDIA_PART, PATHS
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.options import short
@@ -88,12 +97,14 @@ class WrittenMedia(NamedTuple):
         parts: the parts.
         images, positions: image names and .npy names of each sample.
         videos: `video_files` of each sample, as in videos.py; [] if no sample has a video.
+        audios: `audio_files` of each sample, as in audios.py; [] if no sample has audio.
     """
 
     parts: list[Part]
     images: list[list[str]]
     positions: list[list[str]]
     videos: list[list[dict[str, Any]]]
+    audios: list[list[dict[str, Any]]]
 
 
 def write_media(samples: Sequence[StoredSample]) -> WrittenMedia:
@@ -106,9 +117,11 @@ def write_media(samples: Sequence[StoredSample]) -> WrittenMedia:
     images: list[list[str]] = []
     positions: list[list[str]] = []
     videos: list[list[dict[str, Any]]] = []
+    audios: list[list[dict[str, Any]]] = []
     for i, sample in enumerate(samples):
         videos.append([])
-        if not sample.images and not sample.patch_positions and not sample.videos:  # most samples of many datasets
+        audios.append([])
+        if not (sample.images or sample.patch_positions or sample.videos or sample.audios):  # most samples
             images.append([])
             positions.append([])
             continue
@@ -121,9 +134,13 @@ def write_media(samples: Sequence[StoredSample]) -> WrittenMedia:
             entry, files = _named_video(f"vid{i}_{j}", video)
             videos[-1].append(entry)
             _add_files(files, parts, references)
+        for j, audio in enumerate(sample.audios):
+            part = f"aud{i}_{j}.{audio.file.extension}"
+            audios[-1].append({"part": part, **clip_as_dict(audio.clip)})
+            _add_files([(part, audio.file)], parts, references)
     if any(references.values()):
         parts.insert(0, (MEDIA_PART, write_json(references)))
-    return WrittenMedia(parts, images, positions, videos if any(videos) else [])
+    return WrittenMedia(parts, images, positions, videos if any(videos) else [], audios if any(audios) else [])
 
 
 def _add_files(files: Iterable[tuple[str, StoredImage]], parts: list[Part], references: dict[str, Any]) -> None:
@@ -146,7 +163,11 @@ def _named_video(name: str, video: StoredVideo) -> tuple[dict[str, Any], list[tu
 
 
 def read_media(
-    raw: RawPack, images: Sequence[Any], positions: Sequence[Any] | None = None, videos: Sequence[Any] | None = None
+    raw: RawPack,
+    images: Sequence[Any],
+    positions: Sequence[Any] | None = None,
+    videos: Sequence[Any] | None = None,
+    audios: Sequence[Any] | None = None,
 ) -> list[SampleMedia]:
     """Return the media of each sample.
 
@@ -154,13 +175,13 @@ def read_media(
         raw: the pack.
         images: image names of each sample.
         positions: .npy names of each sample; None if the pack has none.
-        videos: `video_files` of each sample; None if the pack has none.
+        videos, audios: `video_files` and `audio_files` of each sample; None if the pack has none.
 
     Raises:
         FormatError: a member is missing, or a decoder has converted it from bytes.
         ValueError, LookupError: an entry is damaged.
     """
-    if not any(images) and not positions and not videos:  # most packs of many datasets
+    if not any(images) and not positions and not videos and not audios:  # most packs of many datasets
         return [SampleMedia()] * len(images)
     none = [()] * len(images)
     return [
@@ -168,8 +189,11 @@ def read_media(
             tuple([_stored(raw, name) for name in _names(image_names)]),
             tuple([_content(raw, name) for name in _names(position_names)]),
             tuple([_read_video(raw, entry) for entry in entries or ()]),
+            tuple([StoredAudio(clip_from_dict(entry), _stored(raw, entry["part"])) for entry in spoken or ()]),
         )
-        for image_names, position_names, entries in zip(images, positions or none, videos or none, strict=True)
+        for image_names, position_names, entries, spoken in zip(
+            images, positions or none, videos or none, audios or none, strict=True
+        )
     ]
 
 
@@ -187,7 +211,15 @@ def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> StoredVideo:
 
 def image_count(names: Iterable[str]) -> int:
     """Return how many of the member names are images of a pack; frames of videos do not count."""
-    return sum(name.rpartition(".")[2].lower() not in _NO_IMAGES and not is_video_part(name) for name in names)
+    return sum(
+        name.rpartition(".")[2].lower() not in _NO_IMAGES and not is_video_part(name) and not is_audio_part(name)
+        for name in names
+    )
+
+
+def audio_count(names: Iterable[str]) -> int:
+    """Return how many of the member names are audio files of a pack."""
+    return sum(map(is_audio_part, names))
 
 
 def video_count(names: Iterable[str]) -> int:

@@ -41,8 +41,9 @@ FILES, TARS, STORED = "files", "tars", "media"
 """Auxiliary datasets of locators: files, by their path from the root folder; members of tars; and images that are in
 no file of the input, in the folder `media` beside the dataset."""
 MOST_BYTES = 1 << 30
-"""Bytes of the largest image or video of a pack, which loaders read into memory; larger files are rejected while
+"""Bytes of the largest media file of a pack, which loaders read into memory; larger files are rejected while
 packing."""
+_KINDS = {"vid": ("video", "a video"), "aud": ("audio file", "an audio file")}  # by the start of a part
 _moved: dict[str, str] = {}
 _DIGITS = 32  # hex digits of a digest
 
@@ -326,14 +327,14 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
 
 
 def _packed(locator: Locator, raw: Mapping[str, Any], part: str) -> PackedImage:
-    kind = "video" if part.startswith("vid") else "image"
+    kind = _KINDS.get(part[:3], ("image", ""))[0]
     return PackedImage(_place(raw, part), locator.digest, locator.changed, kind)
 
 
 def _place(raw: Mapping[str, Any], part: str) -> str:
-    """Pack, part, index and id of the sample of an image or video, for messages."""
-    kind = "a video" if part.startswith("vid") else "an image"
-    number = part.removeprefix("img").removeprefix("vid").partition("_")[0]
+    """Pack, part, index and id of the sample of a media file, for messages."""
+    kind = _KINDS.get(part[:3], ("", "an image"))[1]
+    number = part.removeprefix("img").removeprefix("vid").removeprefix("aud").partition("_")[0]
     try:
         value = of_type(raw["json"] if isinstance(raw["json"], Mapping) else orjson.loads(raw["json"]), dict)
         if "ids" in value:

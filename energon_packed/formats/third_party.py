@@ -55,10 +55,10 @@ class LlavaOnevision2Codec(CaptioningCodec):
     def check(self, conversation: Conversation) -> None:
         """Reject conversations that are not pairs of prompt and caption, and content that the reader would change."""
         super().check(conversation)
-        if conversation.videos:
+        if conversation.videos or conversation.audios:
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
-                f"{_READER} reads images only; omit `layout` for records with video files, or store their frames as "
+                f"{_READER} reads images only; omit `layout` for records with videos or audio, or store frames as "
                 "`images` with `patch_positions` and `fps`",
             )
         if conversation.text is not None:

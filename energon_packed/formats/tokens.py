@@ -106,6 +106,8 @@ class TokensCodec(Codec):
             value["patch_positions"] = media.positions
         if media.videos:
             value["video_files"] = media.videos
+        if media.audios:
+            value["audio_files"] = media.audios
         # Labels repeat the ids, so a few spans replace 4 bytes per token. Records with custom labels need the array.
         supervised = labels != _IGNORE
         targets: list[Part] = []
@@ -152,7 +154,8 @@ class TokensCodec(Codec):
             labels = np.full_like(input_ids, _IGNORE)
             for start, end in _load(raw, "loss_spans.npy").tolist():
                 labels[start:end] = input_ids[start:end]
-        media = read_media(raw, value["images"], value.get("patch_positions"), value.get("video_files"))
+        files = value.get("video_files"), value.get("audio_files")
+        media = read_media(raw, value["images"], value.get("patch_positions"), *files)
         return TokenRow(value["ids"], input_ids, labels, _load(raw, "cu_seqlens.npy"), weights, media)
 
     def lengths(self, raw: RawPack) -> list[int | None]:

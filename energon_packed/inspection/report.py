@@ -97,7 +97,9 @@ def render_report(
     environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
     # Escaping is the first line of defence; the policy blocks all other scripts and all requests if it has a gap.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
-    policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    policy = (
+        f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    )
     variables = {} if data is None else _dataset_variables(data)
     return environment.get_template("report.html.j2").render(
         title=title,
@@ -177,7 +179,7 @@ def _map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
     # A rectangle for each run would make the page many times larger.
     paths: dict[str, list[str]] = {"free": []}
     known = any(segment.runs for pack in mapped for segment in pack.segments)
-    paths |= {name: [] for name in (KINDS if known else ("text", "image", "video"))}
+    paths |= {name: [] for name in (KINDS if known else ("text", "image", "video", "audio"))}
     for row, pack in enumerate(mapped):
         runs = [("free", 0, seq_len)]
         for segment in pack.segments:

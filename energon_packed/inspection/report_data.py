@@ -9,7 +9,7 @@ import io
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ _MAX_SHOWN = 40  # packs in the gallery
 _MAX_WORST = 10  # packs in the list of least utilized packs
 _MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
 _MAX_STRIPS = 2  # videos of a pack in the gallery whose frames are shown: decoding is slower than all else
+_MAX_PLAYERS, _MAX_PLAYED = 4, 1 << 18  # audio files of a pack in the gallery that can be played, and their bytes
+_TYPES = {"mp3": "mpeg", "m4a": "mp4", "opus": "ogg"}  # types of data URLs by extension, if they differ
 _MAX_FRAMES = 8  # frames shown of a video
 _MAX_NAMES = 5  # names listed in one warning
 _EXAMPLES = 3  # examples shown per reject reason
@@ -86,11 +88,13 @@ class ShownPack:
         view: its samples.
         thumbnails: images as data URLs, by member name.
         strips: frames of videos, by the name of the video.
+        players: audio files as data URLs, by member name.
     """
 
     view: PackView
     thumbnails: Mapping[str, str]
     strips: Mapping[str, "Strip"]
+    players: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +282,15 @@ def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) ->
     names = [image.name for sample in view.samples for image in sample.images if image.problem is None]
     thumbnails = {name: url for name in names if (url := _thumbnail(raw[name])) is not None}
     videos = [video for sample in view.samples for video in sample.videos if video.problem is None]
-    return ShownPack(view, thumbnails, {video.name: _strip(raw, video) for video in videos[:_MAX_STRIPS]})
+    audios = [audio for sample in view.samples for audio in sample.audios if audio.problem is None]
+    players = {audio.name: _player(audio.name, raw[audio.name]) for audio in audios if audio.bytes <= _MAX_PLAYED}
+    strips = {video.name: _strip(raw, video) for video in videos[:_MAX_STRIPS]}
+    return ShownPack(view, thumbnails, strips, dict(list(players.items())[:_MAX_PLAYERS]))
+
+
+def _player(name: str, data: bytes) -> str:
+    extension = name.rpartition(".")[2]
+    return f"data:audio/{_TYPES.get(extension, extension)};base64,{base64.b64encode(data).decode()}"
 
 
 def _thumbnail(data: bytes) -> str | None:

@@ -50,7 +50,7 @@ def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSa
     turns = by_template._replace(spans=_turns(encoder, escaped, by_template.text))
     spans = renderer.with_placeholders(turns, escaped).spans or ()
     text = renderer.render(conversation).text
-    targets = _without_image_runs(sample)
+    targets = _without_runs(sample)
     flags = []
     for span in spans:
         covered = encoder.text_tokenizer.encode([text], [[span]]).covered[: len(targets)]
@@ -68,14 +68,16 @@ def _turns(encoder: ChatEncoder, conversation: Conversation, text: str) -> list[
             start = encoder.renderer.template.turn_start(turn, text, messages, conversation.tools)
         except EnergonPackedError:  # the template does not render these turns alone
             start = turn_places(
-                text, [message["content"] for message in messages], encoder.renderer.template.image_token
+                text, [message["content"] for message in messages], encoder.renderer.template.media_tokens
             )[turn][0]
         starts.append(max([start, *starts[-1:]]))
     return list(pairwise([*starts, len(text)]))
 
 
-def _without_image_runs(sample: EncodedSample) -> np.ndarray:
-    """Targets before image tokens were repeated, bool (L,): a single entry for each run of image tokens."""
-    is_image = sample.input_ids == (-1 if sample.image_token_id is None else sample.image_token_id)
-    repeated = is_image & np.concatenate([[False], is_image[:-1]])
+def _without_runs(sample: EncodedSample) -> np.ndarray:
+    """Targets before tokens of media were repeated, bool (L,): a single entry for each run of these tokens."""
+    tokens = (sample.image_token_id, sample.video_token_id, sample.audio_token_id)
+    ids = sample.input_ids
+    is_media = np.isin(ids, [token for token in tokens if token is not None])
+    repeated = is_media & np.concatenate([[False], ids[1:] == ids[:-1]])
     return np.asarray((sample.labels != IGNORE_INDEX)[~repeated])

@@ -20,8 +20,8 @@ from energon_packed.formats.references import complete_parts
 from energon_packed.records import FrameSelection
 from energon_packed.seqlens import round_up, segment_ids_from_cu_seqlens
 
-KINDS = ("other", "supervised", "image", "video")
-"""Kinds of tokens. Image tokens and video tokens are never supervised; timestamps between video tokens are `other`."""
+KINDS = ("other", "supervised", "image", "video", "audio")
+"""Kinds of tokens. Tokens of media are never supervised; timestamps between video tokens are `other`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Segment:
         id: sample id, or None.
         start: index of its first token in the row.
         length: number of tokens.
-        media: content of the sample: `text`, `image` or `video`.
+        media: content of the sample: `text`, `image`, `video` or `audio`.
         videos: selected frames of each of its videos.
         runs: (kind, first token in the row, tokens) of runs of equal kind; empty if the kinds are unknown.
         tokens: number of tokens of each kind; empty if the kinds are unknown.
@@ -143,7 +143,8 @@ def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:
     """Kind of each token: int8 (L,), index into `KINDS`."""
     kinds: npt.NDArray[np.int8] = (sample.labels != IGNORE_INDEX).astype(np.int8)
     kinds[:1] = 0  # the first token is never a target, as no token precedes it
-    for kind, token in (("image", sample.image_token_id), ("video", sample.video_token_id)):
+    tokens = {"image": sample.image_token_id, "video": sample.video_token_id, "audio": sample.audio_token_id}
+    for kind, token in tokens.items():
         if token is not None:
             kinds[sample.input_ids == token] = KINDS.index(kind)
     return kinds
@@ -185,7 +186,7 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
     """
     from energon_packed.loading.process import encode_pack  # isort: skip - first, as it checks Energon
     from energon_packed.flavors import load_pack
-    from energon_packed.loading.collator import PaddingFreeCollator
+    from energon_packed.loading.collation.collator import PaddingFreeCollator
 
     pack = load_pack(codec or codec_of(raw), raw)
     # Dummy images are added for training only; recorded lengths are not checked, so that wrong lengths can be shown.

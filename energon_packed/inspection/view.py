@@ -1,12 +1,13 @@
 """Show one pack, from its raw parts (bytes by part name), without pixels and without running code of the dataset.
 
-`view_pack` returns a PackView: turns, images, videos and recorded lengths of each sample. `extract_pack` writes the
-members as files inside one folder.
+`view_pack` returns a PackView: turns, media and recorded lengths of each sample. `extract_pack` writes the members as
+files inside one folder.
 """
 
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,16 +18,18 @@ import numpy.typing as npt
 import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
+from energon_packed.encoding.audio.audio_file import read_audio_info, resampled_length
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.media import video_runs
 from energon_packed.encoding.vision.video_file import read_video_info
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.files import atomic_write
-from energon_packed.formats import Codec, StoredSample, StoredVideo, codec_of
+from energon_packed.formats import Codec, StoredAudio, StoredSample, StoredVideo, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.inspection.supervision import supervised_turns
 from energon_packed.records import Conversation, FrameSelection, MediaReference
+from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_PLACEHOLDER
 
@@ -110,6 +113,44 @@ class VideoView:
         return (f"{self.problem}; " if self.problem else "") + ", ".join(values)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioView:
+    """One audio file of a sample.
+
+    Attributes:
+        name: part name of the file.
+        bytes: size of the file.
+        rate: samples per second of the file.
+        start: second at which the part that the sample has starts.
+        seconds: duration of this part.
+        total_seconds: duration of the file.
+        tokens: number of tokens; None if it is unknown without an encoder.
+        problem: why it cannot be used, or None. The file is not decoded.
+        file: file with the audio, if it is not in the tar; None if it is.
+        offset: its first byte in `file`.
+    """
+
+    name: str
+    bytes: int
+    rate: int
+    start: float
+    seconds: float
+    total_seconds: float
+    tokens: int | None = None
+    problem: str | None = None
+    file: str | None = None
+    offset: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Values as one string: `2.40 s from 1.00 s of 12.00 s, 16,000 Hz, 60 tokens`."""
+        part = f"{self.seconds:.2f} s"
+        if self.seconds != self.total_seconds:
+            part += f" from {self.start:.2f} s of {self.total_seconds:.2f} s"
+        values = [part, f"{self.rate:,} Hz"] + ([] if self.tokens is None else [f"{self.tokens:,} tokens"])
+        return (f"{self.problem}; " if self.problem else "") + ", ".join(values)
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a conversation.
@@ -147,6 +188,7 @@ class SampleView:
         supervised: number of supervised tokens if the flavor stores tokens, else None.
         video: the images are frames of a video.
         videos: videos in order.
+        audios: audio files in order.
         truncated_to: number of tokens that it was truncated to, or None. The end of its text is not in the row.
     """
 
@@ -158,20 +200,23 @@ class SampleView:
     supervised: int | None = None
     video: bool = False
     videos: tuple[VideoView, ...] = ()
+    audios: tuple[AudioView, ...] = ()
     truncated_to: int | None = None
 
     @property
-    def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView]]]:
-        """Each turn with its content in order: strings, and images and videos in place of their placeholders.
+    def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView | AudioView]]]:
+        """Each turn with its content in order: strings, and media in place of their placeholders.
 
         Without a placeholder for each of them, as in samples of tokens, they are all before the first turn's content.
         """
-        media: dict[str, tuple[ImageView | VideoView, ...]] = {IMAGE_PLACEHOLDER: self.images}
+        media: dict[str, tuple[ImageView | VideoView | AudioView, ...]] = {IMAGE_PLACEHOLDER: self.images}
         if self.videos:
             media[VIDEO_PLACEHOLDER] = self.videos
+        if self.audios:
+            media[AUDIO_PLACEHOLDER] = self.audios
         if any(sum(turn.text.count(mark) for turn in self.turns) != len(found) for mark, found in media.items()):
             return [
-                (turn, [*(self.images + self.videos if turn is self.turns[0] else ()), turn.shown])
+                (turn, [*(self.images + self.videos + self.audios if turn is self.turns[0] else ()), turn.shown])
                 for turn in self.turns
             ]
         rest = {mark: iter(found) for mark, found in media.items()}
@@ -209,11 +254,12 @@ class PackView:
         return None if None in lengths else sum(length for length in lengths if length is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to plain types, for JSON; samples without videos have no key `videos`."""
+        """Convert to plain types, for JSON; samples without videos or audio have no such key."""
         value = asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
         for sample in value["samples"]:
-            if not sample["videos"]:
-                del sample["videos"]
+            for name in ("videos", "audios"):
+                if not sample[name]:
+                    del sample[name]
         return value
 
 
@@ -264,6 +310,7 @@ def _view(
         supervised=supervised,
         video=conversation.video,
         videos=tuple(_video(video, encoder, located) for video in sample.videos),
+        audios=tuple(_audio(audio, encoder, located) for audio in sample.audios),
         truncated_to=sample.truncate if sample.is_truncated else None,
     )
 
@@ -294,9 +341,10 @@ def _token_turns(conversation: Conversation, encoder: ChatEncoder) -> Iterator[T
     ids, is_target = conversation.input_ids, labels != IGNORE_INDEX
     is_target[:1] = False  # no token precedes the first token
     marks = {encoder.image_token_id: IMAGE_PLACEHOLDER, encoder.rules.video_token_id: VIDEO_PLACEHOLDER}
+    marks[encoder.rules.audio_token_id] = AUDIO_PLACEHOLDER
     for start, stop in _runs(is_target):
         texts = []
-        # Each run of image tokens or video tokens becomes a placeholder.
+        # Each run of tokens of media becomes a placeholder.
         kinds = np.where(
             np.isin(ids[start:stop], [token for token in marks if token is not None]), ids[start:stop], -1
         )
@@ -378,6 +426,41 @@ def _video_problem(stored: StoredVideo, *, is_located: bool) -> str | None:
     except ConfigError:  # PyAV is not installed: the recorded values are shown
         return None
     return None if is_packed else "not the packed video: it has another number of frames, or another size"
+
+
+def _audio(stored: StoredAudio, encoder: Processor | None, located: Mapping[str, MediaReference]) -> AudioView:
+    clip, name = stored.clip, stored.file.part or "?"
+    reference = located.get(name)
+    tokens = None
+    if isinstance(encoder, ChatEncoder) and encoder.audio is not None:
+        with suppress(RecordError):  # another encoder than the encoder that packed it
+            tokens = encoder.audio.tokens(resampled_length(clip.samples, clip.rate, encoder.audio.rate))
+    return AudioView(
+        name=name,
+        bytes=len(stored.file.data),
+        rate=clip.rate,
+        start=clip.start / clip.rate,
+        seconds=clip.seconds,
+        total_seconds=clip.total / clip.rate,
+        tokens=tokens,
+        problem=_audio_problem(stored, is_located=reference is not None),
+        file=None if reference is None else reference.path,
+        offset=None if reference is None else reference.offset,
+    )
+
+
+def _audio_problem(stored: StoredAudio, *, is_located: bool) -> str | None:
+    """Find damage that needs no decoding."""
+    if is_located and not stored.file.data:
+        return "missing, or not the packed audio file"
+    try:
+        info = read_audio_info(stored.file.reference("audio"))
+    except RecordError as error:
+        return error.detail
+    except ConfigError:  # PyAV is not installed: the recorded values are shown
+        return None
+    is_packed = (info.samples, info.rate) == (stored.clip.total, stored.clip.rate)
+    return None if is_packed else "not the packed audio file: it has another number of samples, or another rate"
 
 
 def _shape(content: bytes) -> str:

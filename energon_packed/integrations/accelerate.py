@@ -20,7 +20,7 @@ from accelerate.data_loader import DataLoaderShard
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.consumed import Consumed
 from energon_packed.libraries import changed
-from energon_packed.loading.batch import trainer_inputs
+from energon_packed.loading.collation.batch import trainer_inputs
 from energon_packed.loading.dataflow.loader import unchanged
 from energon_packed.loading.loaders import Loader, as_loader
 

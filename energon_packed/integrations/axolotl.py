@@ -6,7 +6,7 @@ from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.optional import base_class
 from energon_packed.integrations.transformers.trainer import PackedTrainerMixin
-from energon_packed.loading.collator import PaddingFreeCollator
+from energon_packed.loading.collation.collator import PaddingFreeCollator
 from energon_packed.loading.dataset import PackedDataset
 
 _PACKAGE = "axolotl>=0.19"

@@ -36,7 +36,7 @@ import torch
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.random_state import SeparateRandomStates
-from energon_packed.loading.batch import trainer_inputs
+from energon_packed.loading.collation.batch import trainer_inputs
 from energon_packed.loading.loaders import as_loader
 from energon_packed.loading.state import check_numbers, damage_named, gathered
 

@@ -23,8 +23,8 @@ import torch
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import ConfigError, IsolationError
 from energon_packed.libraries import private
-from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.collator import PaddingFreeCollator
+from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.collator import PaddingFreeCollator
 
 _LENGTHS = (8, 6, 7, 5)  # tokens of the samples of the default row
 # Fractions of the change in the changed sample itself. A leak changes later logits by far more than rounding does.
@@ -110,7 +110,7 @@ def measure(model: Any, inputs: dict[str, Any], bounds: list[int]) -> IsolationR
     """
     first, last = slice(0, bounds[1]), slice(bounds[-2], bounds[-1])
     later, earlier = slice(bounds[1], bounds[-1]), slice(0, bounds[-2])
-    with _repeatable(model):
+    with repeatable(model):
         plain = _logits(model, inputs)
         changed = _logits(model, _changed(model, inputs, first))
         control = _logits(model, _changed(model, inputs, last))
@@ -286,7 +286,7 @@ def _relative_change(change: torch.Tensor, others: slice, own: slice) -> float:
 
 
 @contextmanager
-def _repeatable(model: Any) -> Iterator[None]:
+def repeatable(model: Any) -> Iterator[None]:
     """Use training mode without gradients and without running statistics; restore the mode of every module."""
     before = [(module, module.training) for module in model.modules()]
     model.train()

@@ -9,7 +9,7 @@ from energon_packed.integrations.transformers.arguments import STREAM_ARGUMENTS,
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.integrations.transformers.trainer import PackedTrainerMixin
 from energon_packed.libraries import private
-from energon_packed.loading.collator import Collator, PaddingFreeCollator
+from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
 
 _PACKAGE = "ms-swift>=4.6"
 _SwiftSft: Any = base_class("swift.pipelines.train.sft", "SwiftSft", _PACKAGE)

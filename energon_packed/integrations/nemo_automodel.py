@@ -13,7 +13,7 @@ import torch
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.consumed import Consumed
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
@@ -90,7 +90,7 @@ class AutomodelStream(Consumed):
 
 def _arguments(batch: PackedBatch) -> dict[str, Any]:
     """Arguments of the model for a row, with the labels of Megatron, which are shifted."""
-    if any(batch.num_images) or any(batch.num_videos):
+    if any(batch.num_images) or any(batch.num_videos) or any(batch.num_audios):
         raise BatchError("A row must have text for AutomodelStream, got images. Use another trainer.")
     inputs = batch.transformers_inputs()
     inputs.pop("num_items_in_batch", None)  # the recipe divides by the targets of the step

@@ -16,8 +16,8 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.consumed import Consumed
 from energon_packed.integrations.optional import base_class
-from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.collator import PaddingFreeCollator
+from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.collator import PaddingFreeCollator
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
@@ -128,7 +128,7 @@ class PackedDataLoader(_Base):
 def _row(batch: PackedBatch) -> tuple[torch.Tensor, ...]:
     """Tokens, positions and shifted labels of a row, each (1, T)."""
     inputs = batch.megatron_inputs()
-    if batch.loss_weights is not None or any(batch.num_images) or any(batch.num_videos):
+    if batch.loss_weights is not None or any(batch.num_images) or any(batch.num_videos) or any(batch.num_audios):
         raise BatchError(
             "A row must have text and equal loss weights for torchtitan, got images or other loss weights. "
             "Use another trainer."

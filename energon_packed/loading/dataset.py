@@ -25,9 +25,9 @@ from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.references import MEDIA_PART, emptied, located_names
 from energon_packed.formats.videos import is_video_part
+from energon_packed.loading.collation.features import hf_dataset
 from energon_packed.loading.costs.model import Balance, RowSizes, cost_model
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
-from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.manifests import (
     LoadedSplit,
     apportion,

@@ -14,7 +14,7 @@ import torch
 
 from energon_packed.encoding.sample import IGNORE_INDEX
 from energon_packed.errors import ConfigError, WorkerError
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.epoch_end import EpochEnd
 from energon_packed.loading.ranks import broadcast_object, group_place, has_group
 
@@ -35,7 +35,7 @@ def without_targets(batch: Any) -> Any:
     if isinstance(batch, PackedBatch):
         return batch.without_targets()
     if isinstance(batch, Mapping) and "labels" in batch:
-        empty = {"labels": IGNORE_INDEX, "loss_mask": 0}
+        empty = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "loss_mask": 0}
         return {k: torch.full_like(v, empty[k]) if k in empty else v for k, v in batch.items()}
     raise ConfigError(
         f"`epoch_end='repeat'` needs batches with `labels`, got {type(batch).__name__}. Return a PackedBatch or a "

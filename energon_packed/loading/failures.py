@@ -225,8 +225,8 @@ class FailureLog:
 
     def _count_records(self, used: int = 0, rejected: int = 0) -> tuple[int, int]:
         """Count records; return the records since the last `WINDOW` of them, and the rejected among these."""
-        numbers = self._numbers
-        with numbers.get_lock():
+        numbers: Any = self._numbers.get_obj()  # each access of the array itself would take the lock again
+        with self._numbers.get_lock():
             numbers[_USED] += used
             numbers[_RECORDS] += used + rejected
             numbers[_BAD] += rejected

@@ -89,9 +89,8 @@ class LoadedSplit:
             ConfigError: it stores something else, which a ChatEncoder must encode.
         """
         sample_class = self.manifest.sample_class if self.manifest else None
-        media = ""
-        if self.manifest is not None:
-            media = " with videos" if self.manifest.videos else " with images" if self.manifest.images else ""
+        stored = [name for name in ("videos", "images", "audios") if getattr(self.manifest, name, 0)]
+        media = f" with {stored[0].replace('audios', 'audio')}" if stored else ""
         if sample_class is None or not codec_for(sample_class).stores_tokens or media:
             raise ConfigError(
                 f"{self.path} stores {sample_class or 'packs'}{media}, which needs an "

@@ -22,7 +22,7 @@ from energon_packed.encoding import EncodedRow, EncodedSample, Processor, Sample
 from energon_packed.errors import EnergonPackedError, FormatError, RecordError, Reject
 from energon_packed.flavors import PackSample
 from energon_packed.formats import StoredSample
-from energon_packed.loading.features import from_features, is_features
+from energon_packed.loading.collation.features import from_features, is_features
 from energon_packed.records import Conversation, normalize
 from energon_packed.records.media import in_line
 from energon_packed.records.record_formats import find_record_format
@@ -215,7 +215,7 @@ def encode_items(values: Sequence[Any], processor: Processor, *, check_lengths: 
     for i, sample in zip(conversations, encoded, strict=True):
         results[i] = Encoded.failed(RecordError.of(sample)) if isinstance(sample, Reject) else Encoded([sample])
     return [
-        result._replace(samples=[s.of(value.source) if isinstance(s, EncodedSample) else s for s in result.samples])
+        Encoded([s.of(value.source) if isinstance(s, EncodedSample) else s for s in result.samples], result.failures)
         if isinstance(value, WithSource)
         else result
         for value, result in zip(values, results, strict=True)

@@ -11,11 +11,13 @@ NAME.tokens  for every measured record its L input_ids and then its L labels, as
              has loss weights, the weights of all tokens follow, as little-endian float32.
 NAME.media   for every image or video of a measured record that is in no file, such as a cell of a table, an entry of
              the dtype `MEDIA_ENTRY`; of equal files only the first. Rejected records have none.
-NAME.frames  for every measured record with videos the selected frames of each video, in JSON (formats/videos.py);
-             offsets follow from the column `frames_bytes`. The frames that are measured are the frames that are
-             written, also if the lengths are planned again for another `seq_len`.
+NAME.frames  for every measured record with videos or audio the selected frames of each video and the clip of each
+             audio file, in JSON (formats/videos.py, formats/audios.py); offsets follow from the column
+             `frames_bytes`. The frames that are measured are the frames that are written, also if the lengths are
+             planned again for another `seq_len`.
 
-NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos.
+NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, and those of
+AUDIO_COLUMNS only if one has audio.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -38,9 +40,10 @@ import pyarrow as pa
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
 from energon_packed.files import atomic_path, atomic_write, of_type
+from energon_packed.formats.audios import clip_as_dict, clip_from_dict
 from energon_packed.formats.references import media_digest
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict
-from energon_packed.records import FrameSelection, MediaReference
+from energon_packed.records import AudioClip, FrameSelection, MediaReference
 from energon_packed.storage import as_path, is_remote
 from energon_packed.system import most_open
 
@@ -50,7 +53,7 @@ _WEIGHT = 4  # bytes
 _MAX_OPEN = 128  # files that a TokenReader keeps open
 
 
-KINDS = ("text", "image", "video")
+KINDS = ("text", "image", "video", "audio")
 PACKED = "packed"
 TRUNCATED = "truncated"
 """Status in lengths.parquet of a record that is packed, but truncated to `seq_len`."""
@@ -85,6 +88,10 @@ VIDEO_COLUMNS = {
     "extracted_bytes": pa.int64(),  # of the media with these frames as images, if the run extracts frames
     "frames_bytes": pa.int32(),  # of the record in NAME.frames
 }
+AUDIO_COLUMNS = {
+    "num_audios": pa.int32(),
+    "audio_ms": pa.int64(),  # duration of its audio files in milliseconds
+}
 COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that are lists of strings; a chunk file has the number of records with each string."""
 StringCounts = dict[str, Counter[str]]
@@ -101,7 +108,7 @@ record, and the index of the image in the record."""
 MediaEntries = npt.NDArray[np.void]
 NUMERIC = {
     name: pa.array([], kind).to_numpy().dtype.type  # `to_pandas_dtype` of PyArrow 18 needs pandas
-    for name, kind in (*zip(SCHEMA.names, SCHEMA.types, strict=True), *VIDEO_COLUMNS.items())
+    for name, kind in (*zip(SCHEMA.names, SCHEMA.types, strict=True), *VIDEO_COLUMNS.items(), *AUDIO_COLUMNS.items())
     if name not in ("id", "detail")
 }
 # Records that were rejected for these reasons are measured again, because the files may have been fixed.
@@ -115,6 +122,9 @@ _FIXABLE = [
         Reason.MISSING_VIDEO,
         Reason.CORRUPT_VIDEO,
         Reason.UNSUPPORTED_VIDEO,
+        Reason.MISSING_AUDIO,
+        Reason.CORRUPT_AUDIO,
+        Reason.UNSUPPORTED_AUDIO,
     )
 ]
 
@@ -225,7 +235,7 @@ def compare_media(chunk: Chunk) -> tuple[Chunk, int, bool]:
 
 
 class MediaInMemory:
-    """Images and videos of the measured records of a chunk that are in no file.
+    """Images, videos and audio files of the measured records of a chunk that are in no file.
 
     Args:
         chunk: the chunk. Without `keep_media`, it is only noted that there are files.
@@ -266,11 +276,12 @@ def media_file(rows_file: Path) -> Path:
     return rows_file.with_suffix(".media")
 
 
-def dump_frames(selections: Sequence[FrameSelection]) -> bytes:
-    """Return the selected frames of the videos of a record as JSON; b"" without videos."""
-    if not selections:
+def dump_frames(selections: Sequence[FrameSelection], clips: Sequence[AudioClip] = ()) -> bytes:
+    """Return the selected frames of the videos of a record, and the clips of its audio files, as JSON; b"" without."""
+    if not selections and not clips:
         return b""
-    return orjson.dumps([frames_as_dict(frames) for frames in selections], option=orjson.OPT_SERIALIZE_NUMPY)
+    values = [*map(frames_as_dict, selections), *map(clip_as_dict, clips)]
+    return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def write_frames(chunk: Chunk, frames: Sequence[bytes]) -> None:
@@ -287,20 +298,22 @@ def frames_file(rows_file: Path) -> Path:
     return rows_file.with_suffix(".frames")
 
 
-def read_frames(refs: "RecordOffsets", index: int) -> tuple[FrameSelection, ...]:
-    """Read the selected frames of the videos of record `index` of the `RecordOffsets`.
+def read_frames(refs: "RecordOffsets", index: int) -> tuple[tuple[FrameSelection, ...], tuple[AudioClip, ...]]:
+    """Read the selected frames of the videos of record `index` of the `RecordOffsets`, and its clips of audio files.
 
     Raises:
         OSError: the file is gone or damaged.
     """
     if (size := int(refs.size[index])) == 0:
-        return ()
+        return (), ()
     file = refs.files[int(refs.file[index])]
     with file.open("rb") as stream:
         stream.seek(int(refs.offset[index]))
         content = stream.read(size)
     try:
-        return tuple([frames_from_dict(value) for value in of_type(orjson.loads(content), list)])
+        values = [of_type(value, dict) for value in of_type(orjson.loads(content), list)]
+        frames = tuple([frames_from_dict(value) for value in values if "frames" in value])
+        return frames, tuple([clip_from_dict(value) for value in values if "frames" not in value])
     except (ValueError, LookupError) as error:
         raise OSError(f"{file} is damaged: {error}") from error
 
@@ -308,7 +321,7 @@ def read_frames(refs: "RecordOffsets", index: int) -> tuple[FrameSelection, ...]
 def write_rows(
     file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles, entries: int = 0
 ) -> None:
-    """Write the columns of `SCHEMA`, and of `VIDEO_COLUMNS` if there are videos; the file appears when it is complete.
+    """Write the columns of `SCHEMA`, and of videos and audio if there are any; the file appears when it is complete.
 
     Args:
         file: file of the chunk.
@@ -322,9 +335,10 @@ def write_rows(
     if media:
         metadata |= {_MEDIA: media.dump(), _MEDIA_DIGEST: media.digest()}
     schema = SCHEMA
-    if any(columns["num_videos"]):
-        for name, kind in VIDEO_COLUMNS.items():
-            schema = schema.append(pa.field(name, kind))
+    has_audio = any(columns["num_audios"])
+    more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
+    for name, kind in {**more, **(AUDIO_COLUMNS if has_audio else {})}.items():
+        schema = schema.append(pa.field(name, kind))
     schema = schema.with_metadata(metadata)
     arrays = [
         numeric_column(columns[name], NUMERIC[name]) if name in NUMERIC else string_column(columns[name])

@@ -168,6 +168,7 @@ def _with_media(conversation: Conversation, change: Callable[[MediaReference], M
                 for video in conversation.videos
             ]
         ),
+        audios=tuple([replace(audio, file=change(audio.file)) for audio in conversation.audios]),
         patch_positions=tuple([change(file) for file in conversation.patch_positions]),
     )
 

@@ -63,7 +63,12 @@ _SCHEMA = pa.schema(
         "shard": pa.dictionary(pa.int32(), pa.string()),
     }
 )
-_FEW_VALUES = [name for name in _SCHEMA.names if name not in ("row", "line", "id", "pack")] + ["num_videos"]
+_FEW_VALUES = [name for name in _SCHEMA.names if name not in ("row", "line", "id", "pack")] + [
+    "num_videos",
+    "num_audios",
+]
+# The dictionary of the column `status` has later statuses only if they occur, so that other files stay the same.
+_ALWAYS_LISTED = STATUSES.index(Reason.AUDIO_COUNT_MISMATCH) + 1
 _DELTAS = {"row": "DELTA_BINARY_PACKED", "line": "DELTA_BINARY_PACKED"}
 
 
@@ -262,7 +267,8 @@ def write_reports(
 
     lengths.parquet has source, row, line (null if it is not known), id, length (tokens, null if unknown), num_images
     and status of every record, pack (its key), sample (index in the pack) and shard of packed records, and num_videos
-    if any record has videos; rejects.jsonl has source, row, line, id, reason and detail of the rejected records.
+    and num_audios if any record has videos or audio; rejects.jsonl has source, row, line, id, reason and detail of the
+    rejected records.
     The fragments of a record follow the records of its chunk in lengths.parquet.
 
     Args:
@@ -273,13 +279,16 @@ def write_reports(
         places: place of each record, then of each fragment.
     """
     table, reader, status = rejects.table, rejects.reader, rejects.status
-    names_of = (*STATUSES, TRUNCATED, SPLIT, FRAGMENT)
+    listed = max(_ALWAYS_LISTED, int(status.max(initial=0)) + 1)
+    names_of = (*STATUSES[:listed], TRUNCATED, SPLIT, FRAGMENT)
     cut = names_of.index(TRUNCATED if fragments is None else SPLIT)  # a packed record that is longer than a row
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
-    has_videos = bool(table.num_videos.any())
-    schema = _SCHEMA.append(pa.field("num_videos", pa.int32())) if has_videos else _SCHEMA
+    more = [name for name in ("num_videos", "num_audios") if getattr(table, name).any()]
+    schema = _SCHEMA
+    for name in more:
+        schema = schema.append(pa.field(name, pa.int32()))
     with (
         atomic_path(output.lengths) as lengths_file,
         atomic_path(output.rejects) as rejects_file,
@@ -313,9 +322,9 @@ def write_reports(
                 dictionary_column(shown, names_of, np.int8),
                 *places.columns(rows),
             ]
-            if has_videos:
-                videos = table.num_videos[chunk.rows]  # fragments have no videos
-                columns.append(numeric_column(np.append(videos, [0] * (len(names) - len(videos))), np.int32))
+            for name in more:
+                files = getattr(table, name)[chunk.rows]  # fragments have neither videos nor audio
+                columns.append(numeric_column(np.append(files, [0] * (len(names) - len(files))), np.int32))
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
             for index in np.flatnonzero(chunk_status).tolist():
                 record = int(chunk.rows[index])

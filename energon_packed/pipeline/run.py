@@ -25,16 +25,16 @@ from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.folder import Folder, work_folder
-from energon_packed.pipeline.index import write_index
 from energon_packed.pipeline.locks import FolderLock, lock_holder
-from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.plan import make_plan
 from energon_packed.pipeline.reader import open_reader
 from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
+from energon_packed.pipeline.stages.index import write_index
+from energon_packed.pipeline.stages.measure import MeasureStage
+from energon_packed.pipeline.stages.plan import make_plan
+from energon_packed.pipeline.stages.write import write_shards
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.write import write_shards
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.media_yaml import refuse_other_media_yaml
 from energon_packed.sources import Source

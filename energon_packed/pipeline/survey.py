@@ -24,13 +24,13 @@ from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine, Progress
 from energon_packed.pipeline.folder import Folder, work_folder
 from energon_packed.pipeline.locks import FolderLock
-from energon_packed.pipeline.measure import MeasureStage
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions, PackOptions, parse_seq_len
-from energon_packed.pipeline.plan import plan_packs, plan_rejects, plan_shards
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import RejectLimits, advice
 from energon_packed.pipeline.reports import TableRejects, record_names
 from energon_packed.pipeline.run_state import compute_fingerprints
+from energon_packed.pipeline.stages.measure import MeasureStage
+from energon_packed.pipeline.stages.plan import plan_packs, plan_rejects, plan_shards
 from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.sources import Source
 
@@ -181,6 +181,7 @@ class Survey:
         notes: number of records with each note of the reader.
         ignored_entries: entries of input folders that are not read, by reason.
         videos, frames: video files of these records, and their selected frames.
+        audios, audio_seconds: audio files of these records, and the sum of their durations.
     """
 
     lengths: npt.NDArray[np.int32]
@@ -194,6 +195,8 @@ class Survey:
     ignored_entries: Sequence[IgnoredEntries] = ()
     videos: int = 0
     frames: int = 0
+    audios: int = 0
+    audio_seconds: float = 0.0
 
     @property
     def records(self) -> int:
@@ -239,6 +242,8 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         lengths=table.length[usable],
         videos=int(table.num_videos[usable].sum(dtype=np.int64)),
         frames=int(table.num_frames[usable].sum(dtype=np.int64)),
+        audios=int(table.num_audios[usable].sum(dtype=np.int64)),
+        audio_seconds=int(table.audio_ms[usable].sum()) / 1000,
         rejects=rejects,
         reject_summary=summary,
         advice=advice(rejects),

@@ -74,14 +74,16 @@ class RecordTable:
         num_images: int32 (n,).
         num_videos: int32 (n,).
         num_frames: int32 (n,), selected frames of its videos.
+        num_audios: int32 (n,).
+        audio_ms: int64 (n,), duration of its audio files in milliseconds.
         extracted_bytes: int64 (n,), estimate of `media_bytes` with these frames as images in place of the video files;
             0 if they are stored as files.
-        frames_bytes: int32 (n,), bytes of the selected frames in JSON.
+        frames_bytes: int32 (n,), bytes of the selected frames and clips in JSON.
         num_decoded: int32 (n,), images whose pixels were decoded; the headers of the other images were checked.
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
         narrow: int8 (n,), 1 if PackedCaptioningSample can store the record.
-        divisible: int8 (n,), 1 for documents and token records without videos, which can be split.
+        divisible: int8 (n,), 1 for documents and token records without videos and audio, which can be split.
         source_starts: int64 (sources + 1,), index of the first record of each source, and n.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), index of the first record of each file.
@@ -101,6 +103,8 @@ class RecordTable:
     num_images: npt.NDArray[np.int32]
     num_videos: npt.NDArray[np.int32]
     num_frames: npt.NDArray[np.int32]
+    num_audios: npt.NDArray[np.int32]
+    audio_ms: Int64
     extracted_bytes: Int64
     frames_bytes: npt.NDArray[np.int32]
     num_decoded: npt.NDArray[np.int32]
@@ -182,7 +186,7 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items():
-            # A chunk without videos has no columns of videos.
+            # A chunk without videos or audio has no such columns.
             if name in table.schema.names and (values := as_numpy(table[name], column.dtype)).any():
                 column[start : start + count] = values
         for name, counter in read_counts(table).items():

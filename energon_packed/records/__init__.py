@@ -7,9 +7,10 @@ record_formats/. turns.py: a turn in any spelling -> Message. tools.py: function
 loss. fields.py: checked values of fields. unused_fields.py: fields that nothing reads. media_fields.py: images and
 videos that a record lists, with video_fields.py for the values of video fields; unlisted_media.py: media in fields
 that are not read. media.py: MediaReference, the address of the bytes of an image or video, and the only code that
-reads them. video.py: VideoReference, a video file and its selected frames.
+reads them. video.py: VideoReference, a video file and its selected frames. audio.py: AudioReference, an audio file.
 """
 
+from energon_packed.records.audio import AUDIO_PLACEHOLDER, AudioClip, AudioReference
 from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, ROLES, Conversation, Message
 from energon_packed.records.mapping import Adapter, FieldMap
 from energon_packed.records.media import MediaReference
@@ -18,11 +19,14 @@ from energon_packed.records.record_formats import PartialConversation, RecordFor
 from energon_packed.records.video import VIDEO_PLACEHOLDER, FrameSelection, VideoReference
 
 __all__ = [
+    "AUDIO_PLACEHOLDER",
     "EXTRA_FIELDS",
     "IMAGE_PLACEHOLDER",
     "ROLES",
     "VIDEO_PLACEHOLDER",
     "Adapter",
+    "AudioClip",
+    "AudioReference",
     "Conversation",
     "FieldMap",
     "FrameSelection",

@@ -1,7 +1,8 @@
 """Conversation: the output of `normalize` and the input of measuring, packing and encoding.
 
 The position of each image is an `<image>` placeholder in the text; `images[k]` belongs to the k-th placeholder. The
-same is true of `<video>` and `videos[k]`. A placeholder without its medium is an error, also of `<audio>`.
+same is true of `<video>` and `videos[k]`, and of `<audio>` and `audios[k]`. A placeholder without its
+medium is an error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.audio import AUDIO_PLACEHOLDER, AudioReference
 from energon_packed.records.media import MediaReference
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
 
 IMAGE_PLACEHOLDER = "<image>"
-AUDIO_PLACEHOLDER = "<audio>"
 ROLES = ("system", "user", "assistant", "tool")
 EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Keys of a message, beside role and content, that are passed to the chat template."""
@@ -68,6 +69,7 @@ class Conversation:
         weight: factor of the loss weights of all targets.
         images: one per `<image>` placeholder, in order.
         videos: video files, one per `<video>` placeholder, in order.
+        audios: audio files or parts of them, one per `<audio>` placeholder, in order.
         patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
             all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
@@ -97,6 +99,7 @@ class Conversation:
     weight: float = 1.0
     images: tuple[MediaReference, ...] = ()
     videos: tuple[VideoReference, ...] = ()
+    audios: tuple[AudioReference, ...] = ()
     patch_positions: tuple[MediaReference, ...] = ()
     tools: Sequence[Any] | None = None
     video: bool = False
@@ -159,22 +162,25 @@ class Conversation:
 
     @property
     def kind(self) -> str:
-        """`text`, `image` or `video`, the groups of `group_by='media'`."""
-        return "video" if self.video or self.videos else "image" if self.images else "text"
+        """`text`, `image`, `video` or `audio` (without images and videos), the groups of `group_by='media'`."""
+        if self.video or self.videos:
+            return "video"
+        return "image" if self.images else "audio" if self.audios else "text"
 
     @property
     def media_files(self) -> tuple[MediaReference, ...]:
-        """Images, then the files of the videos: all media but `patch_positions`."""
-        if not self.videos:
+        """Images, then the files of the videos and audio files: all media but `patch_positions`."""
+        if not (self.videos or self.audios):
             return self.images
-        return (*self.images, *[file for video in self.videos for file in video.files])
+        videos = [file for video in self.videos for file in video.files]
+        return (*self.images, *videos, *[audio.file for audio in self.audios])
 
     def _check_placeholders(self, texts: Sequence[str]) -> None:
         """Compare placeholders and media: a missing placeholder would shift all later media, an extra one is text."""
         for reason, placeholder, kind, media in (
             (Reason.IMAGE_COUNT_MISMATCH, IMAGE_PLACEHOLDER, "images", self.images),
             (Reason.VIDEO_COUNT_MISMATCH, VIDEO_PLACEHOLDER, "videos", self.videos),
-            (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER, "audio files, which are not supported", ()),
+            (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER, "audio files", self.audios),
         ):
             count = sum([text.count(placeholder) for text in texts])
             if count != len(media):

@@ -27,8 +27,8 @@ _LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction")
 COMMON_FIELDS = frozenset(
     (
-        *("id", "images", "image", "video", "videos", "patch_positions", "fps", "timestamp_decimal"),
-        *("image_base64_str", "tools", "functions", *SYSTEM_FIELDS),
+        *("id", "images", "image", "video", "videos", "audio", "audios", "patch_positions", "fps"),
+        *("timestamp_decimal", "image_base64_str", "tools", "functions", *SYSTEM_FIELDS),
     )
 )
 """Fields that `normalize` itself reads, in every record format."""

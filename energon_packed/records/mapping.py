@@ -24,9 +24,9 @@ from energon_packed.records.fields import OBJECT, Record, is_given, key_names, m
 from energon_packed.records.turns import is_turn
 from energon_packed.system import raise_resource_error
 
-_MEDIA = ("image", "images", "video", "videos", "image_base64_str")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios", "image_base64_str")
 TURNS = ("system", "user", "assistant")
-TARGETS = (*TURNS, "messages", "image", "images", "video", "videos", "tools", "id")
+TARGETS = (*TURNS, "messages", "image", "images", "video", "videos", "audio", "audios", "tools", "id")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class FieldMap:
 
         Raises:
             RecordError: a field is missing, a field of the record already has the name of a target, or the question is
-                empty and the record has no image or video.
+                empty and the record has no image, video or audio.
         """
         if not isinstance(record, OBJECT):
             return record  # `normalize` rejects it
@@ -99,7 +99,9 @@ class FieldMap:
             ):
                 name = dict(self.fields).get("user")
                 fault = f"{name} is empty" if name else "`map` has no user"
-                raise RecordError(Reason.EMPTY, f"{fault}, and the record has no image or video: there is no question")
+                raise RecordError(
+                    Reason.EMPTY, f"{fault}, and the record has no image, video or audio: there is no question"
+                )
         for name in values:
             # Neither value is preferred silently: the record has both a mapped field and a field of the target's name.
             if name != "id" and mapped.get(name) is not None:

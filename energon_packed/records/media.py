@@ -25,7 +25,9 @@ from energon_packed.system import ABSENT, raise_resource_error
 CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
 _REMOTE_BLOCK = 1 << 16  # the same of an object: a request is slower than the transfer of more bytes
-_A = {"image": "an image", "video": "a video"}
+_A = {"image": "an image", "video": "a video", "audio": "an audio file"}
+_MISSING = {"video": Reason.MISSING_VIDEO, "audio": Reason.MISSING_AUDIO}
+_CORRUPT = {"video": Reason.CORRUPT_VIDEO, "audio": Reason.CORRUPT_AUDIO}
 
 
 class PackedImage(NamedTuple):
@@ -35,7 +37,7 @@ class PackedImage(NamedTuple):
         place: pack and sample, for messages.
         digest: `media_digest` of its bytes, or None.
         changed: size of its file, and time of the last change in ns, or None.
-        kind: `image` or `video`, for messages.
+        kind: `image`, `video` or `audio`, for messages.
     """
 
     place: str
@@ -180,13 +182,13 @@ class MediaReference:
         Args:
             value: the value.
             root: folder that relative paths start from, and that they must stay inside.
-            kind: `image` or `video`, for errors.
+            kind: `image`, `video` or `audio`, for errors.
 
         Raises:
-            RecordError: `missing_image` or `missing_video` if the value does not name media; `unsupported_media` if it
-                is remote.
+            RecordError: `missing_image`, `missing_video` or `missing_audio` if the value does not name media;
+                `unsupported_media` if it is remote.
         """
-        missing = Reason.MISSING_VIDEO if kind == "video" else Reason.MISSING_IMAGE
+        missing = _MISSING.get(kind, Reason.MISSING_IMAGE)
         if isinstance(value, MediaReference):
             return value
         # `bytes` first: datasets stores {"bytes", "path"}, and its path is a name without a file.
@@ -376,11 +378,7 @@ class _Window(RangeStream):
 
 
 def _data_url(value: str, kind: str) -> bytes:
-    missing, corrupt = (
-        (Reason.MISSING_VIDEO, Reason.CORRUPT_VIDEO)
-        if kind == "video"
-        else (Reason.MISSING_IMAGE, Reason.CORRUPT_IMAGE)
-    )
+    missing, corrupt = _MISSING.get(kind, Reason.MISSING_IMAGE), _CORRUPT.get(kind, Reason.CORRUPT_IMAGE)
     head, _, body = value.partition(",")
     # Percent-encoded data URLs are valid, but not supported.
     if not head.endswith(";base64"):

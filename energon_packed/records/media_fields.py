@@ -1,4 +1,4 @@
-"""Media of a record: image and video fields in, references in the order of the placeholders out.
+"""Media of a record: image, video and audio fields in, references in the order of the placeholders out.
 
 A video is a file or a list of frame images. A file keeps its `<video>`. All later code sees frames as images: each
 `<video>` of frames becomes an `<image>` for each frame. Fields with media that no code reads are rejected; otherwise
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.conversation import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER
+from energon_packed.records.audio import AUDIO_PLACEHOLDER, AUDIO_SUFFIXES, AudioReference, read_audio
+from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
@@ -24,6 +25,10 @@ _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 _TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>(?!\s*</img>)([^<>\n]+)</img>")
 # ms-swift 2 writes `<video>path</video>`; other content is not read as a path.
 _TAGGED_VIDEO = re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO_SUFFIXES))}))</video>", re.IGNORECASE)
+# As ms-swift 2; Qwen-Audio writes `Audio 1: <audio>path</audio>`.
+_TAGGED_AUDIO = re.compile(
+    rf"(?:Audio \d+: ?)?<audio>([^<>\n]+(?:{'|'.join(map(re.escape, AUDIO_SUFFIXES))}))</audio>", re.IGNORECASE
+)
 # Placeholders of other data formats: Qwen-VL without a path, DeepSeek-VL, InternLM-XComposer, MiniCPM-V, MMMU and Phi.
 _UNREAD = re.compile(
     r"<img>\s*</img>|<image_placeholder>|<ImageHere>|<(?P<bar>\|)?(?P<kind>image|video|audio)[ _]?\d+(?(bar)\|)>"
@@ -31,8 +36,8 @@ _UNREAD = re.compile(
 _BOXES = re.compile(r"<ref-object>|<bbox>")  # of ms-swift, whose `objects` replace them
 _IMAGE_FIELDS = ("images", "image")
 _VIDEO_FIELDS = ("video", "videos")
+_AUDIO_FIELDS = ("audios", "audio")
 _UNSUPPORTED = {
-    **dict.fromkeys(("audio", "audios"), "remove it, or convert it to text"),
     **dict.fromkeys(("frames", "video_frames"), "rename it to videos, with a list of frames for each <video>"),
     "video_path": "read it with `--map video=video_path`",
     "video_paths": "read it with `--map videos=video_paths`",
@@ -45,7 +50,7 @@ _PLACEHOLDERS = {
     "video": (Reason.VIDEO_COUNT_MISMATCH, VIDEO_PLACEHOLDER),
     "audio": (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER),
 }
-_BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS))
+_BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS, *_AUDIO_FIELDS))
 
 
 @dataclass(slots=True)
@@ -57,9 +62,11 @@ class Media:
         images: images of the images field, in order.
         per_turn: number of images in each inner list, if the images field is a list of several lists.
         videos: videos of the video field, in order: files, and lists of frames.
+        audios: audio files of the audio field, in order.
         is_video: the images are frames of a video.
         inline: images of content parts, in order.
         inline_videos: video files of content parts, in order.
+        inline_audios: audio files of content parts, in order.
         unused_fields: fields of turns and content parts that are not read.
         unlisted: fields that refer to media and are not read.
         notes: decisions made while reading, such as the choice of a caption.
@@ -69,9 +76,11 @@ class Media:
     images: list[MediaReference] = field(default_factory=list)
     per_turn: list[int] | None = None
     videos: list[Video] = field(default_factory=list)
+    audios: list[AudioReference] = field(default_factory=list)
     is_video: bool = False
     inline: list[MediaReference] = field(default_factory=list)
     inline_videos: list[VideoReference] = field(default_factory=list)
+    inline_audios: list[AudioReference] = field(default_factory=list)
     unlisted: list[UnlistedMedia] = field(default_factory=list)
     unused_fields: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -87,16 +96,19 @@ class Media:
         self.is_video = any(isinstance(video, list) for video in videos)
 
     def take_tagged(self, text: str) -> str:
-        """Replace `<img>path</img>` by `<image>` and `<video>path</video>` by `<video>`; keep the references.
+        """Replace `<img>path</img>` by `<image>`, and `<video>path</video>` by `<video>`; keep the references.
 
-        Qwen-VL writes the first, with `Picture 1:` before it, and ms-swift 2 both.
+        Qwen-VL writes the first, with `Picture 1:` before it, and ms-swift 2 both, and the same of `<audio>`.
         """
         for match in _TAGGED.finditer(text):
             self.add_inline(match[1].strip())
         text = _TAGGED.sub(IMAGE_PLACEHOLDER, text)
         for match in _TAGGED_VIDEO.finditer(text):
             self.inline_videos.append(read_video(match[1].strip(), self.root))
-        return _TAGGED_VIDEO.sub(VIDEO_PLACEHOLDER, text)
+        text = _TAGGED_VIDEO.sub(VIDEO_PLACEHOLDER, text)
+        for match in _TAGGED_AUDIO.finditer(text):
+            self.inline_audios.append(read_audio(match[1].strip(), self.root))
+        return _TAGGED_AUDIO.sub(AUDIO_PLACEHOLDER, text)
 
     def add_unused(self, record: Record, known: frozenset[str] | None, label: str = "the record") -> None:
         """Count the fields of a record, a turn or a content part that are not read, and keep those with media.
@@ -162,7 +174,7 @@ class Media:
 
 def has_tags(text: str) -> bool:
     """Whether a text may have tags with paths, for `Media.take_tagged`."""
-    return "<img>" in text or "</video>" in text
+    return "<img>" in text or "</video>" in text or "</audio>" in text
 
 
 def check_spellings(texts: Sequence[str]) -> None:
@@ -195,7 +207,7 @@ def read_media(
         known: fields that the record format reads itself, so that their names are not wrong.
 
     Raises:
-        RecordError: `unsupported_media` for audio, or media in a field of another name; `missing_image`;
+        RecordError: `unsupported_media` for media in a field of another name; `missing_image`; `missing_audio`;
             `image_count_mismatch` if the record lists its images twice; the errors of `read_videos`.
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
@@ -211,6 +223,7 @@ def read_media(
         return media
     media.set_videos(_read_videos(record, root, known))
     media.is_video |= record.get("video") is True
+    media.audios = _read_audios(record, root)
     return media
 
 
@@ -278,3 +291,10 @@ def _read_videos(record: Record, root: str | ImageRoot | None, known: frozenset[
     if len(filled) > 1:
         raise unsupported_media("both video and videos are in the record; use one")
     return read_videos(record[filled[0]], filled[0], root) if filled else []
+
+
+def _read_audios(record: Record, root: str | ImageRoot | None) -> list[AudioReference]:
+    filled = [key for key in _AUDIO_FIELDS if _has_media(record.get(key))]
+    if len(filled) > 1:
+        raise RecordError(Reason.AUDIO_COUNT_MISMATCH, "both audio and audios are in the record; use one")
+    return [read_audio(item, root) for key in filled for item in flatten(record[key])]

@@ -2,7 +2,8 @@
 
 The record formats are in `records/record_formats`. Fields that are optional in every format: `system` (or
 `system_prompt`, `system_message`), `tools`, `id`, `image` for a single image, `video` or `videos` as files or lists of
-frames with one `<video>` each, `patch_positions`, `fps`, `timestamp_decimal`. Other fields are listed in
+frames with one `<video>` each, `audio` or `audios` with one `<audio>` each, `patch_positions`, `fps`,
+`timestamp_decimal`. Other fields are listed in
 `unused_fields` of the conversation; fields that would change training reject the record.
 
 Most files contain only plain records: turns with a role and a string, perhaps an id. `plain_conversation` reads them
@@ -15,6 +16,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import (
     IMAGE_PLACEHOLDER,
     LOSS_WEIGHTS,
@@ -66,7 +68,7 @@ TIMESTAMPS_WRITTEN = "fps: timestamps in the text, before each frame"
 FPS_OF_FILE = "fps beside a video file, not used to sample frames"
 """Note of a conversation with a frame rate that is metadata of its video file."""
 NO_PLACEHOLDER = "no placeholder: media are placed before the first user turn"
-"""Note of a conversation without placeholders: its images or videos were put before the first user turn."""
+"""Note of a conversation without placeholders: its media were put before the first user turn."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
 # Start of `<image>`, `<img>`, `<ImageHere>`, `<|image_1|>`, `<video>`, `<audio>`, `<bbox>` and `<ref-object>`.
 _TAG = re.compile(r"<\|?(?:[iI]m|vid|aud|bbox|ref-)")
@@ -116,7 +118,8 @@ def normalize(
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
     if not record_format.has_roles:
-        _check_pairs(draft, has_media=bool(media.images or media.inline or media.files))
+        found = media.images or media.inline or media.files or media.audios or media.inline_audios
+        _check_pairs(draft, has_media=bool(found))
     tools = None if _TOOL_FIELDS.isdisjoint(record) else read_tools(record, draft, media)
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if tools is not None:
@@ -143,6 +146,7 @@ def normalize(
         weight=weight,
         images=images,
         videos=videos,
+        audios=tuple(media.inline_audios or media.audios),
         patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
         tools=tools,
         video=media.is_video,
@@ -161,7 +165,7 @@ def _check_pairs(draft: PartialConversation, *, has_media: bool) -> None:
     """
     questions = [message.content for message in draft.messages if message.role == "user"]
     if questions and not has_media and not any(text.strip() for text in questions):
-        raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image or video")
+        raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image, video or audio")
     for message in draft.messages:
         if message.role == "assistant" and not message.content.strip() and not message.extra.get("tool_calls"):
             raise RecordError(Reason.EMPTY, "an answer is empty")
@@ -277,7 +281,7 @@ def _system_text(value: Any, name: str) -> str:
 
 
 def place_media(draft: PartialConversation, media: Media, record_format: RecordFormat) -> None:
-    """Add missing placeholders for images and videos, and replace each `<video>` by its frames.
+    """Add missing placeholders for images, videos and audio files, and replace each `<video>` by its frames.
 
     Args:
         draft: the turns or text of a record; changed in place.
@@ -299,9 +303,14 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
         raise RecordError(
             Reason.VIDEO_COUNT_MISMATCH, "videos are both in the messages and in the videos field; use one"
         )
+    if media.inline_audios and media.audios:
+        raise RecordError(
+            Reason.AUDIO_COUNT_MISMATCH, "audio files are both in the messages and in the audios field; use one"
+        )
     if media.unlisted:
         frames = [frame for video in media.videos if isinstance(video, list) for frame in video]
         used = [*media.images, *media.inline, *frames, *(file for video in media.files for file in video.files)]
+        used += [audio.file for audio in media.inline_audios or media.audios]
         media.notes += check_unlisted(media.unlisted, used, media.root)
     if draft.input_ids is not None:
         if media.is_video and media.videos:
@@ -310,7 +319,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
     contents = [draft.text] if draft.text is not None else [message.content for message in draft.messages]
     check_spellings(contents)
     # The common case: content parts placed all of their images.
-    if not (media.images or media.videos):
+    if not (media.images or media.videos or media.audios):
         return
     # Before leading placeholders are added: a single `<image>` may represent all frames of a video.
     contents = _mark_videos(contents, media)
@@ -334,8 +343,9 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
 
 
 def _leading_placeholders(texts: list[str], media: Media) -> str:
-    """Build the placeholders of the images and videos for which the strings have none."""
+    """Build the placeholders of the media for which the strings have none."""
     sizes = {IMAGE_PLACEHOLDER: len(media.images), VIDEO_PLACEHOLDER: len(media.videos)}
+    sizes[AUDIO_PLACEHOLDER] = len(media.audios)
     return "".join([name * size for name, size in sizes.items() if not any(name in text for text in texts)])
 
 

@@ -29,6 +29,9 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.audio import AUDIO_PLACEHOLDER, read_audio
+from energon_packed.records.audio import FILE_FIELDS as AUDIO_FILE_FIELDS
+from energon_packed.records.audio import KEYS as AUDIO_KEYS
 from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, LOSS_WEIGHTS, Message, is_loss_weight
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import (
@@ -68,6 +71,7 @@ REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALL_FIELDS = ("tool_calls", "function_call")
 IMAGE_FIELDS = ("images", "image")
 VIDEO_FIELDS = ("videos", "video")
+AUDIO_FIELDS = ("audios", "audio")
 FUNCTION_CALL = "function_call"  # the role of a turn whose content is the call
 # Spellings of roles in published datasets; ShareGPT alone has human, gpt, chatgpt, bing and bard.
 ROLE_NAMES = {
@@ -84,7 +88,7 @@ PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTI
 _KNOWN = frozenset(
     (
         *(*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS),
-        *(*IMAGE_FIELDS, *VIDEO_FIELDS),
+        *(*IMAGE_FIELDS, *VIDEO_FIELDS, *AUDIO_FIELDS),
     )
 )
 _CALL = frozenset(("id", "type", "index", "function"))
@@ -93,22 +97,27 @@ _PART_IMAGES = ("image", "image_url", "path", "url", "source")
 _KINDS = {
     **{"text": "text", "input_text": "text", "image": "image", "image_url": "image"},
     **{"video": "video", "video_url": "video"},
+    **{"audio": "audio", "audio_url": "audio", "input_audio": "audio"},
 }
 _AS_CALLS = "write it as tool_calls of the turn"
 _AS_TURN = "write it as a turn of the role tool"
-_AUDIO = "convert audio to text"
 _HINTS = {
     **{"tool_use": _AS_CALLS, "tool_call": _AS_CALLS, "tool_result": _AS_TURN, "tool_response": _AS_TURN},
     **dict.fromkeys(("thinking", "reasoning"), "write it as reasoning_content of the turn"),
-    **dict.fromkeys(("audio", "input_audio", "audio_url"), _AUDIO),
 }
 _WITH_VALUE = frozenset(("type", "value"))
-_VALUES = ("text", "image_url", "video_url")  # types whose value has the name of the type in other formats
+_VALUES = (
+    "text",
+    "image_url",
+    "video_url",
+    "audio_url",
+)  # types whose value has the name of the type in other formats
 _FIELDS = {
     "text": frozenset(("type", "text")),
     "image": frozenset(("type", *_PART_IMAGES)),
     "video": frozenset(("type", "video", "frames")),
     "video file": FILE_FIELDS,
+    "audio": AUDIO_FILE_FIELDS,
 }
 
 
@@ -175,7 +184,7 @@ def _message(turn: Record, media: Media) -> Message:
             content = read_text("" if content is None else content, f"content of the {role} message")
         text = media.take_tagged(content) if has_tags(content) else content
     if not keys.is_plain:
-        text = _own_images(turn, _own_videos(turn, text, media), media)
+        text = _own_images(turn, _own_videos(turn, _own_audios(turn, text, media), media), media)
     return Message(role, text, extra, weight)
 
 
@@ -218,6 +227,22 @@ def _own_videos(turn: Record, text: str, media: Media) -> str:
     check_video_fields(turn, "a turn", of_one_video=False)
     media.inline_videos += [read_video(value, media.root) for value in values]
     return text if VIDEO_PLACEHOLDER in text else VIDEO_PLACEHOLDER * len(values) + text
+
+
+def _own_audios(turn: Record, text: str, media: Media) -> str:
+    """Add the audio files that the turn lists; their placeholders precede the content if it has none."""
+    filled = [key for key in AUDIO_FIELDS if is_given(turn.get(key))]
+    if not filled:
+        return text
+    values = flatten(turn[filled[0]])
+    if len(filled) > 1 or (AUDIO_PLACEHOLDER in text and text.count(AUDIO_PLACEHOLDER) != len(values)):
+        raise RecordError(
+            Reason.AUDIO_COUNT_MISMATCH,
+            f"a turn has {' and '.join(filled)} with {len(values)} audio files for {text.count(AUDIO_PLACEHOLDER)} "
+            f"{AUDIO_PLACEHOLDER}; use one list and one placeholder per file",
+        )
+    media.inline_audios += [read_audio(value, media.root) for value in values]
+    return text if AUDIO_PLACEHOLDER in text else AUDIO_PLACEHOLDER * len(values) + text
 
 
 def _own_images(turn: Record, text: str, media: Media) -> str:
@@ -319,9 +344,11 @@ def _read_part(part: Any, media: Media) -> str:
     if kind is None:
         name = repr(part_type)[:80] if isinstance(part, Mapping) else type(part).__name__
         keys = f" with the keys {key_names(part)}" if isinstance(part, Mapping) and part_type is None else ""
-        raise missing_field(f"a content part of type {name}{keys}; use text, image, image_url, video or video_url")
+        raise missing_field(f"a content part of type {name}{keys}; use text, image, video or audio, or their _url")
     if kind == "video":
         return _read_video(part, media)
+    if kind == "audio":
+        return _read_audio(part, media)
     media.add_unused(part, _FIELDS[kind], f"a content part of type {kind}")
     if kind == "text":
         text = read_text(part.get("text"), "a text part")
@@ -333,10 +360,10 @@ def _read_part(part: Any, media: Media) -> str:
 
 
 def _kind_of_part(part: Record) -> str | None:
-    """`text`, `image` or `video`: by the type of the part, or else by its only field with a value."""
+    """`text`, `image`, `video` or `audio`: by the type of the part, or else by its only field with a value."""
     if part.get("type") is not None:
         return _KINDS.get(part["type"]) if isinstance(part["type"], str) else None
-    names = ("text", "image", "image_url", "video", "video_url")
+    names = ("text", "image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
     kinds = {_KINDS[name] for name in names if is_given(part.get(name))}
     return kinds.pop() if len(kinds) == 1 else None
 
@@ -366,6 +393,16 @@ def _read_video(part: Mapping[str, Any], media: Media) -> str:
             media.inline += video
             texts.append(IMAGE_PLACEHOLDER * len(video))
     return "".join(texts)
+
+
+def _read_audio(part: Mapping[str, Any], media: Media) -> str:
+    """Add the audio file of a part; without a file, the part is the placeholder of a file in the audios field."""
+    media.add_unused(part, _FIELDS["audio"], "a content part of type audio")
+    if any(is_given(part.get(name)) for name in ("input_audio", *AUDIO_KEYS)):
+        media.inline_audios.append(read_audio(part, media.root))
+    elif not media.audios:
+        raise RecordError(Reason.MISSING_AUDIO, "a content part of type audio has no file; use a path, url or bytes")
+    return AUDIO_PLACEHOLDER
 
 
 def read_tool_calls(value: Any, label: str) -> list[dict[str, Any]]:

@@ -1,9 +1,9 @@
 """Media in fields that no code reads: a field name and its value in, whether they refer to media out.
 
-The value decides: a path with the extension of an image or video file, a `data:` URL, base64 of an image file, bytes,
-an image in memory, an object or list with one of these. The name extends it: `img_url` and `Image` are spellings of
-fields that are read, `image_id` is an image elsewhere, and in `photo` or `screenshot` a URL or a path without an
-extension counts, too. A field that is named as an id, such as `question_id`, is never media.
+The value decides: a path with the extension of an image, video or audio file, a `data:` URL, base64 of an image file,
+bytes, an image in memory, an object or list with one of these. The name extends it: `img_url` and `Image` are
+spellings of fields that are read, `image_id` is an image elsewhere, and in `photo` or `screenshot` a URL or a path
+without an extension counts, too. A field that is named as an id, such as `question_id`, is never media.
 """
 
 import os
@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from energon_packed.errors import Reason, RecordError, ResourceError
+from energon_packed.records.audio import AUDIO_SUFFIXES, AudioReference
 from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.video import VIDEO_SUFFIXES, VideoReference
@@ -24,7 +25,8 @@ IMAGE_URL = "not fetched: URL of an image in the field"
 IMAGE_FILES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2")
 # Without .ts, .mts and .svg: they are also source code, and a path of a code dataset is not media.
 _VIDEO_FILES = tuple(suffix for suffix in VIDEO_SUFFIXES if suffix not in (".ts", ".mts"))
-_MEDIA_FILES = (*IMAGE_FILES, *_VIDEO_FILES)
+_AUDIO_FILES = tuple(suffix for suffix in AUDIO_SUFFIXES if suffix != ".au")  # the end of many web addresses
+_MEDIA_FILES = (*IMAGE_FILES, *_VIDEO_FILES, *_AUDIO_FILES)
 _DATA_URL = re.compile(r"data:[^,\s]{0,100};base64,")
 _BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD[dl]h|UklGR)[A-Za-z0-9+/\s]{8}")  # JPEG, PNG, GIF, WebP
 _STARTS = frozenset(("data", "/9j/", "iVBO", "R0lG", "UklG"))
@@ -129,7 +131,7 @@ def _are_plain(names: tuple[str, ...]) -> tuple[tuple[str, bool], ...]:
 
 
 def refers_to_media(name: str, value: Any, root: str | ImageRoot | None = None) -> bool:
-    """Whether the value of a field that is not read refers to an image or video.
+    """Whether the value of a field that is not read refers to an image, video or audio file.
 
     Args:
         name: name of the field.
@@ -155,7 +157,9 @@ def refers_to_media(name: str, value: Any, root: str | ImageRoot | None = None) 
     if isinstance(value, bytes | bytearray | memoryview):
         return len(value) > 0
     # Images of tars, and images that the `datasets` library has decoded.
-    return isinstance(value, MediaReference | VideoReference) or type(value).__module__.startswith("PIL.")
+    return isinstance(value, MediaReference | VideoReference | AudioReference) or type(value).__module__.startswith(
+        "PIL."
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -207,7 +211,7 @@ def check_unlisted(
 
     Args:
         unlisted: fields that refer to media and are not read.
-        used: images, frames and video files of the record.
+        used: images, frames, video and audio files of the record.
         root: folder that relative paths start from.
 
     Raises:
@@ -217,7 +221,7 @@ def check_unlisted(
     certain = [field for field in unlisted if field.is_certain]
     if certain and not used:
         first = certain[0]
-        kind = "a video" if _is_video(first) else "an image"
+        kind = "a video" if _is_video(first) else "an audio file" if _is_audio(first) else "an image"
         raise RecordError(
             Reason.UNSUPPORTED_MEDIA,
             f"{_where(first)} refers to {kind}, but the record contains none. {_remedy(certain)}",
@@ -246,20 +250,25 @@ def _is_video(field: UnlistedMedia) -> bool:
     return "video" in field.name.lower() or str(_first(field)).lower().endswith(_VIDEO_FILES)
 
 
-def _video_remedy(unlisted: Sequence[UnlistedMedia]) -> str:
+def _is_audio(field: UnlistedMedia) -> bool:
+    return str(_first(field)).lower().endswith(_AUDIO_FILES)
+
+
+def _map_remedy(unlisted: Sequence[UnlistedMedia], target: str) -> str:
     name, label = unlisted[0].name, unlisted[0].label
     if label != "the record":
-        return "Rename the field to `video` with an `adapter`"
+        return f"Rename the field to `{target}` with an `adapter`"
     if len({each.name for each in unlisted}) > 1 or not re.fullmatch(r"[\w .-]+", name):
-        return "List the videos as `videos` with an `adapter`"
-    return f"Read it with `--map videos={name}`, or remove the field with an `adapter` if it is only a name"
+        return f"List the {'videos' if target == 'video' else 'audio files'} as `{target}s` with an `adapter`"
+    return f"Read it with `--map {target}s={name}`, or remove the field with an `adapter` if it is only a name"
 
 
 def _remedy(unlisted: Sequence[UnlistedMedia]) -> str:
     field, text = unlisted[0], _first(unlisted[0])
     text = text if isinstance(text, str) else ""
-    if _is_video(field) and ("://" not in text[:8] or text.startswith("file:")):
-        return _video_remedy(unlisted)
+    is_local = "://" not in text[:8] or text.startswith("file:")
+    if is_local and (_is_video(field) or _is_audio(field)):
+        return _map_remedy(unlisted, "video" if _is_video(field) else "audio")
     if "://" in text[:8] and not text.startswith("file:"):
         return "Nothing is fetched: download it, and add its path as `image` with an `adapter`"
     if _BASE64.match(text):

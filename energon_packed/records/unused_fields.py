@@ -28,7 +28,7 @@ _RECORD_WEIGHT = (
 _TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of a turn"
 # Fields that would change training if they were ignored: pattern of the name -> remedy. Other fields are only counted.
 REMEDIES = {
-    r"audios?|audio_.*": "audio is not supported; remove it, or convert it to text",
+    r"audios?|audio_.*": "list the audio files as audios, with an <audio> in the text for each",
     r"chosen.*|rejected.*|preferred|dispreferred": _CHOSEN_REMEDY,
     r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
@@ -50,6 +50,10 @@ _WORD_STARTS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[\s.-]+")
 _ABOUT_VIDEO = re.compile(
     r"video_(fps|duration|length|width|height|size|resolution|num_frames|source|title|name|type|category|format|codec|"
     r"hash|urls?|link|metadata)"
+)
+_ABOUT_AUDIO = re.compile(
+    r"audio_(duration|length|seconds|sampling_rate|sample_rate|source|title|name|type|category|format|codec|hash|"
+    r"urls?|link|metadata|id|language|num_samples|samples)"
 )
 _MEDIA = re.compile(r"images?|image_urls?|videos?")  # `unlisted_media.py` decides about their other spellings
 
@@ -159,14 +163,18 @@ def _plain_name(name: str) -> str:
 def _is_metadata(name: str, record: Record) -> bool:
     """Whether a field is harmless: `reasoning` as a flag (Nemotron), `image_url` as the origin of an image (PixMo).
 
-    `video_duration`, `video_url` and similar fields describe a video of the record.
+    `video_duration`, `video_url`, `audio_length` and similar fields describe a video or audio file of the record.
     """
     # A flag does not contain reasoning that would be lost.
     if _plain_name(name) in ("reasoning", "thinking"):
         return isinstance(record[name], bool) or record[name] in ("on", "off", "yes", "no")
     if name in ("image_url", "image_urls"):
         return is_given(record.get("image")) or is_given(record.get("images"))
-    return _ABOUT_VIDEO.fullmatch(name) is not None and any(is_given(record.get(key)) for key in ("video", "videos"))
+    described = [(_ABOUT_VIDEO, ("video", "videos")), (_ABOUT_AUDIO, ("audio", "audios"))]
+    return any(
+        about.fullmatch(name) is not None and any(is_given(record.get(key)) for key in keys)
+        for about, keys in described
+    )
 
 
 def _is_media_bytes(value: Any) -> bool:

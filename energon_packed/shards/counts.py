@@ -14,7 +14,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import Codec
-from energon_packed.formats.parts import image_count, video_count
+from energon_packed.formats.parts import audio_count, image_count, video_count
 from energon_packed.formats.references import MEDIA_PART, located_names
 from energon_packed.metadatasets import NV_META, read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
@@ -110,7 +110,7 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
         ConfigError: no split has a shard.
     """
     entries: list[ShardEntry] = []
-    longest = images = videos = 0
+    longest = images = videos = audios = 0
     has_lengths = True
     splits = read_split(folder)
     for split in splits.parts:
@@ -128,6 +128,7 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
                 samples, tokens, longest = samples + len(lengths), tokens + sum(known), max(longest, sum(known))
                 names = {*parts, *located_names(parts)}
                 images, videos = images + image_count(names), videos + video_count(names)
+                audios += audio_count(names)
             entries.append(
                 ShardEntry(
                     name=name, split=split, packs=len(reader), samples=samples, tokens=tokens if has_lengths else 0,
@@ -149,6 +150,7 @@ def counted_manifest(folder: Path, codec: Codec) -> PackingManifest:
         tokens=tokens,
         images=images,
         videos=videos,
+        audios=audios,
         seq_len=seq_len,
         algorithm="unknown",
         group_by="unknown",

@@ -48,7 +48,7 @@ def loading_code(
     names, lines = ["get_packed_loader"], []
     arguments = [folder]
     # Stored tokens need an encoder only for their media.
-    if not codec_for(manifest.sample_class).stores_tokens or manifest.images or manifest.videos:
+    if not codec_for(manifest.sample_class).stores_tokens or manifest.images or manifest.videos or manifest.audios:
         line, is_pretrained = _encoder_line(manifest)
         lines.append(line)
         arguments.append("encoder")

@@ -82,7 +82,8 @@ class SourceEntry:
 class PackingManifest:
     """Counts and settings of a packed dataset.
 
-    packing.json has every field. The defaults are of datasets without packing.json, whose packs are counted.
+    packing.json has every field; without audio, it has no fields of audio. The other defaults are of datasets without
+    packing.json, whose packs are counted.
 
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
@@ -98,6 +99,7 @@ class PackingManifest:
         records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
         packs, tokens, images: totals over all shards; frames of videos are not images, and tokens exclude padding.
         videos, frames: video files, and their selected frames, over all shards.
+        audios, audio_seconds: audio files, and the sum of their durations, over all shards; not written without audio.
         extract_frames: packs have the frames of the videos as images, in place of the files.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
             and structure.
@@ -156,6 +158,8 @@ class PackingManifest:
     images: int
     videos: int = 0
     frames: int = 0
+    audios: int = 0
+    audio_seconds: float = 0.0
     extract_frames: bool = False
     images_decoded: int = 0
     check_images: str = "header"
@@ -193,8 +197,8 @@ class PackingManifest:
         return sum(shard.packs for shard in self.shards if shard.split == split)
 
     def as_dict(self) -> dict[str, Any]:
-        """Content of packing.json."""
-        return asdict(self)
+        """Content of packing.json; a dataset without audio has no fields of audio."""
+        return {name: value for name, value in asdict(self).items() if self.audios or not name.startswith("audio")}
 
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""
@@ -235,7 +239,7 @@ class PackingManifest:
                     f"{file} has format version {written}, and this release reads version {FORMAT_VERSION}. Use the "
                     "release of energon-packed that packed the data, or pack the data again."
                 )
-            manifest = _typed(cls, value)
+            manifest = _typed(cls, {"audios": 0, "audio_seconds": 0.0, **value})  # not written without audio
             check_inner(shard.name for shard in manifest.shards)
         except (KeyError, ValueError) as error:
             if isinstance(error, FormatError):  # a ValueError, too: it has its message already

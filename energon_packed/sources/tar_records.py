@@ -21,7 +21,7 @@ import orjson
 from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
-from energon_packed.records import Conversation, MediaReference, VideoReference
+from energon_packed.records import AudioReference, Conversation, MediaReference, VideoReference
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import is_given
 from energon_packed.records.record_formats import RECORD_FORMATS
@@ -45,7 +45,7 @@ _MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path")
 _PATH_FIELDS = (*_MEDIA_FIELDS, "image_path", "image_file", "img", "file_name", "video_file", "video_name")
 _NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "video_url", "frames", "images", "videos")
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
-_PACKED_FILE = re.compile(r"(?:img\w*|vid\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
+_PACKED_FILE = re.compile(r"(?:img\w*|vid\w*|aud\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
 _MEMBER_TAG = b"\0member of the tar: "
 _LOCATED_TAG = b"\0image in another file: "
 _DIGITS = re.compile(r"(\d+)")
@@ -77,7 +77,7 @@ class KeyMembers:
         for member, fault in key_faults(self.members):
             raise RecordError(Reason.MISSING_IMAGE if member.fault == fault else Reason.MISSING_FIELD, fault)
         for member in self.members:
-            if member.extension in _AUDIO_PARTS:
+            if member.extension in _AUDIO_PARTS and not _PACKED_FILE.fullmatch(member.part):
                 raise RecordError(
                     Reason.UNSUPPORTED_MEDIA, f"{member.name} is audio, which is not supported; convert it to text"
                 )
@@ -255,6 +255,9 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
             sample.conversation,
             images=references(sample.images),
             videos=tuple([reference(video) for video in sample.videos]),
+            audios=tuple(
+                [AudioReference(file=references([audio.file])[0], clip=audio.clip) for audio in sample.audios]
+            ),
             timestamps=None,  # the lengths of the old pack are not used
         )
         for sample in samples

@@ -133,7 +133,7 @@ def test_object_stores_are_refused_at_once(packed: Any, tmp_path: Path, argument
 def test_help_has_groups_and_marks_what_is_required() -> None:
     shown = run("pack", "--help-all").stdout
     heads = re.findall(r"^(\w+):$", shown, re.MULTILINE)
-    assert heads == ["Input", "Tokens", "Images", "Videos", "Packing", "Output", "Run", "Table", "Messages"]
+    assert heads == ["Input", "Tokens", "Images", "Videos", "Audio", "Packing", "Output", "Run", "Table", "Messages"]
     for flag in ("--seq-len", "--tokenizer", "-o, --output-dir|--output-dir, -o"):
         assert re.search(rf"({flag}) [^-]*?\[required\]", shown), flag
     for command in ("lengths", "verify", "metadataset", "nv-meta"):

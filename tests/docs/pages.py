@@ -5,8 +5,9 @@
 
 A ```console block holds commands (lines that start with `$ `), each followed by its output. A ```python block is
 followed by the word "prints" and a block with its output, or has no output. A block with title="NAME" is written to
-that file. The blocks of a page run in order, in one folder and one Python process. All other blocks, ```py among them,
-are not run. docs/my-data.md has no such blocks: tests/records/test_formats.py runs its records and commands.
+that file. The blocks of a page run in order, in one folder and one Python process. A page that runs `tiny_models.py`
+gets this file of docs/train-torch.md. All other blocks, ```py among them, are not run. docs/my-data.md has no such
+blocks: tests/records/test_formats.py runs its records and commands.
 """
 
 import contextlib
@@ -32,6 +33,7 @@ from tests.processes import CONTEXT, become_main, energon_packed, run_python  # 
 from tests.storage import start_store  # noqa: E402
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+_MODELS = "tiny_models.py"
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
 _FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)\n?", re.MULTILINE)
@@ -93,6 +95,8 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     """Run a page and yield each step with its output; an error of a step is raised."""
     page_steps = steps(page.read_text(encoding="utf-8"))
     session = _Session(folder) if any(step.language == "python" for step in page_steps) else None
+    if any(step.code == f"python {_MODELS}" for step in page_steps):
+        (folder / _MODELS).write_text(code_block("train-torch.md", _MODELS), encoding="utf-8")
     try:
         for step in page_steps:
             if step.language == "console":

@@ -1,5 +1,7 @@
 """Write the records of docs/my-data.md to files of the format that their title names, and draw the images they name.
 
+tests/records/published.md has the same form: the records of datasets as published, with the fields that are not read.
+
 A block with title="NAME" has the content of a file:
 
     .json .jsonl .csv .py .yaml   the text of the block; .gz compresses it
@@ -7,8 +9,10 @@ A block with title="NAME" has the content of a file:
     .tar                          `member  content` per line
 
 `"bytes": "..."` stands for the bytes of an image, `/9j/4AAQ...` for their base64. A path that ends like an image is
-drawn, in the folder of `--image-root` or beside the file, with its own size and color. A ```bash block has the command
-that packs the files before it; a ```text block after it, without a title, has the rejects in their order.
+drawn, in the folder of `--image-root` or beside the file, with its own size and color. A ```bash block has the
+command that packs the files before it; a ```text block after it, without a title, has the rejects in their order. A
+section with files and without a command has the first command of the page, with its files in place of FILE. `-o out`
+becomes a folder of its own for each section.
 """
 
 import base64
@@ -16,6 +20,7 @@ import gzip
 import io
 import json
 import re
+import shlex
 import tarfile
 import zlib
 from collections.abc import Iterator
@@ -26,6 +31,7 @@ from typing import Any
 from PIL import Image
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "my-data.md"
+PUBLISHED = Path(__file__).resolve().parents[1] / "records" / "published.md"
 _PART = re.compile(r"^### ([^\n]+)$|^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _IMAGE = re.compile(r"(?<![\w./:-])[\w-][\w./-]*\.(?:jpe?g|png|webp)\b")
 _IMAGE_ID = re.compile(r'"imageId": "(\w+)"')  # GQA
@@ -55,20 +61,29 @@ class Entry:
         return self.command.split(" -o ")[1].split()[0] if " -o " in self.command else ""
 
 
-def entries(text: str) -> list[Entry]:
-    """Return the formats of the page that have a command, in order."""
+def entries(page: Path) -> dict[str, Entry]:
+    """Return the formats of a page that have files, in order, by title."""
     formats: list[Entry] = []
-    for heading, language, title, content in _PART.findall(text):
+    default = ""
+    for heading, language, title, content in _PART.findall(page.read_text(encoding="utf-8")):
         if heading:
             formats.append(Entry(heading))
         elif title:
             formats[-1].files[title] = content
+        elif language == "bash" and not formats:
+            default = content.strip()
         elif language == "bash":
             assert not formats[-1].command, f"{formats[-1].title} has two commands"
             formats[-1].command = content.strip()
         elif language == "text":
             formats[-1].rejects = content.strip()
-    return [entry for entry in formats if entry.command]
+    assert " FILE -o out " in default
+    found = {entry.title: entry for entry in formats if entry.files}
+    for number, entry in enumerate(found.values()):
+        files = shlex.join(name.rstrip("/") for name in entry.files)
+        command = entry.command or default.replace("FILE", files)
+        entry.command = re.sub(r" -o out(?= |$)", f" -o out/{page.stem}-{number}", command)
+    return found
 
 
 def write_files(entry: Entry, folder: Path) -> None:

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+import energon_packed
+from energon_packed.integrations import megatron
 from tests import oldest
 from tests.docs.pages import PAGES, ROOT, needs_demo, needs_store, normalized, run_page, steps
 from tests.internals import cli
@@ -47,6 +50,24 @@ def test_custom_roles_on_the_page_are_short() -> None:
     }
     assert len(sizes) == 4  # data, processor, packer, collator
     assert max(sizes.values()) < 20
+
+
+def test_each_framework_has_an_object_and_a_line_that_uses_it() -> None:
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(.+?)\]\(.+?\) \| `(\w+)` \| `(.+)` \|$", text, re.MULTILINE)
+    assert len(rows) == len(re.findall(r"^\| \[", text, re.MULTILINE))
+    for framework, name, line in rows:
+        assert name in line, framework
+        assert hasattr(energon_packed, name) or hasattr(megatron, name), framework
+        if "_target_" in line or line.startswith("plugins"):
+            assert yaml.safe_load(line), framework
+        else:
+            ast.parse(line)
+    frameworks = (
+        "Transformers TRL swift LLaMA axolotl accelerate PyTorch Lightning torchtitan Megatron-LM Bridge NeMo raw"
+    )
+    names = " ".join(framework for framework, *_ in rows)
+    assert not [framework for framework in [*frameworks.split(), "custom trainer"] if framework not in names]
 
 
 def test_most_pages_have_blocks_that_run() -> None:
@@ -88,8 +109,7 @@ def test_contributing_names_modules_and_folders_that_exist() -> None:
 
 def test_terms_of_the_glossary_are_unique() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    glossary = text[text.index("## Glossary") : text.index("## Four roles")]
-    rows = re.findall(r"^\| ([a-zA-Z, ]+) \|", glossary, re.MULTILINE)
+    rows = re.findall(r"^\| ([a-zA-Z, -]+) \|", text[text.index("## Glossary") :], re.MULTILINE)
     terms = [term for row in rows if row != "term" for term in row.split(", ")]
     assert len(terms) > 25
     assert len(terms) == len(set(terms))

@@ -168,9 +168,13 @@ def test_the_isolation_table_is_searched(address: str, tmp_path: Path) -> None:
             assert browser.run(shown) == matching
             count = browser.run("document.querySelector('.searchable output').value")
             assert count == f"{len(matching)} of {len(every)}"
-        browser.run("document.querySelector('.searchable input').select()")
-        browser.call("Input.insertText", text="llamaforcausallm")
-        assert ["llama", "clean", "LlamaForCausalLM"] in browser.run(shown)
+        for typed, name in (
+            ("llamaforcausallm", "LlamaForCausalLM"),
+            ("llava_onevision", "LlavaOnevisionForConditionalGeneration"),
+        ):
+            browser.run("document.querySelector('.searchable input').select()")
+            browser.call("Input.insertText", text=typed)
+            assert [name, "sdpa, eager, flash"] in browser.run(shown)
 
 
 def test_pictures_are_small_and_of_both_schemes() -> None:

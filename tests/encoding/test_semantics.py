@@ -76,7 +76,7 @@ def test_supervised_turns_of_reports_come_from_labels(
 
 
 RISKY = (
-    *("audio", "audio_url", "chosen", "rejected", "bbox", "loss", "loss_mask", "mask", "weight"),
+    *("audio_path", "audio_url", "chosen", "rejected", "bbox", "loss", "loss_mask", "mask", "weight"),
     *("tools", "functions", "tool_calls", "system_prompt", "system_message", "system_note", "reasoning"),
     *("reasoning_content", "thinking", "min_pixels", "max_pixels", "video", "videos", "video_url", "completion_mask"),
 )

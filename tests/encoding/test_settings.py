@@ -10,6 +10,7 @@ import click
 import pytest
 
 from energon_packed import ChatEncoder, ConfigError, DataflowConfig, EncoderSettings, PackOptions
+from tests.audio import qwen2_audio
 from tests.internals import cli, declared
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -35,6 +36,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "video_min_pixels": {"image_processor": QWEN, "video_min_pixels": 5000},
     "video_max_pixels": {"image_processor": QWEN, "video_max_pixels": 500_000},
     "total_pixels": {"image_processor": QWEN, "total_pixels": 9_000_000},
+    "long_audio": {"long_audio": "truncate"},
     "loss_on": {"loss_on": "last"},
     "tokenizer_engine": {"tokenizer_engine": "tokenizers"},
     "allow_special_in_text": {"allow_special_in_text": True},
@@ -81,6 +83,9 @@ def test_every_setting_has_the_same_effect_wherever_it_is_given(
         settings["tokenizer"] = str(tokenizer_dir)
     if name == "processor":
         settings["processor"] = str(tokenizer_dir)
+    base = qwen2_audio(tmp_path / "audio") if name == "long_audio" else text_tokenizer_dir
+    if name == "long_audio":
+        settings["tokenizer"] = str(base)
     (tmp_path / "d.jsonl").write_text("{}")
     data, out = str(tmp_path / "d.jsonl"), tmp_path / "out"
     loaders = [
@@ -97,7 +102,7 @@ def test_every_setting_has_the_same_effect_wherever_it_is_given(
         assert all(loader.load().text_tokenizer.engine == "tokenizers" for loader in loaders)  # type: ignore[attr-defined]
         return
     assert loaders[0].as_dict()[name] == settings[name]
-    other = {"tokenizer": str(text_tokenizer_dir), **without(VALUES[name], name)}
+    other = {"tokenizer": str(base), **without(VALUES[name], name)}
     assert (ChatEncoder.from_pretrained(**other).fingerprint() == fingerprint) is False
 
 

@@ -21,7 +21,7 @@ from PIL import Image
 from transformers.video_utils import read_video_pyav
 
 from energon_packed import ConfigError, FrameSelection, MediaReference, RecordError, ResourceError
-from tests.internals import ImageRoot, call_in_child, check_video, decode_frames, read_video_info, video_file
+from tests.internals import ImageRoot, av_file, call_in_child, check_video, decode_frames, read_video_info, video_file
 from tests.processes import run_python
 from tests.storage import Store
 from tests.video_corpus import MUXERS, pictures
@@ -523,14 +523,14 @@ def test_bytes_between_distant_frames_are_not_read(name: str, tmp_path: Path, mo
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Count the bytes that FFmpeg reads from now on."""
     sizes: list[int] = []
-    original = video_file._Stream.read
+    original = av_file.LimitedStream.read
 
     def counting(self: Any, size: int) -> bytes:
         data = original(self, size)
         sizes.append(len(data))
         return data
 
-    monkeypatch.setattr(video_file._Stream, "read", counting)
+    monkeypatch.setattr(av_file.LimitedStream, "read", counting)
     return sizes
 
 
@@ -720,7 +720,7 @@ def test_limits_of_frames_and_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = make_video(tmp_path / "a.mkv", frames=60)
     monkeypatch.setattr(video_file, "MAX_VIDEO_FRAMES", 50)
     assert "has more than 50 frames; split it" in why(lambda: read_video_info(at(path)))
-    monkeypatch.setattr(video_file, "MAX_VIDEO_BYTES", 1000)
+    monkeypatch.setattr(av_file, "MAX_FILE_BYTES", 1000)
     assert "more than the limit of 1,000; split it" in why(lambda: read_video_info(at(path)))
 
 
@@ -740,7 +740,7 @@ def test_a_small_file_has_few_pixels(num_frames: int, tmp_path: Path) -> None:
 
 
 def test_a_sparse_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video_file, "_MOST_BETWEEN_PACKETS", 1 << 20)
+    monkeypatch.setattr(av_file, "_MOST_BETWEEN_PACKETS", 1 << 20)
     for extension in ("mkv", "ts"):
         path = make_video(tmp_path / f"a.{extension}", streamed=extension == "mkv")
         with path.open("r+b") as stream:
@@ -893,12 +893,12 @@ def test_times_may_be_rounded_to_microseconds(tmp_path: Path) -> None:
 
 def test_the_package_is_needed_for_videos_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    video_file._av.cache_clear()
+    av_file.load_av.cache_clear()
     try:
         with pytest.raises(ConfigError, match=r"pip install 'energon-packed\[video\]'"):
             read_video_info(at(tmp_path / "a.mp4"))
     finally:
-        video_file._av.cache_clear()
+        av_file.load_av.cache_clear()
 
 
 def test_fuzzed_files_are_read_or_rejected(tmp_path: Path) -> None:

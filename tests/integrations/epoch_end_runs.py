@@ -40,7 +40,7 @@ def recorded() -> tuple[Any, list[list[int]]]:
     model, seen = tiny_qwen2(), list[list[int]]()
 
     def record(model: Any, arguments: Any, inputs: Any) -> None:
-        if "labels" in inputs:  # otherwise it is the check of the isolation
+        if torch.is_grad_enabled():  # otherwise it is a check before the first step
             seen.append(inputs["input_ids"][inputs["labels"] != -100].unique().tolist())
 
     model.register_forward_pre_hook(record, with_kwargs=True)

@@ -135,13 +135,7 @@ def full(value: Any) -> torch.Tensor:
 def block_error(folder: str, page: str, name: str) -> dict[str, Any]:
     """Run a block of a page in a folder with `tokens` and `model`."""
     names: dict[str, Any] = {"__name__": "__main__"}
-    if name == "accelerate":  # uses names of the blocks above it
-        names |= {
-            "Qwen2ForCausalLM": lambda config: tiny_qwen2(),
-            "config": None,
-            "get_packed_loader": get_packed_loader,
-        }
-        names |= {"dataset": PackedDataset(f"{folder}/tokens"), "PaddingFreeCollator": PaddingFreeCollator}
+    sys.argv = [name, "tokens", "model", "1"]  # data, model, epochs
     step = FirstStep()
     if name == "deepspeed":
         _watch_deepspeed(step)

@@ -1,6 +1,7 @@
 """The gradient of a step of 2 ranks and 4 micro batches is that of the mean over its targets, or samples."""
 
 import json
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from tests.integrations.trainer_runs import QUIET
 from tests.internals import DemoDataset
 from tests.loading.models import tiny_model
 
-BLOCKS = {"accelerate": "trainers.md", "ddp": "trainers.md", "fsdp": "train-torch.md"}
+BLOCKS = {"train_accelerate.py": ("trainers.md", 4), "train.py": ("train-torch.md", 2), "fsdp": ("train-torch.md", 4)}
+"""Page of each loop, and micro batches of a step."""
 TRAINED = [("qwen2", "token", ""), ("qwen2", "sample", ""), ("qwen2_5_vl", "token", "")]
 WEIGHTED = [("qwen2", "token", "weighted"), ("llama", "sample", "weighted"), ("qwen2_5_vl", "sample", "weighted")]
 if oldest.TRANSFORMERS:  # PackedTrainer refuses its Qwen2.5-VL
@@ -118,10 +120,13 @@ def ranks(
     lines = demo.jsonl.read_bytes().splitlines()
     (folder / "images.jsonl").write_bytes(b"\n".join([line for line in lines if b"image" in line][:18]))
     images = pack_demo(inputs=(str(folder / "images.jsonl"),), image_root=demo.jsonl.parent, seq_len=300).shards
-    (folder / "tokens").symlink_to(short_packs)
+    shutil.copytree(text_tokenizer_dir, folder / "model")
     tiny_qwen2().save_pretrained(folder / "model")
+    (folder / "text.jsonl").write_bytes(b"\n".join(line for line in lines if b"image" not in line))
+    settings: dict[str, Any] = {"tokenizer": folder / "model", "sample_class": "PackedTokensSample", "seq_len": 256}
+    (folder / "tokens").symlink_to(pack_demo(inputs=(str(folder / "text.jsonl"),), **settings).shards)
     out = {"folder": str(folder)}
-    jobs: dict[str, Any] = {name: ("block", out | {"page": page, "name": name}) for name, page in BLOCKS.items()}
+    jobs: dict[str, Any] = {name: ("block", out | {"page": page, "name": name}) for name, (page, _) in BLOCKS.items()}
     jobs["naive"] = ("naive", out)
     for model, weighting, weights in TRAINED + WEIGHTED:
         packs, tokenizer = (images, tokenizer_dir) if "vl" in model else (short_packs, text_tokenizer_dir)
@@ -138,11 +143,11 @@ def ranks(
     return run_script("tests.integrations.loss_runs", json.dumps(jobs), out=folder)
 
 
-@pytest.mark.parametrize("name", [*BLOCKS, "Trainer"])
-def test_loops_of_the_pages_average_over_all_targets_of_a_step(ranks: list[Any], name: str) -> None:
+@pytest.mark.parametrize(("name", "rows"), [*((name, rows) for name, (_, rows) in BLOCKS.items()), ("Trainer", 4)])
+def test_loops_of_the_pages_average_over_all_targets_of_a_step(ranks: list[Any], name: str, rows: int) -> None:
     for rank in ranks:
         assert rank[name]["error"] < 1e-5
-        assert len(rank[name]["targets"]) == 4
+        assert len(rank[name]["targets"]) == rows
 
 
 @pytest.mark.parametrize(("model", "weighting", "weights"), TRAINED + WEIGHTED)

@@ -92,6 +92,17 @@ def test_a_loader_that_pins_gives_the_same_batches(num_workers: int) -> None:
         assert all(tensor.is_pinned() for batch in found for tensor in tensors(batch).values())
 
 
+def test_losses_need_no_value_of_the_logits_device() -> None:
+    """The host does not wait for an accelerator: on the device "meta", which has no values, each read of one fails."""
+    batch = batch_with_everything()
+    logits = torch.empty(*batch.input_ids.shape, 128, device="meta")
+    for targets in (None, 5.0, torch.tensor(5.0), torch.tensor(5.0, device="meta")):
+        assert batch.loss(logits, targets=targets).device.type == "meta"
+    signals: tuple[Any, ...] = ("loss", "entropy", "gradient_norm")
+    for signal in signals:
+        assert {value.device.type for value in batch.loss_by_source(logits, signal).values()} == {"meta"}
+
+
 def test_losses_are_computed_where_the_logits_are() -> None:
     """A batch that stays on the host, and logits of a model on the accelerator, if there is one."""
     batch = batch_with_everything()

@@ -41,18 +41,12 @@ from tests.internals import StoredTokens, cli, transport
 
 RECORDS, NEW = 24, 5000  # tokens of records that replace others begin at NEW
 HANG = 240  # seconds: what takes longer is a hang, also on a slow machine
+pytestmark = pytest.mark.timeout(HANG, method="signal")  # which interrupts a main process that waits
 
 
 @pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    def fail(*_: Any) -> None:
-        raise AssertionError(f"it hangs: {HANG} seconds")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(HANG)
+def _no_children() -> Iterator[None]:
     yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
     with torch_notices_no_death():
         for child in multiprocessing.active_children():
             child.kill()

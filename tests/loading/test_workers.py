@@ -17,18 +17,7 @@ from tests.loading.flows import feature
 
 DATA = [feature(number) for number in range(6)]
 HANG = 120  # seconds: what takes longer is a hang, also on a slow machine
-
-
-@pytest.fixture(autouse=True)
-def _no_hang() -> Iterator[None]:
-    def fail(*_: Any) -> None:
-        raise AssertionError(f"it hangs: {HANG} seconds")
-
-    before = signal.signal(signal.SIGALRM, fail)
-    signal.alarm(HANG)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
+pytestmark = pytest.mark.timeout(HANG, method="signal")  # which interrupts a main process that waits
 
 
 class Numbers(torch.utils.data.IterableDataset[Any]):

@@ -50,7 +50,7 @@ from tests.internals import (
 from tests.pipeline.undisturbed import contents
 from tests.printed import invoke
 from tests.processes import energon, energon_packed, run_python
-from tests.shards.test_media_yaml import cookers as cookers
+from tests.shards.test_media_yaml import cooker as cooker
 from tests.shards.test_media_yaml import read
 from tests.storage import Store
 from tests.video_corpus import pictures
@@ -295,7 +295,7 @@ def test_referenced_videos_equal_copied_videos(
     clips: Path,
     tmp_path: Path,
     flavor: str,
-    cookers: Any,
+    cooker: Any,
 ) -> None:
     options = {"sample_class": flavor, "split": {"train": 0.6, "val": 0.4}}
     copied = pack(inputs(clips), **data.options(tmp_path / "copied", **options))
@@ -318,7 +318,7 @@ def test_referenced_videos_equal_copied_videos(
         assert done.returncode == 0, done.stdout + done.stderr
         assert "videos have the selected frames" in done.stdout
     # Energon alone, by the auxiliary datasets of media.yaml and the cooker of the page.
-    samples = read(tmp_path / "ref" / "media.yaml", cookers[1].CheckedEncoder()).values()
+    samples = read(tmp_path / "ref" / "media.yaml", cooker.Encoder()).values()
     assert {body for sample in samples for body in sample.media.values()} <= bodies(copied)
 
 
@@ -547,7 +547,7 @@ def test_videos_that_no_pack_can_have_are_rejected(
     (reject,) = [json.loads(line) for line in result.rejects.read_text().splitlines()]
     assert (reject["id"], reject["reason"]) == ("large", "unsupported_media")
     assert re.fullmatch(
-        r"large.avi has [\d,]+ bytes, and packs have videos of at most [\d,]+; set `extract_frames`, or cut the video",
+        r"large.avi has [\d,]+ bytes, and packs have files of at most [\d,]+; set `extract_frames`, or cut the video",
         reject["detail"],
     )
     extracted = pack(file, **data.options(tmp_path / "frames", extract_frames=True))
@@ -563,7 +563,7 @@ def test_combinations_that_cannot_work_are_refused(data: VideoDemo, tmp_path: Pa
     file = write_jsonl(tmp_path, [record("a", "a.mp4"), record("b")])
     result = pack(file, **data.options(tmp_path / "out", layout="llava-onevision2"))
     reasons = {json.loads(line)["id"]: json.loads(line)["detail"] for line in result.rejects.read_text().splitlines()}
-    assert "reads images only; omit `layout` for records with video files" in reasons["a"]
+    assert "reads images only; omit `layout` for records with videos or audio" in reasons["a"]
 
 
 @pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])

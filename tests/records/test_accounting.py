@@ -37,7 +37,7 @@ def part(**fields: Any) -> dict[str, Any]:
         ({**CHAT, "mask": [0, 1]}, "unsupported_field", "the field mask of the record"),
         ({**CHAT, "max_pixels": 9}, "unsupported_field", "pass min_pixels and max_pixels as options"),
         ({**CHAT, "reasoning": "Hm."}, "unsupported_field", "into the assistant turn as reasoning_content"),
-        ({**CHAT, "audio": 5}, "unsupported_field", "audio is not supported"),
+        ({**CHAT, "audio": 5}, "missing_audio", "an audio file is 5"),
         ({**CHAT, "video_url": "a"}, "unsupported_field", "the field video_url of the record"),
         ({**CHAT, "pic": {"bytes": b"1"}}, "unsupported_media", "pic of the record contains an image or video"),
         ({"text": "A", "tools": [1]}, "unsupported_field", "the field tools of the record"),
@@ -56,7 +56,7 @@ def part(**fields: Any) -> dict[str, Any]:
         (turn(mask=True), "unsupported_field", "Use weight: 1 or weight: 0"),
         (turn(weight=1, train=False), "unsupported_field", "weight and train, which differ"),
         (turn(train_detail=[{"train": False}]), "unsupported_field", "the field train_detail of a turn"),
-        (turn(audio="a.wav"), "unsupported_field", "the field audio of a turn"),
+        (turn(audio_path="a.wav"), "unsupported_field", "the field audio_path of a turn"),
         (turn(value="Bye."), "unsupported_field", "content and value, which differ"),
         ({"messages": [{**HI, "train": True}, HELLO]}, "unsupported_field", "train is True for a user turn"),
         (turn(reasoning="a", thinking="b"), "unsupported_field", "reasoning and thinking, which differ"),
@@ -146,8 +146,8 @@ def records(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def given_texts(value: Any, name: str, unused: tuple[str, ...]) -> list[str]:
-    """All words of a record, those in unused fields aside."""
-    if name in unused:
+    """All words of a record, without those in unused fields and the names of audio files."""
+    if name in unused or name == "audio":
         return []
     if isinstance(value, dict):
         return [word for key, inner in value.items() for word in given_texts(inner, key, unused)]

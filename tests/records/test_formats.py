@@ -1,10 +1,13 @@
 """Every format of docs/my-data.md packs with the command on the page, and gives the tokens of hand-made messages.
 
-The page has the record and the command of each format; the table below has what a person would expect them to become.
+published.md has the records of datasets as published, and docs/my-data.md the fields of them that are read, one
+section for datasets with the same fields. EXPECTED has what a person would expect the published records to become,
+and SECTIONS the published records whose content each section of the page has.
 """
 
 import contextlib
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from energon_packed import ChatEncoder, Conversation, MediaReference, Message, PackedDataset
-from tests.docs.record_pages import PAGE, Entry, entries, image_bytes, write_files
+from tests.docs.record_pages import PAGE, PUBLISHED, Entry, entries, image_bytes, write_files
 from tests.internals import cli, write_tokenizer
 
 TEMPLATE = (
@@ -28,7 +31,7 @@ TEMPLATE = (
     "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-ENTRIES = {entry.title: entry for entry in entries(PAGE.read_text(encoding="utf-8"))}
+SHOWN, ENTRIES = entries(PAGE), entries(PUBLISHED)
 REJECTED = "Preference data, clips of videos, remote images, trees"
 
 S, U, A, T = ("system", "user", "assistant", "tool")
@@ -216,14 +219,86 @@ EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
     "CSV, TSV": [(RAIN, [])],
     "A folder of parts": [(RAIN, []), ([(U, "What is snow?"), (A, "Frozen water.")], [])],
     "save_to_disk": [(RAIN, [])],
+    "Lists of datasets: LLaVA-NeXT, lmms-engine, axolotl, InternVL": [
+        ([(U, "<image>\nWhat is it?"), (A, "A cat.")], ["1.jpg"]),
+    ],
+}  # fmt: skip
+
+
+def of(title: str, *images: str) -> list[tuple[Turns | str, list[str]]]:
+    """What a published record becomes; `images` are those that the page names in place of bytes."""
+    return [(turns, list(images) or named) for turns, named in EXPECTED[title]]
+
+
+SECTIONS: dict[str, list[tuple[Turns | str, list[str]]]] = {
+    "Alpaca, Code Alpaca, WizardLM Evol-Instruct, Vision-Flan, LLaMA-Factory": [
+        of("Alpaca")[0], *of("LLaMA-Factory: alpaca"),
+    ],
+    "Dolly": of("Dolly"),
+    "Prompt and completion: TRL, FLAN, Aya, xP3, Firefly, Natural Instructions": [
+        *of("Prompt and completion"), *of("FLAN, Aya, xP3"), *of("Natural Instructions"), *of("Firefly"),
+        *of("Prompt and completion as lists of messages"),
+    ],
+    "Query and response: ms-swift, MetaMathQA, OpenOrca": [
+        *of("MetaMathQA"), *of("ms-swift: query, response, history"), *of("OpenOrca"),
+    ],
+    "Llama-Nemotron post-training": of("Llama-Nemotron post-training"),
+    "Messages: OpenAI fine-tuning, UltraChat 200k, No Robots, Tülu 3, SmolTalk, Nemotron v2, Orca AgentInstruct":
+        of("OpenAI fine-tuning"),
+    "ShareGPT: Vicuna, OpenHermes 2.5, SlimOrca, Magpie, OpenThoughts": of("SlimOrca"),
+    "WildChat, LMSYS-Chat-1M": of("LMSYS-Chat-1M"),
+    "UltraChat (raw strings), LIMA, Capybara": [*of("UltraChat, raw"), *of("LIMA"), *of("Capybara")],
+    "OpenAssistant Guanaco": of("OpenAssistant Guanaco"),
+    "Gemini, Vertex": of("Gemini, Vertex"),
+    "Anthropic, Bedrock": of("Anthropic, Bedrock"),
+    "GSM8K, SQuAD, RACE, DROP, MMLU, ARC, CommonsenseQA, MedQA": [
+        *of("GSM8K"), *of("SQuAD"), *of("RACE, DROP"), *of("MMLU, ARC, CommonsenseQA, MedQA"),
+    ],
+    "NuminaMath, OpenR1-Math, Magicoder OSS-Instruct": of("Problem and solution"),
+    "s1K, s1K-1.1, medical-o1": [*of("s1K"), *of("medical-o1")],
+    "OpenAI tools": of("OpenAI tools"),
+    "LLaMA-Factory: sharegpt with tools, APIGen-MT": of("LLaMA-Factory: sharegpt with tools, APIGen-MT"),
+    "LLaMA-Factory 1.0": of("LLaMA-Factory 1.0")[1:],
+    "xLAM": of("xLAM"),
+    "Glaive function calling v2": [
+        ([(S, 'You may call {"name": "get_weather"}'), *of("Glaive function calling v2")[0][0][1:]], []),
+    ],
+    "ToolACE, Hermes function calling": of("ToolACE"),
+    "LLaVA-Instruct, LLaVA-Pretrain, LLaVA-OneVision-Data, LLaVA-NeXT-Data, ShareGPT4V, Bunny, ALLaVA, M4-Instruct, "
+    "InternVL": [*of("LLaVA-Instruct, ShareGPT4V, Bunny, ALLaVA"), *of("M4-Instruct, several images")],
+    "Qwen-VL": of("Qwen-VL"),
+    "Messages with images: ms-swift, LLaMA-Factory, TRL, Qwen2.5-VL, OpenAI, Mantis-Instruct": [
+        *of("ms-swift, LLaMA-Factory: messages and images"), *of("Qwen2.5-VL messages"), *of("OpenAI, image_url"),
+        *of("ms-swift: query with images"),
+    ],
+    "The Cauldron, Docmatix, FineVision": of("The Cauldron, Docmatix"),
+    "M3IT": of("M3IT"),
+    "LLaVA-Video, frames": of("LLaVA-Video, frames"),
+    "VQAv2, TextVQA, DocVQA, InfographicVQA, ST-VQA, ChartQA": [
+        *of("VQAv2", "1.jpg"), *of("TextVQA, DocVQA, InfographicVQA, ST-VQA"), *of("ChartQA", "2.jpg"),
+    ],
+    "GQA": of("GQA"),
+    "ScienceQA, AI2D, A-OKVQA": [*of("ScienceQA"), *of("AI2D"), *of("A-OKVQA", "1.jpg")],
+    "Image and caption: COCO-Caption, Flickr30k, PixMo-Cap, PixMo-AskModelAnything":
+        of("Image and caption, image and text"),
+    "COCO captions, as published": of("COCO captions, as published"),
+    "TextCaps": of("TextCaps"),
+    "CC12M, LAION, DataComp: img2dataset tars": [
+        of("CC12M, LAION, DataComp: img2dataset tars")[0], *of("Tars with conversations"),
+    ],
+    "imagefolder": of("imagefolder"),
+    "LLaVA-OneVision-2: prompts and captions": of("Prompts and captions"),
+    "C4, FineWeb, RedPajama, The Pile, Wikipedia, StarCoder, The Stack": [
+        *of("C4, FineWeb, RedPajama, The Pile, Wikipedia"), *of("StarCoder, The Stack"),
+    ],
+    "OBELICS, MINT-1T, OmniCorpus, mmc4": [*of("OBELICS, MINT-1T, OmniCorpus"), *of("mmc4")],
+    "CSV, TSV": of("CSV, TSV"),
+    "A folder": of("save_to_disk"),
     "Other field names": [([(U, "<image>What is it?"), (A, "A cat.")], ["photos/1.jpg"])],
     "Everything else": [(RAIN, [])],
     "Several datasets, each with its own field names": [
         *[([(U, "Add 2 and 3."), (A, "5")], [])] * 2,
         ([(U, "<image>What is it?"), (A, "A cat.")], ["1.jpg"]),
-    ],
-    "Lists of datasets: LLaVA-NeXT, lmms-engine, axolotl, InternVL": [
-        ([(U, "<image>\nWhat is it?"), (A, "A cat.")], ["1.jpg"]),
     ],
 }  # fmt: skip
 
@@ -246,23 +321,23 @@ def encoder(folder: Path) -> ChatEncoder:
 
 
 @pytest.mark.parametrize("title", EXPECTED)
+def test_published_records_pack_as_a_person_expects(title: str, folder: Path, encoder: ChatEncoder) -> None:
+    check(ENTRIES[title], EXPECTED[title], folder, encoder)
+
+
+@pytest.mark.parametrize("title", SECTIONS)
 def test_page_packs_what_a_person_expects(title: str, folder: Path, encoder: ChatEncoder) -> None:
-    entry = ENTRIES[title]
-    run(entry, folder)
-    found = [sample for pack in PackedDataset(entry.output, encoder) for sample in pack]
-    expected = [encoder.encode(conversation(turns, images)) for turns, images in EXPECTED[title]]
-    assert sorted(tokens(one) for one in found) == sorted(tokens(one) for one in expected)
-    assert sorted(pixels(one) for one in found) == sorted(pixels(one) for one in expected)
+    check(SHOWN[title], SECTIONS[title], folder, encoder)
 
 
-def test_tokens_without_their_padding(folder: Path, encoder: ChatEncoder) -> None:
-    entry = ENTRIES["input_ids"]
+@pytest.mark.parametrize("entry", [SHOWN["Tokens"], ENTRIES["input_ids"]], ids=["page", "published"])
+def test_tokens_without_their_padding(entry: Entry, folder: Path, encoder: ChatEncoder) -> None:
     run(entry, folder)
     (pack,) = PackedDataset(entry.output, encoder)
     assert [tokens(one) for one in pack] == [([11, 12, 13], [-100, 12, 13])]
 
 
-def test_rejects_are_those_of_the_page(folder: Path) -> None:
+def test_rejects_have_the_reason_and_the_remedy(folder: Path) -> None:
     entry = ENTRIES[REJECTED]
     write_files(entry, folder)
     done = CliRunner().invoke(cli, [*shlex.split(entry.command)[1:], "--quiet"])
@@ -272,9 +347,22 @@ def test_rejects_are_those_of_the_page(folder: Path) -> None:
     assert found == entry.rejects.splitlines()
 
 
-def test_every_format_of_the_page_is_tested() -> None:
+def test_every_format_is_tested_and_on_the_page() -> None:
+    assert set(SHOWN) == {*SECTIONS, "Tokens"}
     assert set(ENTRIES) == {*EXPECTED, "input_ids", REJECTED}
     assert len(EXPECTED) >= 60
+    page = PAGE.read_text(encoding="utf-8").lower()
+    names = {name for title in EXPECTED for name in re.findall(r"[\w.-]*[A-Z0-9][\w.-]*", title)}
+    assert not [name for name in names if name.lower() not in page]
+
+
+def check(entry: Entry, expected: list[tuple[Turns | str, list[str]]], folder: Path, encoder: ChatEncoder) -> None:
+    """Run the command, and compare its packs with the conversations that a person wrote by hand."""
+    run(entry, folder)
+    found = [sample for pack in PackedDataset(entry.output, encoder) for sample in pack]
+    samples = [encoder.encode(conversation(turns, images)) for turns, images in expected]
+    assert sorted(tokens(one) for one in found) == sorted(tokens(one) for one in samples)
+    assert sorted(pixels(one) for one in found) == sorted(pixels(one) for one in samples)
 
 
 def run(entry: Entry, folder: Path) -> None:

@@ -83,7 +83,7 @@ def test_an_empty_question_is_rejected_unless_an_image_is_the_question(question:
     answer = ["A", "B"] if isinstance(question, list) else "A"
     for fields, name in (("user=q,assistant=a", "q is empty"), ("assistant=a", "`map` has no user")):
         given = {"q": question, "a": answer} if "user" in fields else {"a": "A"}
-        with pytest.raises(RecordError, match=f"^empty: {name}, and the record has no image or video"):
+        with pytest.raises(RecordError, match=f"^empty: {name}, and the record has no image, video or audio"):
             FieldMap.parse(fields).apply(given)
         assert normalize(FieldMap.parse(fields).apply({**given, "image": "a.png"})).images
     assert normalize(

@@ -149,7 +149,7 @@ PLACEHOLDERS = {
         *("<image_00>", "<image 1>", "<image1>", "<|image_1|>"),
     ),
     "video_count_mismatch": ("<video>", "<video></video>", "<video_1>", "<|video_1|>"),
-    "audio_count_mismatch": ("<audio>", "<audio></audio>", "<audio>a.wav</audio>", "<audio_1>", "<|audio_1|>"),
+    "audio_count_mismatch": ("<audio>", "<audio></audio>", "<audio>a</audio>", "<audio_1>", "<|audio_1|>"),
 }
 PLACES = (
     lambda text: {"messages": [{"role": "user", "content": text}, ANSWER]},
@@ -235,8 +235,8 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"messages": [{"role": "user", "content": True}]}, "missing_field", "must be text, not bool"),
         (
             {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
-            "unsupported_field",
-            "type 'audio' is not supported; convert audio to text",
+            "missing_audio",
+            "a content part of type audio has no file",
         ),
         ({"conversations": [{"from": "human"}]}, "missing_field", "the user message has no content"),
         ({"prompts": ["a", "b"], "captions": ["c"]}, "missing_field", "2 prompts for 1 captions"),
@@ -287,7 +287,7 @@ def test_tools_calls_and_metadata_are_kept() -> None:
             "video_count_mismatch",
             "1 <video> placeholders for 2",
         ),
-        ({"messages": [USER, ANSWER], "audios": ["a.wav"]}, "unsupported_media", "the field audios is not supported"),
+        ({"messages": [USER, ANSWER], "audios": [5]}, "missing_audio", "an audio file is 5; use a path or bytes"),
         (
             {"messages": [USER, ANSWER], "frames": ["a.png"]},
             "unsupported_media",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from energon_packed import Conversation, MediaReference, RecordError, VideoReference, normalize
-from tests.docs.record_pages import PAGE
+from tests.docs.record_pages import PAGE, PUBLISHED
 from tests.internals import VIDEO_SUFFIXES, is_video_content
 from tests.videos import COMBINATIONS, make_video
 
@@ -617,18 +617,18 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
             "the field nframes of the record is not supported for a video file: write it into",
         ),
         (
-            {"video": "a.mp4", "audio": "a.wav", "conversations": [HUMAN, GPT]},
-            "unsupported_media",
-            "the field audio is not supported; remove it, or convert it to text",
+            {"video": "a.mp4", "audio": "a.wav", "audios": ["a.wav"], "conversations": [HUMAN, GPT]},
+            "audio_count_mismatch",
+            "both audio and audios are in the record; use one",
         ),
-        ({"video": "a.mp4", "audios": ["a.wav"], "conversations": [HUMAN, GPT]}, "unsupported_media", "audios is not"),
         (
             {
                 "messages": [{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}, ANSWER],
                 "video": "a.mp4",
+                "audios": ["b.wav"],
             },
-            "unsupported_field",
-            "type 'audio' is not supported; convert audio to text",
+            "audio_count_mismatch",
+            "audio files are both in the messages and in the audios field; use one",
         ),
         (
             {"video": "a.jpg", "conversations": [HUMAN, GPT]},
@@ -784,14 +784,15 @@ def test_the_content_of_real_files_is_recognized(tmp_path: Path) -> None:
         assert (len(found.videos), len(found.images)) == (0, 1)
 
 
-def test_the_records_of_the_page_have_videos() -> None:
-    """The section "Video files" of docs/my-data.md."""
-    text = PAGE.read_text(encoding="utf-8").partition("\n## Video files\n")[2].partition("\n## ")[0]
+@pytest.mark.parametrize(("page", "count"), [(PAGE, 11), (PUBLISHED, 16)], ids=["page", "published"])
+def test_the_records_of_the_page_have_videos(page: Path, count: int) -> None:
+    """The section "Video files" of docs/my-data.md and of published.md."""
+    text = page.read_text(encoding="utf-8").partition("\n## Video files\n")[2].partition("\n## ")[0]
     records = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
     found = [normalize(record) for record in records]
     assert all(conversation.videos for conversation in found)
-    assert [len(conversation.videos) for conversation in found].count(2) == 1
-    assert len(found) >= 15
+    assert len(found) == count
+    assert [len(conversation.videos) for conversation in found].count(2) == (page == PUBLISHED)
 
 
 @pytest.mark.parametrize("place", [188, 196])

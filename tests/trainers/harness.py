@@ -243,7 +243,7 @@ class Result:
     Attributes:
         name, kind: of the trainer.
         packages: whose versions are in the result.
-        title: of its row in the table of docs/trainers.md.
+        title: of its row in the table of docs/reliability.md; its anchors are of docs/trainers.md.
     """
 
     name: str

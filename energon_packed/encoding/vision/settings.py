@@ -251,7 +251,11 @@ def _processor_settings(folder: Path) -> dict[str, Any]:
     # The processor class of tokenizer_config.json is the last that AutoProcessor reads.
     files = _json_files(folder, "config.json", _PROCESSOR, "preprocessor_config.json", "tokenizer_config.json")
     nested = "image_processor" in files.get(_PROCESSOR, {})
-    return files if "preprocessor_config.json" in files or nested else {}
+    preprocessor = files.get("preprocessor_config.json")
+    # The settings of audio models are in the same file.
+    is_audio = preprocessor is not None and "feature_extractor_type" in preprocessor
+    has_images = preprocessor is not None and not (is_audio and "image_processor_type" not in preprocessor)
+    return files if has_images or nested else {}
 
 
 def _video_settings(folder: Path) -> dict[str, Any] | None:

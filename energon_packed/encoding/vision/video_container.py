@@ -1,7 +1,8 @@
-"""Header of a video file -> its declared size, and whether its frames may be rotated.
+"""Header of a video or audio file -> its declared size, and whether its frames may be rotated.
 
 FFmpeg plays a truncated file up to its last byte without an error, and it reports a rotation with decoded frames only.
-Both can be read from the header: ISO/IEC 14496-12 (mp4, mov), RFC 8794 and RFC 9559 (mkv, webm), and RIFF (avi).
+Both can be read from the header: ISO/IEC 14496-12 (mp4, mov), RFC 8794 and RFC 9559 (mkv, webm), and RIFF (avi, wav).
+The size of an Ogg file is the end of its last page (RFC 3533).
 """
 
 import struct
@@ -14,11 +15,13 @@ _HEAD = 1 << 16  # bytes in which the track headers of a Matroska file are searc
 _EBML, _SEGMENT, _CLUSTER, _PROJECTION = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67", b"\x1f\x43\xb6\x75", b"\x76\x70"
 _BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"uuid")  # first boxes of a file
 _RIFF_SLACK = 8  # some writers count the header of 8 bytes, too
+_UNKNOWN = (0, 0xFFFFFFFF)  # sizes of RIFF files that were written to a pipe
+_MOST_PAGE = 27 + 255 + 255 * 255  # bytes of the largest page of an Ogg file
 
 
 @dataclass(frozen=True, slots=True)
 class ContainerHeader:
-    """Values of the header of a video file.
+    """Values of the header of a file.
 
     Attributes:
         end: bytes that the file must have; 0 if the header does not declare it.
@@ -37,10 +40,20 @@ def read_container_header(stream: BinaryIO, num_bytes: int) -> ContainerHeader:
         return _of_boxes(stream, num_bytes)
     if head[:4] == _EBML:
         return _of_matroska(stream, num_bytes)
-    if head[:4] == b"RIFF" and head[8:] == b"AVI ":
-        end = int.from_bytes(head[4:8], "little") + 8
-        return ContainerHeader(end if end > num_bytes + _RIFF_SLACK else 0)
-    return ContainerHeader()
+    if head[:4] == b"RIFF" and head[8:] in (b"AVI ", b"WAVE"):
+        size = int.from_bytes(head[4:8], "little")
+        is_known = head[8:] == b"AVI " or size not in _UNKNOWN
+        return ContainerHeader(size + 8 if is_known and size + 8 > num_bytes + _RIFF_SLACK else 0)
+    return ContainerHeader(_end_of_ogg(stream, num_bytes)) if head[:4] == b"OggS" else ContainerHeader()
+
+
+def _end_of_ogg(stream: BinaryIO, num_bytes: int) -> int:
+    stream.seek(max(0, num_bytes - _MOST_PAGE))
+    tail = stream.read(_MOST_PAGE)
+    at = tail.rfind(b"OggS\0")
+    segments = tail[at + 26] if at >= 0 and at + 26 < len(tail) else 0
+    sizes = tail[at + 27 : at + 27 + segments]
+    return num_bytes - len(tail) + at + 27 + segments + sum(sizes) if at >= 0 else 0
 
 
 def _of_boxes(stream: BinaryIO, num_bytes: int) -> ContainerHeader:

@@ -1,4 +1,4 @@
-"""Video files -> VideoInfo (frames and their times, from the packets), or upright RGB frames; the only user of PyAV.
+"""Video files -> VideoInfo (frames and their times, from the packets), or upright RGB frames.
 
     read_video_info    demultiplexes: the frames are counted, and not decoded
     decode_frames      decodes the selected frames, from the last start of the decoder before each of them
@@ -16,8 +16,7 @@ and decoders alike.
 The pixels equal `frame.to_ndarray(format="rgb24")` of PyAV, which `transformers.video_utils.read_video_pyav` calls,
 and are then rotated upright, which that function does not do. As there, the aspect ratio of pixels is ignored.
 
-Files are untrusted: FFmpeg reads through `MediaReference.open` and can open nothing else, its containers are limited
-to the formats below, and frames, pixels and bytes have limits.
+Files are untrusted: `av_file.py` opens them, and frames, pixels and bytes have limits.
 """
 
 import struct
@@ -28,25 +27,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from itertools import chain, count, islice
 from operator import attrgetter
-from typing import Any, BinaryIO, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_packed.encoding.vision.video_container import ContainerHeader, read_container_header
+from energon_packed.encoding.av_file import Damaged, FileKind, OpenFile, load_av, opened_file
 from energon_packed.encoding.vision.video_packets import Starts, num_shown
-from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
-from energon_packed.libraries import calls
+from energon_packed.errors import Reason
 from energon_packed.records import MediaReference
 from energon_packed.records.video import FrameSelection
-from energon_packed.storage import is_remote
-from energon_packed.system import memory_limit, raise_resource_error
 
-MAX_VIDEO_BYTES = 1 << 34
-"""Bytes of the largest video file, 16 GiB: more than 3 hours at 10 Mbit/s. All are read to count the frames."""
 MAX_VIDEO_FRAMES = 1 << 22
 """Frames of the longest video: 38 hours at 30 frames per second, of which the index of an mp4 needs 100 MB."""
 MAX_FRAME_PIXELS = 1 << 26
@@ -54,14 +47,17 @@ MAX_FRAME_PIXELS = 1 << 26
 MAX_FILE_PIXELS, MAX_PIXELS_PER_BYTE = 1 << 28, 1 << 16
 """Pixels of all frames of a small file, and of a larger file for each of its bytes. A black video of 1920 x 1080
 in H.264 has 27,000 for each byte; a GIF can have 2,000,000, of which a few kilobytes are decoded for seconds."""
-_MOST_BETWEEN_PACKETS = 1 << 28  # bytes that are read for one packet, as large as a frame of 8192 * 8192 at 4 bytes
-_OPEN_MEMORY = 1 << 29  # bytes that reading of header and index may allocate
 _MOST_WAITING = 1 << 26  # bytes of packets that are kept until the next keyframe is known
 _WORTH_A_SEEK = 1 << 20  # bytes of packets; reading them is as slow as a seek
-_BLOCK, _REMOTE_BLOCK = 1 << 15, 1 << 20  # bytes per read: a request of an object is slower than reading 1 MiB
-# Names of the demuxers; other formats of FFmpeg read other files (playlists), devices, or images.
-_DEMUXERS = "mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif"
-_CONTAINERS = "mp4, mov, mkv, webm, avi, ts, mpg, flv, wmv, ogv or gif"
+_KIND = FileKind(
+    a="a video",
+    missing=Reason.MISSING_VIDEO,
+    corrupt=Reason.CORRUPT_VIDEO,
+    demuxers="mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif",
+    containers="mp4, mov, mkv, webm, avi, ts, mpg, flv, wmv, ogv or gif",
+    remedy="replace the video",
+    options={"max_pixels": str(MAX_FRAME_PIXELS)},
+)
 _TIMED = (
     "mov",
     "matroska",
@@ -81,8 +77,6 @@ _EMPTY_VOP = 9  # bytes of the largest MPEG-4 frame without content (ISO/IEC 144
 # Codecs whose decoder skips frames that no other frame needs. HEVC is missing: a frame that its own temporal layer
 # does not need may be needed by a higher layer.
 _SKIPS_NONREFERENCE = ("h264", "mpeg4", "mpeg2video", "mpeg1video")
-# PyAV 18 decodes titles and comments strictly by default; later releases keep other bytes, and have no such argument.
-_METADATA: dict[str, dict[str, Any]] = {"18": {"metadata_errors": "replace"}}
 _MARGIN = 512  # pixels that decoders may add to a side of a frame
 _NO_TIME = -(1 << 63)
 _MOST_STEPS = 10_000  # entries of an index that are searched for a keyframe
@@ -200,16 +194,12 @@ def check_video(reference: MediaReference, frames: FrameSelection | None = None)
         for number, frame in enumerate(_all_frames(video)):
             num_decoded += 1
             if number == place and pixels is not None and not np.array_equal(to_pixels(frame), pixels):
-                raise _Damaged(f"has a frame {number} that differs if decoding starts at a keyframe; convert it")
+                raise Damaged(f"has a frame {number} that differs if decoding starts at a keyframe; convert it")
             while place == number:
                 place, pixels = next(selected, (-1, None))
         if num_decoded != info.num_frames:
-            raise _Damaged(f"has {info.num_frames} frames, of which {num_decoded} can be decoded; convert it")
+            raise Damaged(f"has {info.num_frames} frames, of which {num_decoded} can be decoded; convert it")
     return info
-
-
-class _Damaged(Exception):
-    """A file cannot be used; the message is what it is or has, after its name."""
 
 
 class _Retry(Exception):
@@ -218,38 +208,6 @@ class _Retry(Exception):
     def __init__(self, decoder: "type[_Decoder]") -> None:
         super().__init__()
         self.decoder = decoder
-
-
-@cache
-def _av() -> Any:
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigError("`av` is needed for video files; pip install 'energon-packed[video]'") from error
-    return av
-
-
-class _Stream:
-    """A file for FFmpeg, which may read a limited number of bytes until the next packet."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.spent = 0
-
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        self.spent += len(data)
-        if self.spent > _MOST_BETWEEN_PACKETS:
-            raise _Damaged(f"has more than {_MOST_BETWEEN_PACKETS:,} bytes without a frame; convert it")
-        return data
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if whence == 0 and offset < 0:
-            raise _Damaged("has a negative place in its index")
-        return self._stream.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._stream.tell()
 
 
 class _Video:
@@ -261,26 +219,27 @@ class _Video:
         is_joined: times have started again in the packets so far: the file is several files, one after the other.
     """
 
-    def __init__(self, av: Any, container: Any, file: _Stream, header: ContainerHeader, num_bytes: int) -> None:
+    def __init__(self, file: OpenFile) -> None:
+        av, container, header, num_bytes = file.av, file.container, file.header, file.num_bytes
         self.container, self.header, self.num_bytes = container, header, num_bytes
-        self._file = file
+        self._file = file.stream
         self.is_joined = False
         self._num_decoded = 0
         stream = container.streams.best("video")
         if stream is None or stream.disposition & av.stream.Disposition.attached_pic:
-            raise _Damaged("has no video track")
+            raise Damaged("has no video track")
         self.stream: Any = stream
         self.context: Any = stream.codec_context
         if self.context is None:
-            raise _Damaged("has a codec that this build of FFmpeg cannot decode; convert it to H.264")
+            raise Damaged("has a codec that this build of FFmpeg cannot decode; convert it to H.264")
         if stream.frames > MAX_VIDEO_FRAMES:
-            raise _Damaged(f"declares {stream.frames:,} frames, more than the limit of {MAX_VIDEO_FRAMES:,}; split it")
+            raise Damaged(f"declares {stream.frames:,} frames, more than the limit of {MAX_VIDEO_FRAMES:,}; split it")
         self.demuxer = container.format.name.partition(",")[0]
         self.codec = _CODEC_NAMES.get(self.context.name, self.context.name)
         width, height = self.context.width, self.context.height
         if width <= 0 or height <= 0:
             # FFmpeg also reports a size of 0 for frames above `max_pixels`, which it does not open.
-            raise _Damaged(f"has no frame size, or frames of more than {MAX_FRAME_PIXELS:,} pixels; resize it")
+            raise Damaged(f"has no frame size, or frames of more than {MAX_FRAME_PIXELS:,} pixels; resize it")
         _check_pixels(width, height)
         self.stored_size = (height, width)
         self.time_base: Fraction = stream.time_base
@@ -314,13 +273,13 @@ class _Video:
         packets may be passed by a seek.
 
         Raises:
-            _Damaged: a packet is incomplete, or there are too many.
+            Damaged: a packet is incomplete, or there are too many.
         """
         file, most = self._file, MAX_VIDEO_FRAMES
         latest, offset = _NO_TIME, 0
         for number, packet in enumerate(self._whole_packets()):
             if number >= most:
-                raise _Damaged(f"has more than {MAX_VIDEO_FRAMES:,} frames; split it")
+                raise Damaged(f"has more than {MAX_VIDEO_FRAMES:,} frames; split it")
             file.spent = 0
             time = packet.pts
             if time is not None:
@@ -345,7 +304,7 @@ class _Video:
                 # FFmpeg also marks one of the last packets of a ts that is followed by another ts.
                 ahead.extend(islice(source, 2 - len(ahead)))
                 if not any(other.is_keyframe and _is_earlier(other, packet) for other in ahead):
-                    raise _Damaged(f"ends inside frame {number}, or bytes of it are missing; copy the file again")
+                    raise Damaged(f"ends inside frame {number}, or bytes of it are missing; copy the file again")
             yield packet
 
     def decoding_time(self, packet: Any) -> int:
@@ -361,17 +320,17 @@ class _Video:
         for frame in frames:
             if (frame.height, frame.width) != self.stored_size:
                 height, width = self.stored_size
-                raise _Damaged(f"has a frame of {frame.width} x {frame.height} pixels among {width} x {height}")
+                raise Damaged(f"has a frame of {frame.width} x {frame.height} pixels among {width} x {height}")
         return frames
 
     def check_pixels(self, num_frames: int) -> None:
-        """Raise `_Damaged` if so many frames have too many pixels for the size of the file."""
+        """Raise `Damaged` if so many frames have too many pixels for the size of the file."""
         height, width = self.stored_size
         pixels, most = num_frames * height * width, max(MAX_FILE_PIXELS, MAX_PIXELS_PER_BYTE * self.num_bytes)
         if pixels > most:
             found = f"{num_frames:,} frames of {width} x {height}, {pixels:,} pixels"
             limit = f"more than the limit of {most:,} for a file of {self.num_bytes:,} bytes"
-            raise _Damaged(f"has {found}, {limit}; resize it, or store fewer frames")
+            raise Damaged(f"has {found}, {limit}; resize it, or store fewer frames")
 
 
 def _is_earlier(packet: Any, other: Any) -> bool:
@@ -381,88 +340,16 @@ def _is_earlier(packet: Any, other: Any) -> bool:
 @contextmanager
 def _opened(reference: MediaReference) -> Iterator[_Video]:
     """Open a video file; errors inside the block that its content causes become a `corrupt_video`."""
-    av = _av()
-    needed = _BLOCK
-    with calls("av"), _open_reference(reference) as stream:
-        container = None
-        try:
-            num_bytes = stream.seek(0, 2)
-            if not num_bytes:
-                raise _Damaged("is empty, 0 bytes")
-            if num_bytes > MAX_VIDEO_BYTES:
-                raise _Damaged(f"has {num_bytes:,} bytes, more than the limit of {MAX_VIDEO_BYTES:,}; split it")
-            header = read_container_header(stream, num_bytes)
-            if header.end > num_bytes:
-                raise _Damaged(f"ends after {num_bytes:,} of {header.end:,} bytes; copy it again")
-            stream.seek(0)
-            file = _Stream(stream)
-            with memory_limit(_OPEN_MEMORY):
-                container = av.open(
-                    file,
-                    options={"max_pixels": str(MAX_FRAME_PIXELS), "threads": "1"},
-                    container_options={"format_whitelist": _DEMUXERS, "protocol_whitelist": "none"},
-                    buffer_size=_REMOTE_BLOCK if is_remote(reference.file or "") else _BLOCK,
-                    io_open=_refuse,
-                    **_METADATA.get(av.__version__.partition(".")[0], {}),
-                )
-            video = _Video(av, container, file, header, num_bytes)
-            needed = 32 * video.stored_size[0] * video.stored_size[1]
-            yield video
-        except (RecordError, ResourceError, _Retry):
-            raise
-        except _Damaged as error:
-            raise _corrupt(reference, str(error)) from error
-        except MemoryError as error:
-            # FFmpeg reports sizes in damaged data as a lack of memory. It is one if an intact file has too little.
-            try:
-                np.empty(needed, dtype=np.uint8)
-            except MemoryError as shortage:
-                raise_resource_error(shortage, reference.label)
-            raise _corrupt(reference, "needs more memory than its frames have, as damaged sizes do") from error
-        except av.error.FFmpegError as error:
-            raise _corrupt(reference, _described(error, is_open=container is not None)) from error
-        except OSError as error:
-            raise_resource_error(error, reference.label)
-            raise _corrupt(reference, error.strerror or str(error)) from error
-        # Of PyAV: a name that is not in the header, or a value that it does not know.
-        except (ValueError, LookupError, ArithmeticError, RuntimeError) as error:
-            raise _corrupt(reference, f"cannot be read: {error}") from error
-        finally:
-            if container is not None:
-                container.close()
-
-
-def _open_reference(reference: MediaReference) -> BinaryIO:
-    try:
-        return reference.open()
-    except RecordError as error:
-        if error.reason is not Reason.MISSING_IMAGE:
-            raise
-        detail = error.detail.replace("of an image file", "of a video file")
-        raise RecordError(Reason.MISSING_VIDEO, detail) from error
-
-
-def _refuse(name: str, flags: int, options: object) -> NoReturn:
-    raise _Damaged(f"refers to another file, {name[:80]!r}, which is not opened; store the video in one file")
-
-
-def _described(error: Exception, *, is_open: bool) -> str:
-    if not is_open:
-        return f"is not a video of the formats {_CONTAINERS}, or its header is damaged"
-    reason = (getattr(error, "strerror", None) or str(error)).lower()
-    return f"has damaged data ({reason})"
-
-
-def _corrupt(reference: MediaReference, detail: str) -> RecordError:
-    detail = " ".join(detail.split())
-    remedy = "" if ";" in detail else "; replace the video"
-    return RecordError(Reason.CORRUPT_VIDEO, f"{reference.label} {detail}{remedy}")
+    with opened_file(reference, _KIND, passed=(_Retry,)) as file:
+        video = _Video(file)
+        file.needed = 32 * video.stored_size[0] * video.stored_size[1]
+        yield video
 
 
 def _check_pixels(width: int, height: int) -> None:
     if width * height > MAX_FRAME_PIXELS:
         pixels = f"{width * height:,} pixels, more than the limit of {MAX_FRAME_PIXELS:,}"
-        raise _Damaged(f"has frames of {pixels}; resize it")
+        raise Damaged(f"has frames of {pixels}; resize it")
 
 
 @dataclass(slots=True)
@@ -542,20 +429,20 @@ def _are_ordered(pts: NDArray[np.int64], dts: NDArray[np.int64], *, is_mpeg4: bo
 def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
     num_frames = len(times.pts)
     if not num_frames:
-        raise _Damaged("has no frames")
+        raise Damaged("has no frames")
     unit = float(video.time_base)
     fps = video.fps
     if times.by_time:
         pts = np.frombuffer(times.pts, dtype=np.int64)
         if (pts == _NO_TIME).any():
-            raise _Damaged("has frames without a time; convert it")
+            raise Damaged("has frames without a time; convert it")
         if times.show_frames:
             pts = np.sort(pts)
         seconds = _seconds(pts - pts[0], video.time_base)
         unordered = np.flatnonzero(np.diff(pts) < 0)
         if len(unordered):
             before, time = seconds[unordered[0] : unordered[0] + 2]
-            raise _Damaged(f"has a frame at {time:.3f} s after a frame at {before:.3f} s; convert it")
+            raise Damaged(f"has a frame at {time:.3f} s after a frame at {before:.3f} s; convert it")
     else:
         counted = _CountedTimes(video.time_base, fps or video.guessed_fps)
         seconds = np.array([counted.add(number, times.dts) for number in range(num_frames)])
@@ -652,7 +539,7 @@ def _orientation_of(frame: Any) -> _Orientation:
 
     A matrix that is between two rotations by 90 degrees is rounded to the nearest.
     """
-    data = frame.side_data.get(_av().sidedata.sidedata.Type.DISPLAYMATRIX)
+    data = frame.side_data.get(load_av().sidedata.sidedata.Type.DISPLAYMATRIX)
     if data is None:
         return _UPRIGHT
     a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
@@ -672,7 +559,7 @@ class _Converter:
     """Converts decoded frames of a video to upright RGB."""
 
     def __init__(self, video: _Video) -> None:
-        self._convert = _av().video.reformatter.VideoReformatter().reformat
+        self._convert = load_av().video.reformatter.VideoReformatter().reformat
         self._orientation: _Orientation | None = None if video.header.may_be_rotated else _UPRIGHT
 
     def __call__(self, frame: Any) -> Frame:
@@ -685,7 +572,7 @@ def _all_frames(video: _Video) -> Iterator[Any]:
     """Decode all frames from the start.
 
     Raises:
-        _Damaged: a frame is incomplete.
+        Damaged: a frame is incomplete.
     """
     for packet in chain(video.packets(), (None,)):
         for frame in video.decode(packet):
@@ -697,7 +584,7 @@ def _check_frame(frame: Any) -> None:
     if frame.is_corrupt:
         # The last frames of a truncated ts have no unit of time.
         at = f" at {frame.time:.3f} s" if frame.time is not None and np.isfinite(frame.time) else ""
-        raise _Damaged(f"has damaged data in a frame{at}")
+        raise Damaged(f"has damaged data in a frame{at}")
 
 
 def _decode(reference: MediaReference, selection: FrameSelection, kind: "type[_Decoder]") -> Iterator[Frame]:
@@ -715,7 +602,7 @@ def _decode(reference: MediaReference, selection: FrameSelection, kind: "type[_D
                 pixels = to_pixels(decoder.get(position))
                 if pixels.shape[:2] != (selection.height, selection.width):
                     found = f"{pixels.shape[1]} x {pixels.shape[0]} pixels, not {selection.width} x {selection.height}"
-                    raise _Damaged(f"has frames of {found}, {_AS_SELECTED}")
+                    raise Damaged(f"has frames of {found}, {_AS_SELECTED}")
                 last = index
             yield pixels
 
@@ -730,14 +617,14 @@ class _Decoder:
         """Return the frame of `selection.indices[position]`.
 
         Raises:
-            _Damaged: the file does not have it.
+            Damaged: the file does not have it.
             _Retry: another decoder is necessary.
         """
         raise NotImplementedError
 
     def _missing(self, position: int) -> Exception:
         index, time = self._selection.indices[position], self._selection.timestamps[position]
-        return _Damaged(f"has no frame {index} at {time:.3f} s, {_AS_SELECTED}")
+        return Damaged(f"has no frame {index} at {time:.3f} s, {_AS_SELECTED}")
 
 
 class _Counting(_Decoder):
@@ -792,7 +679,7 @@ class _Sequential(_Decoder):
             while not self._frames and self._decode_next():
                 pass
             if not self._frames:
-                raise _Damaged("has no frame that can be decoded")
+                raise Damaged("has no frame that can be decoded")
             first = self._time_of(self._frames[0])
             scale = self._video.time_base.denominator / self._video.time_base.numerator
             self._targets = [first + round(seconds * scale) for seconds in self._selection.timestamps]

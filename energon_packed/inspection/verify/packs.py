@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding import ChatEncoder, EncodedSample
+from energon_packed.encoding.audio.audio_file import check_audio
 from energon_packed.encoding.vision.images import load_image
 from energon_packed.encoding.vision.video_file import check_video, read_video_info
 from energon_packed.errors import (
@@ -36,7 +37,7 @@ from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, repeated, with_values
 from energon_packed.libraries import has_energon
 from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
-from energon_packed.records import Conversation, VideoReference
+from energon_packed.records import AudioReference, Conversation, VideoReference
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import scan_tar
@@ -54,13 +55,13 @@ class TarContents:
 
     Attributes:
         name: file name of the tar.
-        counts: number of packs, samples, images, videos, selected frames and tokens, and of supervised tokens of the
-            encoded samples; and the sum of the checksums of their loss weights.
+        counts: number of packs, samples, images, videos, selected frames, audio files and tokens, and of supervised
+            tokens of the encoded samples; and the sum of the checksums of their loss weights.
         ids: hash of the id of every sample, uint64 (n,), in order.
         checksums: checksum of its text or tokens, uint32 (n,).
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         changed: packs with a referenced image that changed, by file and change.
-        packs, images, videos, fit, encoded: checks of this tar.
+        packs, images, videos, audios, fit, encoded: checks of this tar.
     """
 
     name: str
@@ -72,6 +73,7 @@ class TarContents:
     packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
     images: Check = field(default_factory=lambda: Check("images decode"))
     videos: Check = field(default_factory=lambda: Check("videos have the selected frames"))
+    audios: Check = field(default_factory=lambda: Check("audio files decode to the packed samples"))
     fit: Check = field(default_factory=lambda: Check("packs fit seq_len"))
     encoded: Check = field(
         default_factory=lambda: Check("samples encode to their recorded length, with a supervised token")
@@ -106,6 +108,7 @@ class PackChecker:
                 selections = [video.frames for sample in samples for video in sample.videos]
                 contents.counts["videos"] += len(selections)
                 contents.counts["frames"] += sum([len(frames.indices) for frames in selections])
+                contents.counts["audios"] += sum(len(sample.audios) for sample in samples)
                 ids += [str(sample.conversation.id) for sample in samples]
                 checksums += [_checksum(sample.conversation) for sample in samples]
                 contents.changed.update(changes)
@@ -147,7 +150,7 @@ class PackChecker:
     def _check_pack(self, contents: TarContents, key: str, samples: list[StoredSample], *, has_images: bool) -> None:
         """Check the samples of a pack; without `has_images`, images and tokens are not checked."""
         pack = f"{contents.name}: {key}"
-        damaged: set[int] = set()  # samples with damaged images or videos, by index
+        damaged: set[int] = set()  # samples with damaged media, by index
         for place, sample in enumerate(samples) if has_images else ():
             for image in sample.conversation.images:
                 try:
@@ -160,6 +163,12 @@ class PackChecker:
                     _check_video(video)
                 except RecordError as error:
                     contents.videos.fail(f"{pack}, sample {sample.conversation.id}: {error}")
+                    damaged.add(place)
+            for audio in sample.conversation.audios:
+                try:
+                    _check_audio(audio)
+                except RecordError as error:
+                    contents.audios.fail(f"{pack}, sample {sample.conversation.id}: {error}")
                     damaged.add(place)
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None and has_images:
@@ -246,6 +255,22 @@ def _check_video(video: VideoReference) -> None:
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
 
 
+def _check_audio(audio: AudioReference) -> None:
+    """Decode an audio file, and compare its samples with those that were packed.
+
+    Raises:
+        RecordError: the file is damaged, or has other samples.
+    """
+    info, clip = check_audio(audio.file), audio.clip
+    assert clip is not None  # of every codec
+    if (info.samples, info.rate) != (clip.total, clip.rate):
+        raise RecordError(
+            Reason.CORRUPT_AUDIO,
+            f"{audio.file.label} has {info.samples:,} samples at {info.rate:,} Hz, and {clip.total:,} at "
+            f"{clip.rate:,} Hz were packed",
+        )
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Limit torch to this thread: its thread pool does not survive a fork, and each core already has a process."""
@@ -280,6 +305,7 @@ def contents_checks(
         "packs": f"{total['packs']:,} packs",
         "images": f"{total['images']:,} images",
         "videos": f"{total['videos']:,} videos",
+        "audios": f"{total['audios']:,} audio files",
         "fit": f"{manifest.seq_len:,} tokens" if manifest else "",
         "encoded": f"{total['encoded samples']:,} of {total['samples']:,} samples",
     }
@@ -292,12 +318,15 @@ def contents_checks(
     if manifest is not None and manifest.images_decoded < manifest.images:
         joined.images.remedy = "check-images"
     if manifest is not None and manifest.check_images != "full":
-        joined.videos.remedy = "check-images"
+        joined.videos.remedy = joined.audios.remedy = "check-images"
     unknown = f"{total['unknown lengths']:,} samples have no recorded length" if total["unknown lengths"] else ""
     media = "images and videos" if total["videos"] else "images"
+    if total["audios"]:
+        media = f"{media} and audio files" if total["images"] or total["videos"] else "audio files"
     if changed := total["changed packs"]:
         not_encoded = not_encoded or f"{media} of {changed:,} packs changed"
-        joined.images.not_checked = joined.videos.not_checked = unread or f"{media} of {changed:,} packs changed"
+        for check in (joined.images, joined.videos, joined.audios):
+            check.not_checked = unread or f"{media} of {changed:,} packs changed"
     damaged = ""
     if total["damaged samples"]:
         damaged = f"{media} of {total['damaged samples']:,} samples are damaged"
@@ -313,6 +342,8 @@ def contents_checks(
     yield joined.images
     if total["videos"]:
         yield joined.videos
+    if total["audios"]:
+        yield joined.audios
     yield joined.fit
     yield joined.encoded
     if manifest is None:
@@ -440,7 +471,7 @@ def _sums(
                 check.fail(f"{tar.name} has {tar.counts[name]} {name}, packing.json has {recorded}")
     # Totals are compared as well: a shard that is missing changes only them.
     totals = {"packs": manifest.packs, "samples": manifest.packed, "images": manifest.images}
-    totals |= {"videos": manifest.videos, "frames": manifest.frames}
+    totals |= {"videos": manifest.videos, "frames": manifest.frames, "audios": manifest.audios}
     if not unknown:
         totals["tokens"] = manifest.tokens
     if not not_encoded and manifest.supervised_tokens is not None:

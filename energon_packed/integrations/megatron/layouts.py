@@ -16,7 +16,7 @@ import torch
 
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.errors import ConfigError
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch
 
 Layout = Literal["bridge", "megatron-lm", "megatron-gpt"]
 """Name of a layout of `megatron_batch`, by the training step that reads it."""
@@ -93,8 +93,8 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
         max_seqlen int32 (1,).
 
     Raises:
-        ConfigError: the layout is unknown, or does not support the row: padding between samples, loss weights and
-            video files with `megatron-lm`, images and video files with `megatron-gpt`, and with `bridge` under a
+        ConfigError: the layout is unknown, or does not support the row: audio; padding between samples, loss weights
+            and video files with `megatron-lm`, images and video files with `megatron-gpt`, and with `bridge` under a
             release before 0.6.
     """
     check_layout(layout)
@@ -103,6 +103,8 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
             f"layout {layout!r} supports only pixel_values of patches and image_grid_thw, got "
             f"{', '.join(batch.vision_inputs)} of this vision family. Use `transformers_inputs()`."
         )
+    if batch.audio_inputs:
+        raise ConfigError(f"layout {layout!r} has no place for audio. Use `transformers_inputs()`.")
     if layout == "megatron-lm":
         return _megatron_lm(batch)
     if layout == "megatron-gpt":

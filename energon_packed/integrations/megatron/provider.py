@@ -16,7 +16,7 @@ from energon_packed.integrations.megatron.ranks import (
 )
 from energon_packed.integrations.megatron.restore import MegatronIterator, restore_iterator
 from energon_packed.keywords import ProviderKeywords
-from energon_packed.loading.collator import Collator
+from energon_packed.loading.collation.collator import Collator
 from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataset import PackedDataset

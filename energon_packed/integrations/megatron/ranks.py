@@ -7,7 +7,7 @@ from typing import Any
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.megatron.layouts import Layout, early_bridge, release
 from energon_packed.libraries import private
-from energon_packed.loading.collator import Collator, PaddingFreeCollator
+from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

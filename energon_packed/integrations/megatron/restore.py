@@ -25,7 +25,7 @@ from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.consumed import Consumed
 from energon_packed.integrations.megatron.layouts import Layout, megatron_batch
 from energon_packed.integrations.megatron.ranks import megatron_lm_args
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataflow.state_files import read_state
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics

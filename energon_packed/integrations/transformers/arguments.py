@@ -188,4 +188,4 @@ def _has_images(data: Any) -> bool:
     if not isinstance(data, PackedDataset):
         return False
     manifests = [split.manifest for split in data.blend if split.manifest is not None]
-    return any(manifest.images or manifest.videos for manifest in manifests)
+    return any(manifest.images or manifest.videos or manifest.audios for manifest in manifests)

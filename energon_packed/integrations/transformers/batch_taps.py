@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from energon_packed.integrations.consumed import Consumed
-from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.collator import Collator, with_extra
+from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.collator import Collator, with_extra
 
 Make = Callable[[PackedBatch | Mapping[str, Any]], Any]
 

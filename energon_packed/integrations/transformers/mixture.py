@@ -11,7 +11,7 @@ from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
 from energon_packed.integrations.transformers.checkpoints import CheckpointCallback
 from energon_packed.integrations.transformers.metrics import LogCallback
-from energon_packed.loading.batch import (
+from energon_packed.loading.collation.batch import (
     PackedBatch,
     Signal,
     source_names,
@@ -221,6 +221,4 @@ def _values(output: Any, labels: torch.Tensor, signal: Signal) -> torch.Tensor:
             "MixtureCallback needs the logits of the model, got none. Turn off kernels that compute the loss without "
             "logits (Liger)."
         )
-    starts = range(0, labels.shape[1] - 1, _CHUNK)
-    pieces = [slice(start, start + _CHUNK + 1) for start in starts]
-    return torch.cat([target_signals(logits[:, piece], labels[:, piece], signal) for piece in pieces])
+    return target_signals(logits, labels, signal, chunk=_CHUNK)

@@ -8,7 +8,7 @@ from typing import Any
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
 from energon_packed.integrations.transformers.checkpoints import CheckpointCallback
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.monitoring.order_log import LoggedSamples, OrderLog
 from energon_packed.loading.ranks import group_place
 from energon_packed.loading.state import Position

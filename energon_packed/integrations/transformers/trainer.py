@@ -8,7 +8,7 @@ with few targets has the same weight as a row with many targets, and with severa
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.data_loader import DataLoaderShard
@@ -22,16 +22,19 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, TrainerStreamCallback
 from energon_packed.integrations.transformers.patches import check_trainer, names_of_model
 from energon_packed.integrations.transformers.stream import TrainerStream
+from energon_packed.integrations.transformers.target_logits import computes_target_logits, without_target_logits
 from energon_packed.libraries import private
-from energon_packed.loading.batch import target_losses, target_weights
-from energon_packed.loading.collator import Collator, PaddingFreeCollator, with_weights
+from energon_packed.loading.collation.batch import signals_of, target_weights
+from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator, with_weights
+from energon_packed.loading.collation.features import packs_of
 from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.dataflow.raw_records import PlannedDataset
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
-from energon_packed.loading.features import packs_of
-from energon_packed.loading.raw_records import PlannedDataset
+
+_OF_LOSS = ("labels", "loss_mask", "shift_labels")  # inputs from which the model would compute a loss
 
 
 class PackedTrainerMixin(Trainer):
@@ -42,8 +45,8 @@ class PackedTrainerMixin(Trainer):
 
     `to_hf()` of a dataset is read like the dataset, for trainers that accept nothing else.
 
-    Args: as in the other base class, and `balance` and `order_log` as in PackedTrainer; `data_collator` may also be
-        set by the constructor of the other base class.
+    Args: as in the other base class, and `balance`, `order_log` and `logits` as in PackedTrainer; `data_collator` may
+        also be set by the constructor of the other base class.
 
     Raises:
         ConfigError: as in PackedTrainer.
@@ -59,7 +62,12 @@ class PackedTrainerMixin(Trainer):
     train_dataset: Any
 
     def __init__(
-        self, *args: Any, balance: Balance | None = None, order_log: str | Path | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        balance: Balance | None = None,
+        order_log: str | Path | None = None,
+        logits: Literal["targets", "all"] = "targets",
+        **kwargs: Any,
     ) -> None:
         check_trainer()
         super().__init__(*args, **kwargs)
@@ -71,6 +79,12 @@ class PackedTrainerMixin(Trainer):
         if self._is_packed:  # a copy, because another Trainer with this collator would ignore the weights
             self.data_collator = with_weights(self.data_collator)
         self._sums: torch.Tensor | None = None
+        # The loss of another base class may read all logits.
+        is_own_loss = super().compute_loss.__func__ is not Trainer.compute_loss
+        needs_all = logits == "all" or self.label_smoother or self.compute_loss_func or is_own_loss
+        one_process_a_row = self.get_sp_size() == self.get_cp_size() == 1
+        self._computes_target_logits: bool | None = None if one_process_a_row and not needs_all else False
+        self._only_loss = True
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
         self._loss_is_mean = self._is_packed and not (
             self.model_accepts_loss_kwargs or self.compute_loss_func or self.get_sp_size() > 1
@@ -209,6 +223,7 @@ class PackedTrainerMixin(Trainer):
             result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
             return result if return_outputs else (result, None)
 
+        inputs = self._with_needed_logits(model, inputs, return_outputs)
         sums = self._sums  # None while training
         is_weighted = self._is_packed and "loss_mask" in inputs
         if sums is None and not self._loss_is_mean and not is_weighted:
@@ -227,20 +242,32 @@ class PackedTrainerMixin(Trainer):
             loss = loss * weight * (ranks if self.args.average_tokens_across_devices else 1) / num_items_in_batch
         return loss, outputs
 
+    def _with_needed_logits(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
+        """Remove the arguments for logits of targets alone if the model ignores them, or other logits are needed."""
+        if not self._is_packed or "logits_to_keep" not in inputs:
+            return inputs
+        if self._computes_target_logits is None:
+            self._computes_target_logits = computes_target_logits(model)
+        needed = self._computes_target_logits and (self._sums is None or self._only_loss) and not return_outputs
+        return inputs if needed else without_target_logits(inputs)
+
     def _weighted_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """Mean of the row, weighted by `loss_mask`, and the outputs of the model."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
         # Without labels, the model computes no loss.
-        outputs = model(**{name: value for name, value in inputs.items() if name not in ("labels", "loss_mask")})
+        outputs = model(**{name: value for name, value in inputs.items() if name not in _OF_LOSS})
         if getattr(outputs, "aux_loss", None) is not None:
             raise ConfigError(
                 "`output_router_logits` must be False with loss weights, got True: the loss of the router is part of "
                 "the loss that the model computes without weights. Set it to False in the configuration of the model."
             )
-        losses = target_losses(outputs.logits, inputs["labels"])
-        weights = inputs["loss_mask"][0, 1:].to(losses.device)
+        logits, targets, weights = outputs.logits[0, :-1], inputs["labels"][0, 1:], inputs["loss_mask"][0, 1:]
+        if "logits_to_keep" in inputs:
+            logits, targets, weights = outputs.logits[0], inputs["shift_labels"][0], weights[inputs["logits_to_keep"]]
+        losses = signals_of(logits, targets.to(logits.device))
+        weights = weights.to(losses.device)
         # A row without targets has loss 0.
         return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny), outputs
 
@@ -258,6 +285,7 @@ class PackedTrainerMixin(Trainer):
             ConfigError: no row has a target.
         """
         self._sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        self._only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -321,7 +349,9 @@ class PackedTrainer(PackedTrainerMixin):
 
     Args: as in Trainer, `data_collator` by default a PaddingFreeCollator, `balance` as for MapDistributor, and
         `order_log`: a folder in which the rows of each step are recorded, for data that is read in its global order. A
-        TrainerStream has its own argument.
+        TrainerStream has its own argument. `logits="all"` computes the logits of all tokens, in place of the targets
+        alone; so do models for which the loss would differ, label smoothing, `compute_loss_func`, and evaluation with
+        metrics or predictions.
 
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
@@ -357,6 +387,7 @@ class PackedTrainer(PackedTrainerMixin):
         *,
         balance: Balance | None = None,
         order_log: str | Path | None = None,
+        logits: Literal["targets", "all"] = "targets",
     ) -> None:
         super().__init__(
             model=model,
@@ -374,15 +405,22 @@ class PackedTrainer(PackedTrainerMixin):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             balance=balance,
             order_log=order_log,
+            logits=logits,
         )
 
 
 def _with_target(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Make the second token a target if the row has none: the mean of no target is NaN, and times 0 as well."""
-    labels = inputs["labels"].clone()
+    """Make a token a target if the row has none: the mean of no target is NaN, and times 0 as well."""
+    ids, name, first = inputs["input_ids"], "labels", 1
+    if "shift_labels" in inputs:
+        name, first = "shift_labels", 0
+        if not inputs[name].shape[1]:
+            return inputs | {"logits_to_keep": ids.new_zeros(1), name: ids[:, 1:2]}
+        ids = ids[:, inputs["logits_to_keep"] + 1]
+    labels = inputs[name].clone()
     is_empty = (labels == -100).all()  # a tensor, so that the host does not wait for the device
-    labels[..., 1] = torch.where(is_empty, inputs["input_ids"][..., 1], labels[..., 1])
-    return inputs | {"labels": labels}
+    labels[..., first] = torch.where(is_empty, ids[..., first], labels[..., first])
+    return inputs | {name: labels}
 
 
 class IsolationCheckCallback(TrainerCallback):

@@ -164,7 +164,8 @@ class CostModel:
         """Fit the constants to measured times: least squares of the relative error, with constants >= 0.
 
         Args:
-            sizes: sizes of P measured rows of different lengths, P at least 3.
+            sizes: sizes of P measured rows of different lengths, P at least 3; `dataset.row_sizes()[indices]` has
+                the sizes of packs.
             seconds: time of each row, forward and backward, shape (P,), above 0.
 
         Raises:

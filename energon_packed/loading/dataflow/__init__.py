@@ -7,5 +7,6 @@
 | worker_stream.py | the four roles of a worker shard |
 | state_files.py | loader states in files, and for another number of ranks |
 | transport.py | batches from worker processes to the main process |
+| config.py, raw_records.py | the loader over raw records, streamed or planned |
 | workers.py | worker processes that die or do not answer |
 """

@@ -23,7 +23,7 @@ import torch
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.errors import ConfigError
 from energon_packed.keywords import LoaderKeywords
-from energon_packed.loading.collator import Collator, PaddingFreeCollator
+from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.steps import Steps
 from energon_packed.loading.dataflow.transport import Message, guarded, messages, round_robin
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step

@@ -26,8 +26,8 @@ from energon_packed.encoding import EncodedRow, EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
 from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, RecordError, Reject
 from energon_packed.flavors import PackSample
-from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.collator import Collator
+from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.collator import Collator
 from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.epoch_end import EpochEnd
@@ -91,7 +91,7 @@ class BufferedItem:
         samples: the samples of the item: EncodedSamples, or what a custom processor returns.
         size: (tokens, images, patches); zeros if the packer makes rows by the number of items alone.
         squares: sum of the squared sample lengths.
-        kind: 0 for text, 1 with images, 2 with videos.
+        kind: 0 for text, 1 with images, 2 with videos, 3 with audio alone.
         at: location of its record and its dataset, if it is a record of an input file.
         ref: number and key of the item (and index of the fragment) as JSON: the state after every step lists them, so
             they are made once.
@@ -129,7 +129,7 @@ class BufferedItem:
             self._measure(packer)
 
     def _measure(self, packer: Packer) -> None:
-        tokens = images = patches = videos = 0
+        tokens = images = patches = videos = audios = 0
         for sample in self.samples:  # a loop needs two thirds of the time of a comprehension for each sum
             is_encoded = isinstance(sample, EncodedSample)
             length = len(sample.input_ids) if is_encoded and not packer.size_fn else packer.sample_size(sample)
@@ -141,10 +141,11 @@ class BufferedItem:
                 continue
             images += sample.num_images
             videos += sample.num_videos
+            audios += sample.num_audios
             if sample.image_grid_thw is not None or sample.video_grid_thw is not None:
                 patches += sample.num_patches
         self.size = tokens, images, patches
-        self.kind = kind_of(images, videos)
+        self.kind = kind_of(images, videos, audios)
 
 
 class PackBuffer:

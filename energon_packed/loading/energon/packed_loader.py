@@ -8,7 +8,7 @@ from typing import Any, Unpack
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
 from energon_packed.keywords import PackedLoaderKeywords
-from energon_packed.loading.collator import Collator, PaddingFreeCollator
+from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.distributors.energon import EnergonDistributor
 from energon_packed.loading.energon.ranks import check_every_worker_has_packs

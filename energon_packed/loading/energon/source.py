@@ -11,7 +11,7 @@ from typing import Any
 from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, get_val_dataset
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.pack_reader import read_whole_packs
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder

@@ -34,8 +34,8 @@ from energon_packed.errors import EnergonPackedError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import codec_for, codec_of
 from energon_packed.formats.references import set_media_root
-from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.collator import Collator, PaddingFreeCollator
+from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.packers.base import Packer, Sizes, kind_of, unfit
 from energon_packed.loading.process import encode_pack
@@ -178,7 +178,9 @@ class PackedTaskEncoder(TaskEncoder):
                 continue
             fitting.append(sample)
             sizes.append((length, images, 0))
-            kinds.append(kind_of(images, any(conversation.videos for conversation in sample.conversations())))
+            conversations = sample.conversations()
+            videos, audios = (any(getattr(c, name) for c in conversations) for name in ("videos", "audios"))
+            kinds.append(kind_of(images, videos, audios))
         if not fitting:
             return []
         groups = self.packer.groups_of(Sizes(*np.array(sizes, dtype=np.int64).T), np.array(kinds))

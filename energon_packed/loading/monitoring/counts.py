@@ -20,7 +20,7 @@ import torch
 
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.errors import BatchError
-from energon_packed.loading.batch import PackedBatch, source_names
+from energon_packed.loading.collation.batch import PackedBatch, source_names
 
 _TOKENS = ("input_ids", "tokens")
 _BOUNDS = ("cu_seqlens_q", "cu_seq_lens_q", "cu_seqlens", "cu_lengths")

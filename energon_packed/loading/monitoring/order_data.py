@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from energon_packed.encoding import StoredTokens
-from energon_packed.loading.config import DataflowConfig, is_dataflow_config
+from energon_packed.loading.dataflow.config import DataflowConfig, is_dataflow_config
+from energon_packed.loading.dataflow.raw_records import PlannedDataset, plan_in_memory
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.monitoring.order_epoch import MAX_NAMED, Epoch, Int64
-from energon_packed.loading.raw_records import PlannedDataset, plan_in_memory
 from energon_packed.records import Conversation
 
 

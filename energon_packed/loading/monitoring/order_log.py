@@ -20,7 +20,7 @@ import orjson
 
 from energon_packed.encoding import SampleSource
 from energon_packed.errors import ConfigError
-from energon_packed.loading.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.monitoring.order_lines import FORMAT, file_of, files_of, header_of
 from energon_packed.loading.state import Position
 from energon_packed.storage import as_path, is_remote

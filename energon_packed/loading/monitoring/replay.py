@@ -15,14 +15,14 @@ import torch
 from energon_packed.encoding import EncodedSample, Measurement, Processor, StoredTokens
 from energon_packed.encoding.vision.media import num_images
 from energon_packed.errors import ConfigError, RecordError, Reject
-from energon_packed.loading.collator import Collator
-from energon_packed.loading.config import DataflowConfig
+from energon_packed.loading.collation.collator import Collator
+from energon_packed.loading.dataflow.config import DataflowConfig
+from energon_packed.loading.dataflow.raw_records import PackedIterableDataset, PlannedDataset, plan_in_memory
 from energon_packed.loading.dataflow.steps import StreamSteps
 from energon_packed.loading.dataflow.worker_stream import LoaderParts
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.base import LoaderLayout
 from energon_packed.loading.distributors.datasets import MapDistributor
-from energon_packed.loading.raw_records import PackedIterableDataset, PlannedDataset, plan_in_memory
 from energon_packed.records import Conversation
 
 

@@ -49,7 +49,7 @@ class Packer(ABC):
         max_images, max_patches: limits of a row beside its tokens; a group above a limit is divided.
         max_tokens: tokens of a row; at least `longest`.
         multiple: each sample is padded to a multiple of this many tokens.
-        group_by: `media` fills a row with samples of one kind: text, images or videos.
+        group_by: `media` fills a row with samples of one kind: text, images, videos or audio.
         overlong: handling of a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and counts
             the sample, `truncate` keeps its first `longest` tokens, `split` divides documents and token records into
             fragments, which repeat `split_overlap` tokens (both with DataflowLoader).
@@ -198,9 +198,9 @@ class Packer(ABC):
         return [np.array(part, dtype=np.int64) for part in parts]
 
 
-def kind_of(images: int, videos: int) -> int:
-    """Kind of a sample with these numbers of images and videos, for `group_by`: 0 text, 1 images, 2 videos."""
-    return 2 if videos else 1 if images else 0
+def kind_of(images: int, videos: int, audios: int = 0) -> int:
+    """Kind of a sample with these numbers of media, for `group_by`: 0 text, 1 images, 2 videos, 3 audio alone."""
+    return 2 if videos else 1 if images else 3 if audios else 0
 
 
 def in_order(lengths: Sequence[int] | Int64, capacity: int, max_samples: int | None = None) -> list[Int64]:

@@ -31,7 +31,7 @@ class PoolPacker(Packer):
         pool_size: samples in the buffer; more samples pack better, but need memory, and are read again at a restore.
         algorithm, max_samples, multiple: as for `pack_lengths`.
         max_images, max_patches: images, and patches of images and videos, in one row; None for no limit.
-        group_by: `media` fills each row with samples of one kind: text, images or videos.
+        group_by: `media` fills each row with samples of one kind: text, images, videos or audio.
         overlong: handling of samples that fit no row: `error`, `drop` or `truncate`.
         size_fn: size of a sample in place of its tokens, for the samples of a custom processor.
 

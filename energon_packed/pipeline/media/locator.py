@@ -1,4 +1,4 @@
-"""Images and videos of a record in, StoredImages with a Locator out: `pack --media reference`.
+"""Images, videos and audio files of a record in, StoredImages with a Locator out: `pack --media reference`.
 
 | file of the record | located in |
 |---|---|
@@ -24,6 +24,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import StoredImage
 from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
+from energon_packed.records.audio import stored_extension
 from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote
@@ -82,23 +83,24 @@ class MediaLocator:
     stored: StoredMedia | None
     seconds: float = 0.0
 
-    def locate(self, reference: MediaReference) -> StoredImage:
-        """Return the location of an image or video, with the value that readers compare.
+    def locate(self, reference: MediaReference, *, is_audio: bool = False) -> StoredImage:
+        """Return the location of an image, video or audio file, with the value that readers compare.
 
         Raises:
             RecordError: the image cannot be read, or is not the measured image.
         """
         if reference.data is not None:
-            return self._stored(reference.data)
+            return self._stored(reference.data, is_audio=is_audio)
         file = absolute_name(reference.file or "")
         if self.check == "digest":
             start = time.perf_counter()
             data = reference.read()
-            extension, size, digest, changed = sniff_extension(data), len(data), media_digest(data), None
+            extension = stored_extension(data) if is_audio else sniff_extension(data)
+            size, digest, changed = len(data), media_digest(data), None
             self.seconds += time.perf_counter() - start
         else:
             status = as_path(file).stat()
-            extension, size = _type_and_size(reference)
+            extension, size = _type_and_size(reference, is_audio=is_audio)
             digest, changed = None, (status.st_size, status.st_mtime_ns)
         path, offset = file.lstrip("/"), reference.offset or 0
         # A member of a tar follows its header. Names of members repeat, and Energon needs an extension to decode.
@@ -109,8 +111,8 @@ class MediaLocator:
             locator = Locator(file, offset, size, digest, changed, source, member)
         return StoredImage(extension, b"", locator=locator)
 
-    def _stored(self, data: bytes) -> StoredImage:
-        extension, digest = sniff_extension(data), media_digest(data)
+    def _stored(self, data: bytes, *, is_audio: bool) -> StoredImage:
+        extension, digest = stored_extension(data) if is_audio else sniff_extension(data), media_digest(data)
         place = None if self.stored is None else self.stored.find(digest)
         if place is None:
             raise RecordError(Reason.CORRUPT_IMAGE, f"a file of {len(data)} bytes has other bytes")
@@ -120,10 +122,12 @@ class MediaLocator:
         return StoredImage(extension, b"", locator=locator)
 
 
-def _type_and_size(reference: MediaReference) -> tuple[str, int]:
-    """File extension by content, and bytes, from the header of an image or the start of a video."""
+def _type_and_size(reference: MediaReference, *, is_audio: bool) -> tuple[str, int]:
+    """File extension by content, and bytes, from the header of an image or the start of a video or audio file."""
     with reference.open() as stream:
         start, size = stream.read(SIGNATURE_BYTES), stream.seek(0, os.SEEK_END)
+    if is_audio:
+        return stored_extension(start), size
     if (extension := video_extension(start)) is not None:
         return extension, size
     header = read_header(reference)

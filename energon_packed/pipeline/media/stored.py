@@ -32,12 +32,13 @@ from energon_packed.metadatasets import NV_META
 from energon_packed.pipeline.chunks import MEDIA_ENTRY, MediaEntries, media_file, read_media
 from energon_packed.pipeline.folder import Folder
 from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
-from energon_packed.pipeline.plan import Plan, cut_evenly
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.samples import changed_record
 from energon_packed.pipeline.shard_states import finish_shard, finished_shard, shard_rows, state_file
+from energon_packed.pipeline.stages.plan import Plan, cut_evenly
+from energon_packed.pipeline.stages.samples import changed_record
 from energon_packed.pipeline.table import RecordTable
+from energon_packed.records.audio import stored_extension
 from energon_packed.shards.nv_meta import index_uuid, write_nv_meta
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
 from energon_packed.storage import is_remote
@@ -96,23 +97,27 @@ class MediaWriter:
             SourceError: a record changed since it was measured.
         """
         read: tuple[int, int, int] | None = None
-        images: list[bytes] = []
+        images: list[tuple[bytes, bool]] = []
         with TarShardWriter(task.tar, task.state.parent) as shard:
             for entry in task.entries:
                 record = int(entry["source"]), int(entry["address"]), int(entry["bytes"])
                 if record != read:
                     read, images = record, self._images(*record)
                 image = int(entry["image"])
-                data = images[image] if image < len(images) else b""
+                data, is_audio = images[image] if image < len(images) else (b"", False)
                 digest = media_digest(data)
                 if digest != f"{entry['high']:016x}{entry['low']:016x}":
                     raise self._changed(*record[:2], f"its image {image} has other bytes")
-                shard.add(digest, [(sniff_extension(data), data)])
+                shard.add(digest, [(stored_extension(data) if is_audio else sniff_extension(data), data)])
         return finish_shard(task, shard.rows)
 
-    def _images(self, source: int, address: int, size: int) -> list[bytes]:
+    def _images(self, source: int, address: int, size: int) -> list[tuple[bytes, bool]]:
+        """Bytes of each media file of a record, and whether it is an audio file, which are the last."""
         try:
-            return [file.data or b"" for file in self.reader.read(source, address, size).media_files]
+            conversation = self.reader.read(source, address, size)
+            files = conversation.media_files
+            first = len(files) - len(conversation.audios)
+            return [(file.data or b"", place >= first) for place, file in enumerate(files)]
         except (RecordError, OSError) as error:
             raise_resource_error(error, self.reader.sources[source].path)
             raise self._changed(source, address, str(error)) from error

@@ -9,7 +9,14 @@ import re
 
 from energon_packed.records.fields import OBJECT, Record, is_given, key_names, missing_field
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
-from energon_packed.records.record_formats.caption import Caption, Captions, ImageText, TextCaps, TextsImages
+from energon_packed.records.record_formats.caption import (
+    Caption,
+    Captions,
+    ImageText,
+    TextCaps,
+    TextsImages,
+    Transcription,
+)
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
 from energon_packed.records.record_formats.messages import Alternating, Contents, Messages, ShareGPT, Transcript
 from energon_packed.records.record_formats.question_answer import (
@@ -55,6 +62,7 @@ _ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assist
 # alternating        {"data": ["question", "answer", ...]}                                          UltraChat
 # interleaved        {"texts": ["...", None], "images": [None, "a.jpg"]}, {"text_list", "image_info"}  OBELICS, mmc4
 # caption            {"image", "caption"}, {"image", "text"}, {"image_path", "caption_str"}          TextCaps
+# transcription      {"audio", "transcription" or "transcript" or "sentence"}                        audiofolder
 # transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
 # document           {"text" or "content": "..."}                            every token supervised
 RECORD_FORMATS: list[RecordFormat] = [
@@ -80,6 +88,7 @@ RECORD_FORMATS: list[RecordFormat] = [
     SentencesImages(),
     Caption(),
     TextCaps(),
+    Transcription(),
     ImageText(),
     Transcript(),
     Document(),

@@ -4,6 +4,7 @@
     ImageText    {"image": "a.jpg", "text": "..."}        unless the text contains `<image>`: then it is a document
     Captions     {"images": [...], "prompts": [...], "captions": [...]}    flat, or as lists of lists
     TextCaps     {"image_path": "train/a.jpg", "image_id": "a", "caption_str": "...", "reference_strs": ["...", ...]}
+    Transcription  {"audio": "a.wav", "transcription": "..."}   also `transcript`, or `sentence` (Common Voice)
     TextsImages  {"images": [...], "texts": [{"user": "...", "assistant": "...", "source": "..."}]}
 
 Caption and ImageText are Hugging Face image folders, LAION and similar datasets. Without a prompt the user turn is the
@@ -18,6 +19,7 @@ from itertools import chain
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import (
     COMMON_FIELDS,
@@ -40,7 +42,9 @@ SEVERAL_CAPTIONS = "several captions: the first is the target"
 PROMPTS = ("prompt", "question")
 _TEXT_CAPS = ("caption_str", "reference_strs")
 _PAIR = ("user", "assistant")
-_MEDIA_FIELDS = ("image", "images", "video", "videos")
+_PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
+_MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
+_TRANSCRIPTS = ("transcription", "transcript", "sentence")
 
 
 class Captions(RecordFormat):
@@ -124,7 +128,7 @@ class Caption(RecordFormat):
                 media.notes.append(SEVERAL_CAPTIONS)
             caption = caption[0]
         prompt = one_text(record, PROMPTS) or ""
-        if not prompt and not (media.images or media.videos):
+        if not prompt and not (media.images or media.videos or media.audios):
             raise RecordError(Reason.MISSING_IMAGE, f"{self.key} has neither an image nor a prompt")
         return question_answer(prompt, read_text(caption, self.key))
 
@@ -150,19 +154,36 @@ class TextCaps(Caption):
 
 
 class ImageText(RecordFormat):
-    """Images or videos, and a text without placeholders."""
+    """Images, videos or audio files, and a text without placeholders."""
 
     key = "image"
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"text"}
     images_first: ClassVar[bool] = True
 
     def matches(self, record: Record) -> bool:
-        """Whether there are images or videos, and a text without placeholders."""
+        """Whether there are media, and a text without placeholders."""
         text = record.get("text")
-        if not isinstance(text, str) or IMAGE_PLACEHOLDER in text or VIDEO_PLACEHOLDER in text:
+        if not isinstance(text, str) or any(mark in text for mark in _PLACEHOLDERS):
             return False
         return any(is_given(record.get(name)) and record[name] is not True for name in _MEDIA_FIELDS)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """Read a user turn with the images or videos, and an assistant turn with the text."""
+        """Read a user turn with the media, and an assistant turn with the text."""
         return question_answer("", record["text"])
+
+
+class Transcription(RecordFormat):
+    """An audio file and its transcript."""
+
+    key = "transcription"
+    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {*_TRANSCRIPTS, *PROMPTS}
+    images_first: ClassVar[bool] = True
+
+    def matches(self, record: Record) -> bool:
+        """Whether there is an audio file, and one of the fields with a transcript."""
+        has_audio = is_given(record.get("audio")) or is_given(record.get("audios"))
+        return has_audio and any(is_given(record.get(name)) for name in _TRANSCRIPTS)
+
+    def read(self, record: Record, media: Media) -> PartialConversation:
+        """Read a user turn with the audio file, and an assistant turn with the transcript."""
+        return question_answer(one_text(record, PROMPTS) or "", one_text(record, _TRANSCRIPTS) or "")

@@ -22,6 +22,7 @@ import re
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.audio import AUDIO_PLACEHOLDER, read_audio
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
 from energon_packed.records.fields import (
     COMMON_FIELDS,
@@ -162,9 +163,13 @@ def _part(part: Record, media: Media) -> str:
         check_video_fields(part, "a part")
         media.inline_videos.append(read_video(data or blob.get("file_uri") or blob.get("fileUri"), media.root))
         return VIDEO_PLACEHOLDER
+    if str(kind).startswith("audio/"):
+        data = f"data:{kind};base64,{blob['data']}" if is_given(blob.get("data")) else None
+        media.inline_audios.append(read_audio(data or blob.get("file_uri") or blob.get("fileUri"), media.root))
+        return AUDIO_PLACEHOLDER
     if not str(kind).startswith("image/"):
         raise RecordError(
-            Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text, images and videos are supported"
+            Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text, images, videos and audio are supported"
         )
     if is_given(blob.get("data")):
         media.add_inline({"type": "base64", "media_type": kind, "data": blob["data"]})

@@ -125,8 +125,8 @@ class QuestionAnswer(RecordFormat):
         """Read a user turn and an assistant turn."""
         question = joined_texts(record, (*_BEFORE, self.key))
         # The text before a question is not a question.
-        if not (media.images or media.videos) and not read_text(record[self.key], self.key).strip():
-            raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image or video")
+        if not (media.images or media.videos or media.audios) and not read_text(record[self.key], self.key).strip():
+            raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image, video or audio")
         filled = [name for name in _CHOICES if is_given(record.get(name))]
         if len(filled) > 1:
             raise unsupported(filled[1], remedy=f"it is not read beside {filled[0]}; keep one")

@@ -1,4 +1,4 @@
-"""A DDP loop, as on docs/trainers.md, and the same loop with an error of each kind that the harness must find."""
+"""A DDP loop, as on docs/train-torch.md, and the same loop with an error of each kind that the harness must find."""
 
 import sys
 from itertools import islice

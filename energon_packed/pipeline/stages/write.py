@@ -20,11 +20,11 @@ import numpy.typing as npt
 from energon_packed.formats import codec_for
 from energon_packed.pipeline.chunks import RecordOffsets, TokenReader
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
-from energon_packed.pipeline.plan import Plan, kept_frames, kept_tokens
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.samples import SampleReader, SampleSettings, records_of
 from energon_packed.pipeline.shard_states import finish_shard, finished_shard, state_file
+from energon_packed.pipeline.stages.plan import Plan, kept_frames, kept_tokens
+from energon_packed.pipeline.stages.samples import SampleReader, SampleSettings, records_of
 from energon_packed.pipeline.table import RecordRefs, RecordTable
 from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards.tar import ShardSummary, TarShardWriter

@@ -23,7 +23,15 @@ from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.search import FoundRecord, find_records
 from energon_packed.inspection.tokens import map_pack, supervised_spans, token_rows
-from energon_packed.inspection.view import ImageView, PackView, SampleView, VideoView, extract_pack, view_pack
+from energon_packed.inspection.view import (
+    AudioView,
+    ImageView,
+    PackView,
+    SampleView,
+    VideoView,
+    extract_pack,
+    view_pack,
+)
 from energon_packed.metadatasets import NV_META, is_metadataset, read_metadataset
 from energon_packed.shards.loading_code import loading_code
 from energon_packed.shards.scan import scan_tar
@@ -60,7 +68,7 @@ def command(
 ) -> None:
     """Show the contents of a tar, a dataset folder or a Metadataset YAML.
 
-    Supervised text is green. The code of the dataset is not executed, and images and videos are not decoded.
+    Supervised text is green. The code of the dataset is not executed, and media are not decoded.
 
     \b
     energon-packed inspect out/webdataset/out-000000.tar
@@ -144,7 +152,7 @@ def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
 
 
 def _kind(part: str) -> str:
-    """Group image and video parts by extension: `img*.jpg` for `img3_0.jpg`."""
+    """Group media parts by extension: `img*.jpg` for `img3_0.jpg`."""
     name, _, extension = part.rpartition(".")
     return f"{name[:3]}*.{extension}" if name.startswith(("img", "vid")) else part or "(no part)"
 
@@ -219,13 +227,16 @@ def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     for video in sample.videos:
         shown = f"  {video.name}  {video.text}, {format_bytes(video.bytes)}{_place(video)}"
         console.print(shown, style="blue", markup=False, soft_wrap=True)
+    for audio in sample.audios:
+        shown = f"  {audio.name}  {audio.text}, {format_bytes(audio.bytes)}{_place(audio)}"
+        console.print(shown, style="blue", markup=False, soft_wrap=True)
     for turn in sample.turns:
         line = Text(turn_text(turn.role, turn.shown), style="green" if turn.supervised else "")
         line.stylize(_ROLES.get(turn.role, "white"), 0, 12)
         console.print(line)
 
 
-def _place(media: ImageView | VideoView) -> str:
+def _place(media: ImageView | VideoView | AudioView) -> str:
     return "" if media.file is None else f", {media.file} from byte {media.offset:,}"
 
 

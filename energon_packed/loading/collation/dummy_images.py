@@ -33,7 +33,7 @@ class DummyImages:
         fixed = choice if isinstance(choice, EncodedSample) else None
         if fixed is None and choice not in (valid := get_args(DummyChoice)):
             raise ConfigError(f"`dummy_images` must be one of {', '.join(valid)}, or `encoder.dummy`, got {choice!r}.")
-        if fixed is not None and fixed.num_images == 0:
+        if fixed is not None and fixed.num_images == fixed.num_audios == 0:
             raise ConfigError(
                 "`dummy_images` must be a sample with an image, got a sample without. Pass `encoder.dummy` of a "
                 "vision encoder."

@@ -1,4 +1,4 @@
-"""Media of a row: samples with images and videos in, the media tensors of a PackedBatch out."""
+"""Media of a row: samples with images, videos and audio in, the media tensors of a PackedBatch out."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -22,7 +22,7 @@ def media_tensors(samples: Sequence[EncodedSample], pixel_dtype: torch.dtype | N
     Raises:
         BatchError: the samples come from different encoders.
     """
-    tensors = [part(samples, pixel_dtype) for part in (_images, _videos, _vision_inputs)]
+    tensors = [part(samples, pixel_dtype) for part in (_images, _videos, _vision_inputs, _audio_inputs)]
     return {name: tensor for of_kind in tensors for name, tensor in of_kind.items()}
 
 
@@ -64,15 +64,36 @@ def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) 
     has_grid = any(not (s.image_grid_thw is None and s.video_grid_thw is None) for s in samples)
     if has_grid or len(dims) > 1:
         raise BatchError("Images of different vision families cannot share a row. Use one encoder for all samples.")
-    values, places = VisionInputs.joined(inputs)
-    if dtype is not None:
-        values = {name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()}
+    values, places = _joined_inputs(inputs, dtype)
     slices = iter(places)
     return {
         "vision_inputs": values,
         "vision_dims": inputs[0].dims,
         "vision_places": [{} if sample.vision_inputs is None else next(slices) for sample in samples],
     }
+
+
+def _audio_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, Any]:
+    """Arguments of the audio encoder, and the slices of each sample in them."""
+    inputs = [sample.audio_inputs for sample in samples if sample.audio_inputs is not None]
+    if not inputs:
+        return {}
+    if len({tuple(values.dims.items()) for values in inputs}) > 1:
+        raise BatchError("Audio of different model families cannot share a row. Use one encoder for all samples.")
+    values, places = _joined_inputs(inputs, dtype)
+    slices = iter(places)
+    return {
+        "audio_inputs": values,
+        "audio_dims": inputs[0].dims,
+        "audio_places": [{} if sample.audio_inputs is None else next(slices) for sample in samples],
+    }
+
+
+def _joined_inputs(inputs: Sequence[VisionInputs], dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], Any]:
+    values, places = VisionInputs.joined(inputs)
+    if dtype is not None:
+        values = {name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()}
+    return values, places
 
 
 def _pixel_row(pixels: Sequence[torch.Tensor | None], dtype: torch.dtype | None) -> torch.Tensor | None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,10 +115,10 @@ def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions) -> PackPla
 
 def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
     """Cut the packs into splits, and each split into shards of even size within the limits."""
-    media, files = table.media_bytes, table.num_images + table.num_videos
+    media, files = table.media_bytes, table.num_images + table.num_videos + table.num_audios
     if options.extract_frames:
         media = np.where(table.num_videos > 0, table.extracted_bytes, media)
-        files = table.num_images + table.num_frames
+        files = table.num_images + table.num_frames + table.num_audios
     content = media + _MEMBER_OVERHEAD * files + table.frames_bytes
     if options.codec.stores_tokens:
         content += 4 * table.length.astype(np.int64) + _TOKENS_JSON
@@ -212,11 +213,12 @@ class OverlongCheck:
 
     def _samples(self, task: OverlongTask) -> Iterator[EncodedSample]:
         encoder, records = self.encoder.load(), task.records
-        image, video = encoder.image_token_id, encoder.rules.video_token_id
+        tokens: dict[str, Any] = {"image_token_id": encoder.image_token_id}
+        tokens |= {name: getattr(encoder.rules, name) for name in ("video_token_id", "audio_token_id")}
         if task.tokens is not None:
             with TokenReader(task.tokens) as reader:
                 for place, length in enumerate(records.length.tolist()):
-                    yield replace(reader.read(place, length), image_token_id=image, video_token_id=video)
+                    yield replace(reader.read(place, length), **tokens)
             return
         for place, source in enumerate(records.source.tolist()):
             conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
@@ -383,7 +385,7 @@ def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
 
 
 def kept_frames(table: RecordTable) -> RecordBytes | None:
-    """Return the frames that the measure stage selected; None if no record has videos."""
+    """Return the frames and clips that the measure stage selected; None if no record has videos or audio."""
     if not table.frames_bytes.any():
         return None
     return RecordBytes([frames_file(file) for file in table.files], table.file_starts, table.frames_bytes)

@@ -17,7 +17,7 @@ from energon_packed.cli.options import GroupedCommand, as_options, media_root_op
 from energon_packed.cli.output import Output, output_options
 from energon_packed.cli.terminal import echo
 from energon_packed.errors import ConfigError
-from energon_packed.loading.config import DataflowConfig, is_dataflow_config
+from energon_packed.loading.dataflow.config import DataflowConfig, is_dataflow_config
 from energon_packed.loading.monitoring.order_check import check_order
 from energon_packed.loading.monitoring.order_data import LoggedData
 from energon_packed.loading.monitoring.order_lines import Line, files_of

@@ -16,9 +16,9 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline.media.locator import StoredMedia
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.plan import Plan
 from energon_packed.pipeline.run_state import Fingerprints, RunState
 from energon_packed.pipeline.shard_states import is_stored, shard_rows, state_file
+from energon_packed.pipeline.stages.plan import Plan
 from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.loading_code import loading_code
@@ -140,6 +140,8 @@ def _manifest(
         images_decoded=total(entries_of.num_decoded),
         videos=num_videos,
         frames=total(entries_of.num_frames),
+        audios=total(entries_of.num_audios),
+        audio_seconds=total(entries_of.audio_ms) / 1000,
         extract_frames=num_videos > 0 and options.extract_frames,
         check_images=options.check_images,
         seq_len=options.seq_len,

@@ -15,11 +15,11 @@ import torch
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedRow, EncodedSample
 from energon_packed.errors import BatchError, ConfigError
-from energon_packed.loading.batch import PackedBatch, trainer_inputs
-from energon_packed.loading.dummy_images import DummyChoice, DummyImages
-from energon_packed.loading.features import row_of
+from energon_packed.loading.collation.batch import PackedBatch, trainer_inputs
+from energon_packed.loading.collation.dummy_images import DummyChoice, DummyImages
+from energon_packed.loading.collation.features import row_of
+from energon_packed.loading.collation.row_media import media_tensors
 from energon_packed.loading.resharding import DISPATCHED, dispatch_refusal, is_dispatched
-from energon_packed.loading.row_media import media_tensors
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 LossWeighting = Literal["token", "sample", "sqrt"]
@@ -145,11 +145,12 @@ class PaddingFreeCollator(Collator):
             sum(loss * loss_mask) / sum(loss_mask). In a step of several rows, `step_targets` and PackedTrainer weight
             each target with f(n_i), divided by the sum of these weights over the step; Megatron sums `loss_mask`, so
             that a sample counts equally only among the samples of its row.
-        pixel_dtype: torch.float32 or torch.bfloat16, dtype of `pixel_values` and `pixel_values_videos`; bfloat16 needs
+        pixel_dtype: torch.float32 or torch.bfloat16, dtype of pixels and of features of audio; bfloat16 needs
             half the memory, and a model in bfloat16 rounds to it anyway. None keeps the dtype of the image processor,
             float32.
-        dummy_images: which rows without images and videos get a minimal dummy image, as padding in the tail segment,
-            so that every rank runs the vision tower: `auto` (rows of a vision encoder, when several processes train),
+        dummy_images: which rows without media get a minimal dummy image (of an audio model, a dummy audio file), as
+            padding in the tail segment, so that every rank runs the encoder of media: `auto` (when several processes
+            train),
             `always`, `never`, or `encoder.dummy` itself for features. It changes no loss and no gradient.
 
     Raises:
@@ -206,9 +207,10 @@ class PaddingFreeCollator(Collator):
         lengths = np.diff(row.cu_seqlens).astype(np.int64)
         padded = lengths if self.pad_multiple == 1 else round_up(lengths, self.pad_multiple)
         room = None if self.pad_to is None else self.pad_to - int(padded.sum())
-        num_images, num_videos = row.num_images, row.num_videos
+        num_images, num_videos, num_audios = row.num_images, row.num_videos, row.num_audios
         possible = self.dummy_images.candidate(row.dummy)
-        dummy = None if any(num_images) or any(num_videos) else self.dummy_images.fit(possible, room)
+        has_media = any(num_images) or any(num_videos) or any(num_audios)
+        dummy = None if has_media else self.dummy_images.fit(possible, room)
         tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
         segments = np.append(padded, tail) if tail else padded
         # A stored row without padding has its boundaries already.
@@ -266,8 +268,10 @@ class PaddingFreeCollator(Collator):
             sources=list(row.sources),
             num_images=num_images,
             num_videos=num_videos,
+            num_audios=num_audios if any(num_audios) else [],
             image_token_id=row.image_token_id,
             video_token_id=row.video_token_id,
+            audio_token_id=row.audio_token_id,
             token_type_ids=_token_types(row, real, dummy, bounds),
         )
 

@@ -24,8 +24,12 @@ INDEX = "input_ids"
 
 
 def is_features(value: Any) -> bool:
-    """Whether a value is a dict with the token ids of one sample, and neither messages nor images nor videos."""
-    return isinstance(value, dict) and "input_ids" in value and not {"messages", "images", "videos"} & value.keys()
+    """Whether a value is a dict with the token ids of one sample, and neither messages nor media."""
+    return (
+        isinstance(value, dict)
+        and "input_ids" in value
+        and not {"messages", "images", "videos", "audios"} & value.keys()
+    )
 
 
 def row_of(item: Any) -> Sequence[EncodedSample] | None:

@@ -9,10 +9,12 @@ import click
 from rich.table import Table
 
 from energon_packed.blends import (
+    SHARES_OF,
     WEIGHT_BY,
     Blend,
     BlendInput,
     Schema,
+    SharesOf,
     Subflavor,
     WeightBy,
     make_blend,
@@ -30,10 +32,14 @@ _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-
 
 
 @click.command(name="metadataset", cls=GroupedCommand, short_help="Blend several datasets into one Metadataset.")
-@click.argument("out", type=InputPath(dir_okay=False))
-@click.argument("inputs", nargs=-1, required=True, metavar="DIR[=WEIGHT]...")
+@click.argument("inputs", nargs=-1, required=True, metavar="[FILE] DIR[=WEIGHT]...")
+@click.option("--output", "-o", "out", type=InputPath(dir_okay=False), metavar="FILE",
+              help="YAML file to write. [default: the first argument]")  # fmt: skip
 @click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,
               help="Quantity that default weights are proportional to.")  # fmt: skip
+@click.option("--shares-of", type=click.Choice(SHARES_OF), default="packs", show_default=True,
+              help="What each WEIGHT is a share of. Energon draws packs: for samples or tokens, the weights of packs "
+              "are computed from packing.json.")  # fmt: skip
 @click.option("--schema", type=click.Choice(["v2", "v1"]), default="v2", show_default=True,
               help="Metadataset version; v1 for Energon releases without MetadatasetV2.")  # fmt: skip
 @click.option("--split-from", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
@@ -50,9 +56,10 @@ _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-
 @click.option("--overwrite", is_flag=True, help="Replace a file that this command did not write.")
 @output_options
 def command(
-    out: Path,
     inputs: tuple[str, ...],
+    out: Path | None,
     weight_by: WeightBy,
+    shares_of: SharesOf,
     schema: Schema,
     split_from: str,
     epochized: bool,
@@ -69,9 +76,13 @@ def command(
     has a WEIGHT, inputs without WEIGHT have weight 1.
 
     \b
-    energon-packed metadataset mix.yaml out/node_a out/node_b
-    energon-packed metadataset mix.yaml out/node_a=3 out/node_b=0.5 --val out/held_out
+    energon-packed metadataset -o mix.yaml out/node_a out/node_b
+    energon-packed metadataset -o mix.yaml out/node_a=3 out/node_b=0.5 --val out/held_out
     """
+    if out is None:
+        out, inputs = as_path(inputs[0]), inputs[1:]
+    if not inputs:
+        raise click.UsageError(f"DIR must be at least one dataset, got none beside the file {out}.")
     by_input: dict[str | Path, dict[str, Subflavor]] = {}
     for path, pair in input_subflavors:
         by_input.setdefault(path, {}).update([_pair(pair)])
@@ -82,10 +93,10 @@ def command(
         split_from=split_from,
         schema=schema,
         epochized=epochized,
+        shares_of=shares_of,
         subflavors=dict(_pair(pair) for pair in subflavors),
         input_subflavors=by_input,
     )
-    out = as_path(out)
     write_metadataset(blend, out, absolute=not relative, overwrite=overwrite)
     output.console.print(_table(blend))
     for warning in blend.warnings():

@@ -21,25 +21,25 @@ from energon_packed.encoding import EncodedSample, SampleSource
 from energon_packed.encoding.fragments import fragment_id, fragment_of
 from energon_packed.errors import ConfigError, RecordError, Reject
 from energon_packed.keywords import LoaderKeywords
-from energon_packed.loading.batch import PackedBatch
-from energon_packed.loading.collator import Collator
-from energon_packed.loading.config import DataflowConfig, work_folder
+from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.collator import Collator
+from energon_packed.loading.collation.features import hf_dataset
 from energon_packed.loading.costs.model import RowSizes
+from energon_packed.loading.dataflow.config import DataflowConfig, work_folder
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.distributors.records import RecordDistributor
-from energon_packed.loading.features import hf_dataset
 from energon_packed.loading.packers.base import Sizes
 from energon_packed.loading.resharding import refuse_dispatch
 from energon_packed.options import check_type
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
-from energon_packed.pipeline.measure import MeasureStage
-from energon_packed.pipeline.plan import plan_rejects
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import RejectReport, warning_of
 from energon_packed.pipeline.run_state import compute_fingerprints, digest
+from energon_packed.pipeline.stages.measure import MeasureStage
+from energon_packed.pipeline.stages.plan import plan_rejects
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 

@@ -28,7 +28,7 @@ from energon_packed.loading.dataflow.transport import send_by_value
 from energon_packed.loading.ranks import all_reduce_mean
 
 Signal = Literal["loss", "entropy", "gradient_norm"]
-_PIXELS = ("pixel_values", "pixel_values_videos")
+_PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
 _IMAGE_ARGUMENTS = ("pixel_values", "image_grid_thw", "patch_positions", "token_type_ids")
 _VIDEO_ARGUMENTS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
@@ -69,11 +69,15 @@ class PackedBatch(Batch):
         sources: dataset and subflavors of each sample, None if unknown.
         num_images: images of each sample.
         num_videos: video files of each sample; those whose frames are images for the model count as images.
-        image_token_id, video_token_id: tokens that represent image and video features, or None.
+        num_audios: audio files of each sample; [] without audio.
+        image_token_id, video_token_id, audio_token_id: tokens that represent features of media, or None.
         vision_inputs: arguments of vision towers with inputs other than `pixel_values` (patches, patch_dim) and
             `image_grid_thw`, by name; or None.
         vision_dims: the dimension along which the tensors of the samples are joined, by name of the argument.
         vision_places: slices of each sample in `vision_inputs`, by name of the argument; none without images.
+        audio_inputs: arguments of the audio encoder by name, such as `input_features` and `feature_attention_mask`; or
+            None.
+        audio_dims, audio_places: as `vision_dims` and `vision_places`, of `audio_inputs`.
         token_type_ids: int64 (1, T), 1 at image tokens, for models that need it; or None.
         loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
             weights are 1.
@@ -115,6 +119,16 @@ class PackedBatch(Batch):
     num_videos: list[int] = field(default_factory=list)
     image_token_id: int | None = None
     video_token_id: int | None = None
+    audio_inputs: dict[str, torch.Tensor] | None = None
+    audio_dims: dict[str, int] = field(default_factory=dict)
+    audio_places: list[dict[str, tuple[slice, ...]]] = field(default_factory=list)
+    num_audios: list[int] = field(default_factory=list)
+    audio_token_id: int | None = None
+
+    @property
+    def input_features(self) -> torch.Tensor | None:
+        """The features of `audio_inputs`, (audio files, mel bins, frames) for most models; None without audio."""
+        return (self.audio_inputs or {}).get("input_features")
 
     @property
     def num_samples(self) -> int:
@@ -139,7 +153,7 @@ class PackedBatch(Batch):
 
         Args:
             device: target device; None keeps the present device.
-            dtype: floating-point type of `pixel_values` and `pixel_values_videos`; ids, labels, boundaries and
+            dtype: floating-point type of pixels and of features of audio; ids, labels, boundaries and
                 positions keep their types, and `loss_mask` stays float32, since it is summed.
             non_blocking: copy from pinned memory without waiting.
 
@@ -150,7 +164,8 @@ class PackedBatch(Batch):
             raise BatchError(f"`dtype` must be a floating-point type, got {dtype}. It converts only pixels.")
 
         def moved(name: str, tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, dtype if name in _PIXELS else None, non_blocking=non_blocking)
+            is_pixels = name in _PIXELS and tensor.is_floating_point()
+            return tensor.to(device, dtype if is_pixels else None, non_blocking=non_blocking)
 
         return self._with_tensors(moved)
 
@@ -175,9 +190,13 @@ class PackedBatch(Batch):
                 setattr(changed, attribute.name, change(attribute.name, value))
         if self.vision_inputs is not None:
             changed.vision_inputs = {name: change(name, value) for name, value in self.vision_inputs.items()}
+        if self.audio_inputs is not None:
+            changed.audio_inputs = {name: change(name, value) for name, value in self.audio_inputs.items()}
         return changed
 
-    def transformers_inputs(self, *, weighted_loss: bool = False) -> dict[str, Any]:
+    def transformers_inputs(
+        self, *, weighted_loss: bool = False, logits: Literal["all", "targets"] = "all"
+    ) -> dict[str, Any]:
         """Arguments for a Hugging Face causal language model or Qwen-VL model.
 
         Labels are unshifted; Transformers shifts them. The attention mask is absent and the cache is disabled, because
@@ -197,6 +216,9 @@ class PackedBatch(Batch):
 
         Args:
             weighted_loss: the caller computes the loss from `loss_mask`, as `loss` does, and not from `labels`.
+            logits: `targets` adds `logits_to_keep`, int64 (N,), the tokens whose next token is a target, and
+                `shift_labels`, int64 (1, N), these targets. Logits are then (1, N, vocabulary), and the loss is the
+                same, in models that use both arguments: most causal language models and vision-language models.
 
         Raises:
             BatchError: targets have weights other than 1, and `weighted_loss` is not set; or several samples and an
@@ -231,13 +253,15 @@ class PackedBatch(Batch):
         if len(bounds) > 2:
             tokens = self.input_ids.shape[1]  # known, so that the host need not wait for a GPU
             inputs["seq_idx"] = torch.repeat_interleave(bounds.diff(), output_size=tokens)[None]
+        if logits == "targets":
+            inputs |= _of_targets(self.labels)
         return inputs | {name: value for name, value in self._in_one_call().items() if value is not None}
 
     def loss(self, logits: torch.Tensor, *, targets: torch.Tensor | float | None = None) -> torch.Tensor:
         """Cross entropy weighted by `loss_mask`: sum(loss * loss_mask) / sum(loss_mask), a scalar.
 
         Args:
-            logits: (1, T, vocabulary), model output for this row.
+            logits: (1, T, vocabulary), model output for this row; or (1, N, vocabulary), of its N targets alone.
             targets: `step_targets` of all micro batches of the optimizer step, which replaces the sum of this row.
                 The gradients of the micro batches then sum to the gradient of the mean over the step.
         """
@@ -254,13 +278,17 @@ class PackedBatch(Batch):
         Samples without a source count as "unknown"; a dataset without a target in this row is missing.
 
         Args:
-            logits: (1, T, V).
+            logits: (1, T, V), or (1, N, V) of the N targets alone.
             signal: mean of the targets in place of their loss, as `target_signals` computes it: `entropy` of the
                 predicted distribution, or `gradient_norm`, the norm of the gradient of the loss by the logits.
         """
-        values, weights = target_signals(logits, self.labels, signal), self.loss_mask[0, 1:].to(logits.device)
-        datasets, sums = sums_by_source(values, weights, self._bounds(), source_names(self.sources))
-        return {name: sums[0, i] / sums[1, i] for i, name in enumerate(datasets) if sums[1, i] > 0}
+        weights, bounds, names = self.loss_mask[0, 1:], self._bounds(), source_names(self.sources)
+        # The datasets with a target are found where the batch is: the host need not wait for the logits.
+        has_targets = (sums_by_source(weights, weights, bounds, names)[1][1] > 0).tolist()
+        values = target_signals(logits, self.labels, signal)
+        datasets, sums = sums_by_source(values, weights.to(logits.device), bounds, names)
+        means = zip(datasets, sums[0] / sums[1], has_targets, strict=True)
+        return {name: mean for name, mean, has_target in means if has_target}
 
     def split(self) -> list[EncodedSample]:
         """Return the S samples without padding, the inverse of collating.
@@ -290,6 +318,8 @@ class PackedBatch(Batch):
                     position_ids=self.position_ids[1:, 0, row].cpu().numpy() if self.position_ids.ndim == 3 else None,
                     patch_positions=_array(_part(self.patch_positions, image_patches)),
                     vision_inputs=self._vision_inputs_of(index),
+                    audio_token_id=self.audio_token_id,
+                    audio_inputs=self._audio_inputs_of(index),
                     token_type_ids=None if types is None else types[0, row].cpu().numpy(),
                     loss_weights=None if weights is None else weights[0, row].cpu().numpy(),
                     source=self.sources[index],
@@ -304,13 +334,20 @@ class PackedBatch(Batch):
         values = {name: self.vision_inputs[name][part] for name, part in self.vision_places[index].items()}
         return VisionInputs(values, self.vision_dims, self.num_images[index])
 
+    def _audio_inputs_of(self, index: int) -> VisionInputs | None:
+        """Arguments of the audio encoder for one sample."""
+        if self.audio_inputs is None or not self.num_audios or not self.num_audios[index]:
+            return None
+        values = {name: self.audio_inputs[name][part] for name, part in self.audio_places[index].items()}
+        return VisionInputs(values, self.audio_dims, self.num_audios[index])
+
     def _bounds(self) -> torch.Tensor:
         """Segment boundaries in the row, padding included."""
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
 
     def _losses(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross entropy and weight of the targets at 1..T-1, each (T-1,)."""
-        return target_losses(logits, self.labels), self.loss_mask[0, 1:].to(logits.device)
+        return target_signals(logits, self.labels), self.loss_mask[0, 1:].to(logits.device)
 
     def megatron_inputs(self) -> dict[str, Any]:
         """Arguments for Megatron, with labels and loss mask shifted within each sample; the same on every stage.
@@ -354,8 +391,9 @@ class PackedBatch(Batch):
         )
 
     def _vision_arguments(self) -> dict[str, torch.Tensor | None]:
-        """Arguments of vision-language models, None for those that this row does not have."""
-        return {name: getattr(self, name) for name in _IMAGE_ARGUMENTS + _VIDEO_ARGUMENTS} | (self.vision_inputs or {})
+        """Arguments of vision-language and audio models, None for those that this row does not have."""
+        arguments = {name: getattr(self, name) for name in _IMAGE_ARGUMENTS + _VIDEO_ARGUMENTS}
+        return arguments | (self.vision_inputs or {}) | (self.audio_inputs or {})
 
     def _in_one_call(self) -> dict[str, torch.Tensor | None]:
         """`_vision_arguments` with which the model runs the vision tower once, also for images and videos in a row.
@@ -443,12 +481,12 @@ def trainer_inputs(batch: PackedBatch, *, with_weights: bool = False) -> dict[st
     Args:
         batch: a row.
         with_weights: the trainer applies loss weights: unless all weights are 1, `loss_mask`, float32 (1, T), is
-            added, with weights that are comparable between rows.
+            added, with weights that are comparable between rows. So are the arguments for logits of targets alone.
 
     Raises:
         BatchError: weights other than 1 for a trainer that does not apply them.
     """
-    inputs = batch.transformers_inputs(weighted_loss=True)
+    inputs = batch.transformers_inputs(weighted_loss=True, logits="targets" if with_weights else "all")
     if batch.loss_mask_scale == 1 and torch.equal(batch.loss_mask, (batch.labels != IGNORE_INDEX).float()):
         return inputs
     if not with_weights:
@@ -461,28 +499,50 @@ def trainer_inputs(batch: PackedBatch, *, with_weights: bool = False) -> dict[st
     return inputs | {"loss_mask": batch.loss_mask / batch.loss_mask_scale}
 
 
-def target_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of the targets at 1..T-1, float32 (T-1,), 0 for other tokens."""
-    # Logits t predict token t + 1. In float32, as bfloat16 sums over the vocabulary lose digits.
-    return torch.nn.functional.cross_entropy(
-        logits[0, :-1].float(), labels[0, 1:].to(logits.device), ignore_index=IGNORE_INDEX, reduction="none"
-    )
+def _of_targets(labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arguments with which a model computes the logits of targets alone."""
+    positions = (labels[0, 1:] != IGNORE_INDEX).nonzero()[:, 0]
+    return {"logits_to_keep": positions, "shift_labels": labels[:, positions + 1]}
 
 
-def target_signals(logits: torch.Tensor, labels: torch.Tensor, signal: Signal = "loss") -> torch.Tensor:
+def target_signals(
+    logits: torch.Tensor, labels: torch.Tensor, signal: Signal = "loss", *, chunk: int | None = None
+) -> torch.Tensor:
     """Return a value of each target at 1..T-1, float32 (T-1,), 0 for other tokens.
 
     Args:
-        logits: (1, T, V).
+        logits: (1, T, V), or (1, N, V) of the N targets alone (`transformers_inputs(logits="targets")`).
         labels: int64 (1, T), unshifted.
         signal: `loss`, the cross entropy; `entropy` of the predicted distribution p, in nats; `gradient_norm`, the
             norm of the gradient of the loss with respect to the logits, |p - onehot(target)|, between 0 and sqrt(2)
             (EL2N of M. Paul et al., "Deep Learning on a Data Diet", 2021).
+        chunk: logits that are converted to float32 at a time; None: all of them.
     """
-    if signal == "loss":
-        return target_losses(logits, labels)
     targets = labels[0, 1:].to(logits.device)
-    p = torch.softmax(logits[0, :-1].float(), dim=-1)
+    if logits.shape[1] == labels.shape[1]:  # logits t predict token t + 1
+        return signals_of(logits[0, :-1], targets, signal, chunk=chunk)
+    positions = (targets != IGNORE_INDEX).nonzero()[:, 0]
+    values = signals_of(logits[0], targets[positions], signal, chunk=chunk)
+    return values.new_zeros(len(targets)).index_copy(0, positions, values)
+
+
+def signals_of(
+    logits: torch.Tensor, targets: torch.Tensor, signal: Signal = "loss", *, chunk: int | None = None
+) -> torch.Tensor:
+    """Return a value of each of N targets, float32 (N,), 0 for -100; `signal` and `chunk` as for `target_signals`.
+
+    Args:
+        logits: (N, V), by which the targets are predicted.
+        targets: int64 (N,).
+    """
+    if chunk is not None and len(targets) > chunk:
+        pieces = zip(torch.split(logits, chunk), torch.split(targets, chunk), strict=True)
+        return torch.cat([signals_of(*piece, signal) for piece in pieces])
+    if logits.dtype != torch.float64:
+        logits = logits.float()  # bfloat16 sums over the vocabulary lose digits
+    if signal == "loss":
+        return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    p = torch.softmax(logits, dim=-1)
     if signal == "entropy":
         values = torch.special.entr(p).sum(-1)
     else:
@@ -511,14 +571,15 @@ def sums_by_source(
         The K datasets, and float32 (2, K): sum of loss * weight, and sum of weights.
     """
     datasets = sorted(set(names))
-    dataset_of_sample = torch.tensor([datasets.index(name) for name in names], device=losses.device)
-    # The slice leaves out the tail segment, which is not a sample.
-    bounds = bounds[: len(names) + 1].to(losses.device).long()
+    # The tail of the row is not a sample: its losses go into a column of their own, which is not returned.
+    dataset_of_segment = torch.tensor([*map(datasets.index, names), len(datasets)], device=losses.device)
     # Loss t is of the target at t + 1. Across a boundary its weight is 0: a first token is never a target.
-    dataset_of_loss = torch.repeat_interleave(dataset_of_sample, bounds.diff())[1:]
-    losses, weights = losses[: len(dataset_of_loss)], weights[: len(dataset_of_loss)]
+    targets = torch.arange(1, len(losses) + 1, device=losses.device)
+    ends = bounds[1 : len(names) + 1].to(losses.device).long()
+    dataset_of_loss = dataset_of_segment[torch.searchsorted(ends, targets, right=True)]
     values = torch.stack([losses * weights, weights])
-    return datasets, values.new_zeros(2, len(datasets)).index_add(1, dataset_of_loss, values)
+    sums = values.new_zeros(2, len(datasets) + 1).index_add(1, dataset_of_loss, values)
+    return datasets, sums[:, :-1]
 
 
 def target_weights(batch: PackedBatch | Mapping[str, Any]) -> torch.Tensor:

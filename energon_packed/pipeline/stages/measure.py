@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
+from energon_packed.encoding.audio.audio_file import check_audio
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject, RejectLimitError
 from energon_packed.formats.references import MOST_BYTES
 from energon_packed.pipeline.chunks import (
+    AUDIO_COLUMNS,
     COUNTED,
     KINDS,
     SCHEMA,
@@ -268,8 +270,20 @@ class Measurer:
             records[i] = records[i]._replace(result=result)
 
     def _with_videos(self, conversation: Conversation, measurement: Measurement) -> Measurement:
-        """Check the selected frames of a record, and estimate their bytes if they become images."""
-        if not conversation.videos or measurement.reject is not None:
+        """Check the audio and the selected frames of a record, and estimate their bytes if they become images."""
+        if measurement.reject is not None:
+            return measurement
+        try:
+            if len(measurement.clips) != len(conversation.audios):
+                detail = "its encoder counts no samples of audio; use a ChatEncoder"
+                raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
+            for audio in conversation.audios if self.check_images == "full" else ():
+                check_audio(audio.file)
+            for audio in conversation.audios if measurement.media_bytes > MOST_BYTES else ():
+                _check_size(audio.file, "cut it")
+        except RecordError as error:
+            return Measurement.rejected(error.reject)
+        if not conversation.videos:
             return measurement
         if len(measurement.frames) != len(conversation.videos):
             detail = "its encoder selects no frames of videos; use a ChatEncoder, or frames as images"
@@ -318,7 +332,7 @@ class _ChunkContent:
         self.media = MediaFiles()
         self._chunk = chunk
         self._encoder = encoder if isinstance(encoder, ChatEncoder) else None
-        self._columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS)}
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS)}
         self._counts: StringCounts = {name: Counter() for name in COUNTED}
         self._tokens: list[EncodedSample] = []
         self._tokenized = 0
@@ -330,7 +344,7 @@ class _ChunkContent:
         """Add a batch of measured records."""
         for name, values in _columns(records).items():
             self._columns[name] += values
-        frames = [dump_frames(record.result.frames) for record in records]
+        frames = [dump_frames(record.result.frames, record.result.clips) for record in records]
         self._columns["frames_bytes"] += [len(content) for content in frames]
         self._frames += filter(None, frames)
         self._tokens += [record.result.sample for record in records if record.result.sample is not None]
@@ -397,17 +411,16 @@ def _extracted_bytes(file: MediaReference, frames: FrameSelection) -> int:
     return sum(sizes) * count // max(len(sizes), 1)
 
 
-def _check_size(file: MediaReference) -> None:
+def _check_size(file: MediaReference, remedy: str = "set `extract_frames`, or cut the video") -> None:
     if (num_bytes := file.num_bytes()) > MOST_BYTES:
         raise RecordError(
             Reason.UNSUPPORTED_MEDIA,
-            f"{file.label} has {num_bytes:,} bytes, and packs have videos of at most {MOST_BYTES:,}; set "
-            "`extract_frames`, or cut the video",
+            f"{file.label} has {num_bytes:,} bytes, and packs have files of at most {MOST_BYTES:,}; {remedy}",
         )
 
 
 def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA` and `VIDEO_COLUMNS`, without `frames_bytes`."""
+    """Build the columns of `SCHEMA`, `VIDEO_COLUMNS` and `AUDIO_COLUMNS`, without `frames_bytes`."""
     rows, conversations, results, stamps, narrow = map(list, zip(*records, strict=True))
     rejects = [result.reject for result in results]
     return {
@@ -422,11 +435,13 @@ def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
         "num_images": [0 if c is None else len(c.images) for c in conversations],
         "num_videos": [0 if c is None else len(c.videos) for c in conversations],
         "num_frames": [sum([len(frames.indices) for frames in result.frames]) for result in results],
+        "num_audios": [0 if c is None else len(c.audios) for c in conversations],
+        "audio_ms": [round(sum([1000 * clip.seconds for clip in result.clips])) for result in results],
         "extracted_bytes": [result.extracted_bytes for result in results],
         "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
         "narrow": narrow,
-        "divisible": [c is not None and not c.messages and not c.videos for c in conversations],
+        "divisible": [c is not None and not (c.messages or c.videos or c.audios) for c in conversations],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
         "id": [_id(record) for record in records],
         "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],

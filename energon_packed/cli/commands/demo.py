@@ -7,10 +7,10 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from energon_packed.cli.commands.pack import show_run
 from energon_packed.cli.output import Output
-from energon_packed.cli.pack import show_run
 from energon_packed.cli.terminal import SafeConsole
-from energon_packed.demo import write_dataset, write_tokenizer
+from energon_packed.demo import write_dataset, write_speech, write_tokenizer
 from energon_packed.errors import ConfigError
 from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.options import make, refuse_remote
@@ -20,7 +20,7 @@ _MAX_REJECT_RATE = 0.5  # some generated records are invalid on purpose
 _INVALID = {False: 6, True: 8}  # invalid records, by whether there are videos: one of each kind
 _SHOWN_BATCHES = 3
 _SHOWN = ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid_thw", "pixel_values_videos",
-          "video_grid_thw", "second_per_grid_ts")  # fmt: skip
+          "video_grid_thw", "second_per_grid_ts", "input_features")  # fmt: skip
 
 
 @click.command()
@@ -29,10 +29,12 @@ _SHOWN = ("input_ids", "position_ids", "cu_seqlens", "pixel_values", "image_grid
 @click.option("--records", type=click.IntRange(min=20), default=400, show_default=True, help="Records to generate.")
 @click.option("--seq-len", type=click.IntRange(min=1), default=2048, show_default=True, help="Tokens in one row.")
 @click.option("--videos", is_flag=True, help="Also generate videos; needs pip install 'energon-packed[video]'.")
-def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
+@click.option("--audio", is_flag=True, help="Generate speech-like audio with transcripts in place of images, for "
+              "Qwen2-Audio; needs pip install 'energon-packed[video]'.")  # fmt: skip
+def command(output_dir: Path, records: int, seq_len: int, videos: bool, audio: bool) -> None:
     """Generate a small dataset and a tokenizer, pack it, and load one epoch of padding-free batches.
 
-    Works without a network: images and conversations are generated, and the tokenizer is trained on them.
+    Works without a network: media and conversations are generated, and the tokenizer is trained on them.
     """
     output = Output()
     console = SafeConsole(highlight=False, markup=False)
@@ -41,10 +43,15 @@ def command(output_dir: Path, records: int, seq_len: int, videos: bool) -> None:
     # The demo packs with `overwrite`, which must not replace a dataset of the user.
     if not source.exists() and any((output_dir / "webdataset").glob("*.tar")):
         raise ConfigError(f"{output_dir} contains a dataset that the demo did not write. Pass another `output_dir`.")
-    media = "images and videos" if videos else "images"
-    console.print(f"Drawing {media} and writing {records} conversations to {source} ...", soft_wrap=True)
-    data = write_dataset(source, records=records, broken=_INVALID[videos], videos=videos)
-    tokenizer = write_tokenizer(source / "tokenizer", data.texts, videos=videos)
+    if audio and videos:
+        raise ConfigError("`audio` must not be set with `videos`: Qwen2-Audio has no images. Pass one of them.")
+    media = "Speaking audio" if audio else "Drawing images and videos" if videos else "Drawing images"
+    console.print(f"{media} and writing {records} conversations to {source} ...", soft_wrap=True)
+    if audio:
+        data = write_speech(source, records=records, broken=_INVALID[False])
+    else:
+        data = write_dataset(source, records=records, broken=_INVALID[videos], videos=videos)
+    tokenizer = write_tokenizer(source / "tokenizer", data.texts, videos=videos, audio=audio)
     arguments = ["pack", data.jsonl, "-o", output_dir, "--seq-len", seq_len, "--tokenizer", tokenizer]
     arguments += ["--max-reject-rate", _MAX_REJECT_RATE]
     console.print(f"\n$ energon-packed {shlex.join(map(str, arguments))}\n", soft_wrap=True)

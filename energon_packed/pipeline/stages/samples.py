@@ -7,7 +7,7 @@ media of its record, or a SourceError if the record or its media changed since i
 """
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -18,12 +18,13 @@ from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_
 from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
-from energon_packed.formats import StoredImage, StoredSample, StoredVideo
+from energon_packed.formats import StoredAudio, StoredImage, StoredSample, StoredVideo
 from energon_packed.pipeline.chunks import MediaFiles, RecordOffsets, TokenReader, read_frames
 from energon_packed.pipeline.media.locator import MediaLocator
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordRefs
-from energon_packed.records import Conversation, MediaReference, VideoReference
+from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference, VideoReference
+from energon_packed.records.audio import stored_extension
 from energon_packed.system import raise_resource_error
 
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
@@ -80,7 +81,7 @@ class SampleReader:
         reader: reads records as the measure stage did.
         settings: the form of the samples.
         tokens: reader of the tokens of the shard; None for flavors without tokens.
-        frames: files of the selected frames of the shard; None if no record has videos.
+        frames: files of the selected frames and clips of the shard; None if no record has videos or audio.
     """
 
     reader: RecordReader
@@ -137,11 +138,15 @@ class SampleReader:
         positions = tuple([file.read() for file in conversation.patch_positions])
         media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
         videos: tuple[StoredVideo, ...] = ()
-        if conversation.videos:
-            conversation = self._with_frames(conversation, record)
+        audios: tuple[StoredAudio, ...] = ()
+        if conversation.videos or conversation.audios:
+            conversation, clips = self._with_frames(conversation, record)
             conversation = conversation if self.tokens is None else with_image_counts(conversation)
             videos = tuple([self._stored_video(video) for video in conversation.videos])
             media_bytes += sum(map(_read_bytes, conversation.videos, videos))
+            files = [self._stored_file(audio.file, is_audio=True) for audio in conversation.audios]
+            audios = tuple(map(StoredAudio, clips, files))
+            media_bytes += sum([file.num_bytes for file in files])
         if media_bytes != record.media_bytes:
             raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
         # After the files are read, so that no change is missed. A digest of the content would have to read all media
@@ -150,7 +155,14 @@ class SampleReader:
             raise self._changed(record, "its media was replaced by a file of the same size")
         if self.reader.layout and not self.settings.keep_bytes:
             images = tuple([StoredImage("jpg", as_jpeg(image.data)) for image in images])
-        return replace(sample, conversation=conversation, images=images, patch_positions=positions, videos=videos)
+        return replace(
+            sample,
+            conversation=conversation,
+            images=images,
+            patch_positions=positions,
+            videos=videos,
+            audios=audios,
+        )
 
     def _with_tokens(self, sample: StoredSample, record: RecordEntry, tokens: TokenReader) -> StoredSample:
         """Replace the text of the conversation by its tokens; of a fragment, with the images in these tokens."""
@@ -168,24 +180,37 @@ class SampleReader:
             loss_weights=encoded.loss_weights,
             images=sample.conversation.images[shown],
             videos=sample.conversation.videos,
+            audios=sample.conversation.audios,
         )
         images, positions = sample.images[shown], sample.patch_positions[shown]
         return replace(sample, conversation=conversation, images=images, patch_positions=positions)
 
-    def _stored_file(self, file: MediaReference) -> StoredImage:
-        """Return the location of an image or video, or its bytes; in a layout, images have the name of a JPEG."""
+    def _stored_file(self, file: MediaReference, *, is_audio: bool = False) -> StoredImage:
+        """Return the location of a media file, or its bytes; in a layout, images have the name of a JPEG."""
         if self.settings.locator is not None:
-            return self.settings.locator.locate(file)
+            return self.settings.locator.locate(file, is_audio=is_audio)
         data = file.read()
+        if is_audio:
+            return StoredImage(stored_extension(data), data)
         return StoredImage("jpg" if self.reader.layout else sniff_extension(data), data)
 
-    def _with_frames(self, conversation: Conversation, record: RecordEntry) -> Conversation:
-        """Add the frames that were selected when the record was measured."""
-        selections = () if self.frames is None else read_frames(self.frames, record.entry)
+    def _with_frames(
+        self, conversation: Conversation, record: RecordEntry
+    ) -> tuple[Conversation, Sequence[AudioClip]]:
+        """Add the frames and clips that were selected when the record was measured; the clips are returned, too."""
+        selections, clips = ((), ()) if self.frames is None else read_frames(self.frames, record.entry)
         if len(selections) != len(conversation.videos):
             raise self._changed(record, f"it has {len(conversation.videos)} videos, and had {len(selections)}")
-        pairs = zip(conversation.videos, selections, strict=True)
-        return replace(conversation, videos=tuple([replace(video, frames=selected) for video, selected in pairs]))
+        if len(clips) != len(conversation.audios):
+            raise self._changed(record, f"it has {len(conversation.audios)} audio files, and had {len(clips)}")
+        videos = zip(conversation.videos, selections, strict=True)
+        audios = zip(conversation.audios, clips, strict=True)
+        measured = replace(
+            conversation,
+            videos=tuple([replace(video, frames=selected) for video, selected in videos]),
+            audios=tuple([AudioReference(file=audio.file, clip=clip) for audio, clip in audios]),
+        )
+        return measured, clips
 
     def _stored_video(self, video: VideoReference) -> StoredVideo:
         """Return the location or the bytes of a video with its selected frames, or these frames as images."""

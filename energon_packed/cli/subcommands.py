@@ -51,7 +51,7 @@ class _LazyGroup(click.Group):
             raise
 
     def get_command(self, context: click.Context, name: str) -> click.Command | None:
-        """Import the command of module `energon_packed.cli.{name}`."""
+        """Import the command of module `energon_packed.cli.commands.{name}`."""
         if name not in COMMANDS:
             return None
         # The first import after an installation reads and compiles some thousand files. Logs are not shown yet.
@@ -60,7 +60,7 @@ class _LazyGroup(click.Group):
         if _shows_steps() and not context.resilient_parsing:  # as it is for shell completion
             timer.start()
         try:
-            module = importlib.import_module(f"energon_packed.cli.{name.replace('-', '_')}")
+            module = importlib.import_module(f"energon_packed.cli.commands.{name.replace('-', '_')}")
         finally:
             timer.cancel()
         command: click.Command = module.command

@@ -1,0 +1,1 @@
+"""The commands: each module has a click command with the name `command`."""

@@ -1,0 +1,102 @@
+"""Audio files of a conversation: clips and tokens (measure), or features (encode).
+
+A clip is the part of the file that the record names. Its samples come from the header and the packets of the file; a
+stored sample has its clip, and the file must decode to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from energon_packed.encoding.audio.audio_file import decode_audio, read_audio_info, resampled_length
+from energon_packed.encoding.audio.families import AudioFamily
+from energon_packed.encoding.vision.positions import ImageRun, VisionInputs
+from energon_packed.errors import Reason, RecordError
+from energon_packed.records import AudioClip, AudioReference, Conversation
+
+TRUNCATED = "audio longer than the model reads: the rest is not used"
+"""Note of a conversation with such a file, with `long_audio` truncate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioSize:
+    """Audio files of a conversation as the planner needs them.
+
+    Attributes:
+        runs: tokens of each file, in the order of the text.
+        clips: the samples of each file.
+        num_bytes: bytes of the files.
+        notes: what was decided for them, for the counts of a run.
+        inputs: arguments of the model; None if they were only measured.
+    """
+
+    runs: Sequence[ImageRun] = ()
+    clips: Sequence[AudioClip] = ()
+    num_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    inputs: VisionInputs | None = None
+
+
+def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
+    """Compute tokens and bytes of the audio files, from headers and packets.
+
+    Raises:
+        RecordError: a file is missing or damaged, the part that the record names is not in it, or its length is not
+            supported.
+    """
+    found = [_clip(audio) for audio in conversation.audios]
+    clips = [clip for clip, _ in found]
+    lengths = [_tokens(family, *pair) for pair in zip(conversation.audios, clips, strict=True)]
+    is_cut = family.limit is not None and any([_samples(family, clip) > (family.limit or 0) for clip in clips])
+    return AudioSize(
+        runs=[ImageRun(length) for length in lengths],
+        clips=clips,
+        num_bytes=sum([num_bytes for _, num_bytes in found]),
+        notes=(TRUNCATED,) if is_cut else (),
+    )
+
+
+def read_features(family: AudioFamily, conversation: Conversation) -> AudioSize:
+    """Decode and preprocess the audio files of a conversation. Raises the errors of `measure_audio`."""
+    size = measure_audio(family, conversation)
+    samples = []
+    for audio, clip in zip(conversation.audios, size.clips, strict=True):
+        needed = family.needed(clip.samples, clip.rate)
+        samples.append(decode_audio(audio.file, replace(clip, samples=needed), family.rate))
+    inputs, lengths = family.preprocess(samples)
+    for audio, run, length in zip(conversation.audios, size.runs, lengths, strict=True):
+        if run.length != length:
+            detail = f"{audio.file.label}: {family.name} writes {length} tokens, where {run.length} were computed"
+            raise RecordError(Reason.UNSUPPORTED_AUDIO, detail)
+    return replace(size, inputs=inputs)
+
+
+def _clip(audio: AudioReference) -> tuple[AudioClip, int]:
+    """Return the samples of a file that a record names, and its size in bytes."""
+    if audio.clip is not None:
+        return audio.clip, audio.file.num_bytes()
+    info = read_audio_info(audio.file)
+    # As NeMo and librosa: seconds are rounded down to samples, but not by the last bit of a product.
+    start = _rounded_down(audio.offset * info.rate)
+    stop = info.samples if audio.duration is None else start + _rounded_down(audio.duration * info.rate)
+    if not 0 <= start < min(stop, info.samples) or stop > info.samples + info.rate // 100:
+        part = f"from {audio.offset:g} s" + ("" if audio.duration is None else f" for {audio.duration:g} s")
+        detail = f"{audio.file.label} has {info.samples / info.rate:.3f} s, so that the part {part} is not in it"
+        raise RecordError(Reason.UNSUPPORTED_AUDIO, detail)
+    # Durations are often rounded to hundredths of a second.
+    samples = min(stop, info.samples) - start
+    return AudioClip(rate=info.rate, start=start, samples=samples, total=info.samples), info.num_bytes
+
+
+def _rounded_down(value: float) -> int:
+    return int(value + 1e-6)
+
+
+def _samples(family: AudioFamily, clip: AudioClip) -> int:
+    return resampled_length(clip.samples, clip.rate, family.rate)
+
+
+def _tokens(family: AudioFamily, audio: AudioReference, clip: AudioClip) -> int:
+    try:
+        return family.tokens(_samples(family, clip))
+    except RecordError as error:
+        raise RecordError(error.reason, f"{audio.file.label}: {error.detail}") from error

@@ -1,0 +1,59 @@
+"""load_audio: EncoderSettings (a processor folder) -> AudioFamily."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from energon_packed.encoding.audio.families import RULES, AudioFamily
+from energon_packed.encoding.pretrained import find_pretrained
+from energon_packed.encoding.settings import EncoderSettings
+from energon_packed.errors import ConfigError
+from energon_packed.libraries import installed
+from energon_packed.system import announced, no_collecting
+
+_PROCESSOR, _PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+
+
+@announced("loading the audio processor")
+@no_collecting()
+def load_audio(settings: EncoderSettings) -> AudioFamily | None:
+    """Load the audio family of a processor folder.
+
+    The folder is `processor`, or else `tokenizer`.
+
+    Returns:
+        The family; None if the folder has no feature extractor, or its processor is not in `RULES`.
+
+    Raises:
+        ConfigError: Transformers cannot load the processor, or it does not follow its rules.
+    """
+    source = settings.processor or settings.tokenizer
+    if source is None:
+        return None
+    folder = find_pretrained(source)
+    name = _processor_name(folder)
+    if name not in RULES:
+        return None
+    from transformers import AutoProcessor
+
+    try:
+        processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+    except Exception as error:  # whatever a processor class raises
+        detail = " ".join(str(error).split())[:200]
+        release = f"Transformers {installed('transformers')}"
+        raise ConfigError(f"{release} cannot load the processor of {folder} here: {detail}") from error
+    return AudioFamily(processor, RULES[name], truncates=settings.long_audio == "truncate")
+
+
+def _processor_name(folder: Path) -> str:
+    """Class of the processor in a folder with a feature extractor; "" without."""
+    files: dict[str, Any] = {}
+    for path in (folder / _PROCESSOR, folder / _PREPROCESSOR):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}; fix or remove it") from error
+        files[path.name] = value if isinstance(value, dict) else {}
+    has_audio = "feature_extractor" in files[_PROCESSOR] or "feature_extractor_type" in files[_PREPROCESSOR]
+    names = [str(file["processor_class"]) for file in files.values() if file.get("processor_class")]
+    return names[0] if has_audio and names else ""

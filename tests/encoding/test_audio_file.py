@@ -1,0 +1,280 @@
+"""Samples of audio files: counted without decoding as decoded, and equal to other readers."""
+
+import re
+import struct
+import subprocess
+import sys
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+
+from energon_packed import AudioClip, ConfigError, RecordError
+from tests.audio import KINDS, at, num_decoded, signal, write
+from tests.internals import audio_file, av_file, check_audio, decode_audio, read_audio_info
+
+RATES = (8000, 22_050, 48_000)
+OPUS_RATES = (16_000, 24_000, 48_000)
+# Around a packet of each codec, and the delay of its encoder.
+LENGTHS = (1, 576, 1105, 1152, 2111, 5000, 32_017)
+DECODED = ("adpcm", "alac", "mka-mp3")  # their packets do not show their number of samples
+
+
+def whole(path: Path) -> AudioClip:
+    info = read_audio_info(at(path))
+    return AudioClip(rate=info.rate, start=0, samples=info.samples, total=info.samples)
+
+
+def why(read: Callable[[], Any]) -> str:
+    with pytest.raises(RecordError) as caught:
+        read()
+    return f"{caught.value.reason}: {caught.value.detail}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_counted_as_they_are_decoded(kind: str, tmp_path: Path) -> None:
+    compared = 0
+    for rate in OPUS_RATES if kind in ("opus", "webm") else RATES:
+        for channels in (1, 2):
+            for samples in LENGTHS:
+                path = write(tmp_path / f"{rate}-{channels}-{samples}", kind, signal(samples, rate), rate, channels)
+                try:
+                    expected = num_decoded(path)
+                except av.error.FFmpegError:  # a file of a few samples may have no packet
+                    expected = 0
+                if not expected:
+                    assert why(lambda path=path: read_audio_info(at(path))).startswith("corrupt_audio: ")
+                    continue
+                info = read_audio_info(at(path))
+                assert (info.samples, info.channels) == (expected, channels), path.name
+                assert info.decoded == (kind in DECODED), path.name
+                assert check_audio(at(path)).samples == expected
+                compared += 1
+    assert compared >= 2 * 3 * (len(LENGTHS) - 1)
+
+
+@pytest.mark.parametrize("kind", ["wav16", "flac", "wav24", "wav32", "float", "double", "wav8"])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_samples_of_wav_and_flac_are_the_stored_numbers(kind: str, channels: int, tmp_path: Path) -> None:
+    """Bit by bit, as soundfile and the module `wave` read them; several channels are averaged."""
+    samples = np.stack([signal(20_011, 16_000, seed) for seed in range(channels)])
+    path = write(tmp_path / "a", kind, samples, 16_000, channels)
+    actual = decode_audio(at(path), whole(path), 16_000)
+    if kind == "flac":
+        stored = np.round(samples * 32768).clip(-32768, 32767) / 32768  # the encoder stores 16 bits
+        tolerance = 0.5 / 32768
+    else:
+        stored, tolerance = _stored(path, channels), 0.0
+    expected = stored[0] if channels == 1 else stored.astype(np.float32).mean(axis=0)
+    assert actual.dtype == np.float32
+    assert np.abs(actual - expected.astype(np.float32)).max() <= tolerance
+
+
+def _stored(path: Path, channels: int) -> Any:
+    """Samples of a WAV file from -1 to 1, (channels, n)."""
+    data = path.read_bytes()
+    (tag,), (bits,) = struct.unpack_from("<H", data, 20), struct.unpack_from("<H", data, 34)
+    at = data.index(b"data", 36)
+    raw = data[at + 8 : at + 8 + struct.unpack_from("<I", data, at + 4)[0]]
+    if tag == 3 or (tag == 0xFFFE and data[44:46] == b"\3\0"):
+        values = np.frombuffer(raw, f"<f{bits // 8}")
+    elif bits == 24:
+        bytes_of = np.frombuffer(raw, np.uint8).reshape(-1, 3)
+        values = (np.pad(bytes_of, ((0, 0), (1, 0))).copy().view("<i4")[:, 0] >> 8) / (1 << 23)
+    elif bits == 8:
+        values = (np.frombuffer(raw, np.uint8).astype(np.float64) - 128) / 128
+    else:
+        values = np.frombuffer(raw, f"<i{bits // 8}") / (1 << (bits - 1))
+    return values.reshape(-1, channels).T
+
+
+def test_the_module_wave_reads_the_same(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "wav16", signal(9001, 16_000), 16_000)
+    with wave.open(str(path)) as file:
+        expected = np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+    assert np.array_equal(decode_audio(at(path), whole(path), 16_000), expected)
+
+
+@pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000])
+@pytest.mark.parametrize("samples", [1, 3, 160, 4410, 48_003])
+def test_other_rates_are_resampled(rate: int, samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a", "float", signal(samples, rate), rate)
+    actual = decode_audio(at(path), whole(path), 16_000)
+    assert len(actual) == -(-samples * 16_000 // rate)  # as librosa
+    monkeypatch.setattr(audio_file, "_CHUNK", 777)
+    assert np.array_equal(actual, decode_audio(at(path), whole(path), 16_000))
+
+
+@pytest.mark.parametrize("rate", [8000, 22_050, 48_000])
+def test_a_resampled_tone_is_the_tone(rate: int, tmp_path: Path) -> None:
+    time, at_16k = np.arange(rate) / rate, np.arange(16_000) / 16_000
+    path = write(tmp_path / "a", "float", np.sin(2 * np.pi * 1000 * time).astype(np.float32) / 2, rate)
+    actual = decode_audio(at(path), whole(path), 16_000)
+    difference = actual - np.sin(2 * np.pi * 1000 * at_16k) / 2
+    assert np.abs(difference[200:-200]).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["wav16", "wav24", "flac", "mp3", "opus", "m4a"])
+def test_a_clip_is_a_part_of_the_whole(kind: str, tmp_path: Path) -> None:
+    rate = 48_000
+    path = write(tmp_path / "a", kind, signal(10 * rate, rate), rate)
+    clip = whole(path)
+    samples = decode_audio(at(path), clip, rate)
+    for start, size in ((0, 1), (1, 4095), (4096, 4096), (4097, 100_000), (clip.total - 5, 5), (96_001, 48_000)):
+        part = AudioClip(rate=rate, start=start, samples=size, total=clip.total)
+        assert np.array_equal(decode_audio(at(path), part, rate), samples[start : start + size]), (start, size)
+
+
+@pytest.mark.parametrize("kind", ["wav16", "flac"])
+def test_a_clip_is_read_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a", kind, signal(120 * 16_000, 16_000), 16_000)
+    read = 0
+    original = av_file.LimitedStream.read
+
+    def counting(self: Any, size: int) -> bytes:
+        nonlocal read
+        data: bytes = original(self, size)
+        read += len(data)
+        return data
+
+    monkeypatch.setattr(av_file.LimitedStream, "read", counting)
+    clip = AudioClip(rate=16_000, start=100 * 16_000, samples=16_000, total=120 * 16_000)
+    assert len(decode_audio(at(path), clip, 16_000)) == 16_000
+    assert read < 0.2 * path.stat().st_size
+
+
+def damaged(folder: Path) -> dict[str, tuple[bytes, str]]:
+    """Damaged files by name, and the reason that each must have."""
+    found: dict[str, tuple[bytes, str]] = {}
+    for kind in ("wav16", "flac", "mp3", "m4a", "aac", "opus"):
+        path = write(folder / f"intact-{kind}", kind, signal(48_000, 16_000), 16_000)
+        data = path.read_bytes()
+        found[f"half{path.suffix}"] = (data[: len(data) // 2], "copy it again|damaged data")
+        found[f"empty{path.suffix}"] = (b"", "is empty, 0 bytes")
+        found[f"head{path.suffix}"] = (data[:60], "header is damaged|copy it again|no audio track")
+    found["last-bytes.flac"] = ((folder / "intact-flac.flac").read_bytes()[:-7], "damaged data")
+    found["text.wav"] = (b"This is no audio file.\n" * 20, "is not an audio file of the formats wav, flac")
+    found["zeros.mp3"] = (bytes(5000), "is not an audio file")
+    found["playlist.m3u8"] = (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "is not an audio file")
+    found["concat.wav"] = (b"ffconcat version 1.0\nfile /etc/passwd\n", "is not an audio file")
+    silent = (folder / "intact-wav16.wav").read_bytes()[:44]
+    found["no-samples.wav"] = (silent[:4] + struct.pack("<I", 36) + silent[8:40] + bytes(4), "no samples|header is")
+    return found
+
+
+def test_damaged_files_are_rejected_with_the_reason(tmp_path: Path) -> None:
+    for name, (data, reason) in damaged(tmp_path).items():
+        path = tmp_path / name
+        path.write_bytes(data)
+        message = why(lambda path=path: read_audio_info(at(path)))
+        assert message.startswith(f"corrupt_audio: {path}"), message
+        assert re.search(reason, message), (name, message)
+
+
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    assert why(lambda: read_audio_info(at(tmp_path / "a.wav"))).startswith("missing_audio: ")
+    assert "of an audio file" in why(lambda: read_audio_info(at(tmp_path)))
+
+
+def test_files_of_unknown_size_are_read_to_their_end(tmp_path: Path) -> None:
+    """WAV files that a program writes to a pipe have no sizes in their headers."""
+    path = write(tmp_path / "a", "wav16", signal(48_000, 16_000), 16_000)
+    data = bytearray(path.read_bytes())
+    at_data = data.index(b"data") + 4
+    for size in (b"\xff\xff\xff\xff", bytes(4)):
+        data[4:8] = data[at_data : at_data + 4] = size
+        path.write_bytes(data)
+        assert read_audio_info(at(path)).samples == 48_000
+        assert len(decode_audio(at(path), whole(path), 16_000)) == 48_000
+
+
+def test_tags_and_files_in_a_row(tmp_path: Path) -> None:
+    for kind in ("flac", "mp3", "aac"):
+        path = write(tmp_path / "a", kind, signal(30_000, 16_000), 16_000)
+        data = path.read_bytes()
+        samples = read_audio_info(at(path)).samples
+        tagged = b"ID3\x04\0\0\0\0\0\x0a" + bytes(10) + data + b"TAG" + bytes(125)
+        path.write_bytes(tagged)
+        assert read_audio_info(at(path)).samples == samples == num_decoded(path)
+    path.write_bytes(data + data)
+    assert read_audio_info(at(path)).samples == num_decoded(path)
+
+
+def test_random_damage_is_an_error_or_counted_right(tmp_path: Path) -> None:
+    """Whatever the bytes are: the count is what a decoder returns, or the decoder fails for the same record."""
+    rng = np.random.default_rng(0)
+    outcomes = set()
+    for kind in ("wav16", "flac", "mp3", "m4a", "aac", "opus"):
+        path = write(tmp_path / kind, kind, signal(24_000, 16_000), 16_000)
+        data = path.read_bytes()
+        for _ in range(12):
+            changed = bytearray(data)
+            for place in rng.integers(0, len(data), int(rng.integers(1, 30))):
+                changed[place] = rng.integers(256)
+            path.write_bytes(changed[: int(rng.integers(len(data) // 2, len(data) + 1))])
+            try:
+                info = read_audio_info(at(path))
+            except RecordError:
+                outcomes.add("rejected")
+                continue
+            clip = AudioClip(rate=info.rate, start=0, samples=info.samples, total=info.samples)
+            try:
+                assert len(decode_audio(at(path), clip, info.rate)) == info.samples
+                outcomes.add("equal")
+            except RecordError as error:
+                assert str(path) in str(error)
+                outcomes.add("fails")
+    assert outcomes >= {"rejected", "equal"}
+
+
+def test_another_file_in_its_place_is_an_error_with_its_name(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "flac", signal(16_000, 16_000), 16_000)
+    clip = whole(path)
+    for samples, rate in ((15_999, 16_000), (16_001, 16_000), (16_000, 8000)):
+        write(tmp_path / "a", "flac", signal(samples, rate), rate)
+        message = why(lambda: decode_audio(at(path), clip, 16_000))
+        assert message.startswith(f"corrupt_audio: {path} ")
+        assert message.endswith("as it had when it was measured; restore the file, or pack again")
+
+
+def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a", "flac", signal(32_000, 16_000), 16_000)
+    monkeypatch.setattr(audio_file, "MAX_SECONDS", 1)
+    assert "hours of audio; split it" in why(lambda: read_audio_info(at(path)))
+    assert "hours of audio; split it" in why(lambda: check_audio(at(path)))
+    monkeypatch.setattr(av_file, "MAX_FILE_BYTES", 1000)
+    assert "more than the limit of 1,000; split it" in why(lambda: read_audio_info(at(path)))
+
+
+MEMORY = """
+import resource, sys
+from energon_packed import MediaReference
+from tests.internals import check_audio, read_audio_info
+file = MediaReference(path=sys.argv[1])
+read_audio_info(MediaReference(path=sys.argv[2]))
+check_audio(MediaReference(path=sys.argv[2]))
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert read_audio_info(file).samples == check_audio(file).samples == 3600 * 16_000
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used)
+"""
+
+
+def test_an_hour_needs_as_little_memory_as_a_second(tmp_path: Path) -> None:
+    hour = write(tmp_path / "hour", "flac", np.zeros(3600 * 16_000, dtype=np.float32), 16_000)
+    second = write(tmp_path / "second", "flac", np.zeros(16_000, dtype=np.float32), 16_000)
+    done = subprocess.run([sys.executable, "-c", MEMORY, hour, second], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20_000  # KiB
+
+
+def test_the_package_is_needed_for_audio_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    av_file.load_av.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match=r"pip install 'energon-packed\[video\]'"):
+            read_audio_info(at(tmp_path / "a.wav"))
+    finally:
+        av_file.load_av.cache_clear()

@@ -1,0 +1,175 @@
+"""Logits of targets alone: the same loss and gradients as with all logits, and nothing computed for other tokens."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM
+
+from energon_packed import (
+    ChatEncoder,
+    EncodedSample,
+    PackedBatch,
+    PackedDataset,
+    PackedTrainer,
+    PaddingFreeCollator,
+    packed_training_arguments,
+)
+from tests.integrations.launched import tiny_qwen2
+from tests.integrations.trainer_runs import QUIET
+from tests.internals import computes_target_logits
+from tests.loading.models import tiny_model
+
+FAMILIES = ("qwen2", "llama", "qwen2_vl", "qwen2_5_vl")
+
+
+def row(encoder: ChatEncoder, packs: Path, *, weighting: Any = "token") -> PackedBatch:
+    """A row of two packs, with images for a vision model."""
+    data = PackedDataset(packs, encoder, check_encoder=False)
+    collator = PaddingFreeCollator(loss_weighting=weighting)
+    return collator.collate([sample for pack in (data[0], data[1]) for sample in pack])
+
+
+def step(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.fixture(scope="module")
+def text_encoder(text_tokenizer_dir: Path) -> ChatEncoder:
+    return ChatEncoder.from_pretrained(text_tokenizer_dir)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_loss_and_gradients_are_those_of_all_logits(
+    name: str, encoder: ChatEncoder, text_encoder: ChatEncoder, image_packs: Path, text_packs: list[Path]
+) -> None:
+    is_vision = "vl" in name
+    encoder, packs = (encoder, image_packs) if is_vision else (text_encoder, text_packs[0])
+    model, batch = tiny_model(name, encoder, "sdpa").double(), row(encoder, packs)
+    targets = int((batch.labels != -100).sum())
+    assert targets < 0.9 * batch.num_tokens
+    full, alone = (model(**batch.transformers_inputs(logits=logits)) for logits in ("all", "targets"))  # type: ignore[arg-type]
+    assert alone.logits.shape == (1, targets, full.logits.shape[2])
+    assert alone.loss.item() == pytest.approx(full.loss.item(), rel=1e-6)  # models compute it in float32
+    losses = [batch.loss(output.logits) for output in (full, alone)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12)
+    assert_equal(step(model, losses[1]), step(model, losses[0]))
+    assert computes_target_logits(model)
+
+
+@pytest.mark.parametrize("divisor", [None, 7.0])
+def test_batch_losses_accept_the_logits_of_targets(
+    divisor: float | None, text_encoder: ChatEncoder, text_packs: list[Path]
+) -> None:
+    model, batch = tiny_qwen2(), row(text_encoder, text_packs[0], weighting="sample")
+    full, alone = (
+        model(**batch.transformers_inputs(weighted_loss=True, logits=logits)).logits  # type: ignore[arg-type]
+        for logits in ("all", "targets")
+    )
+    losses = [batch.loss(logits, targets=divisor) for logits in (full, alone)]
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6)
+    for signal in ("loss", "entropy", "gradient_norm"):
+        found, expected = (batch.loss_by_source(logits, signal) for logits in (alone, full))  # type: ignore[arg-type]
+        assert {k: v.item() for k, v in found.items()} == pytest.approx({k: v.item() for k, v in expected.items()})
+
+
+def test_a_row_without_targets_has_loss_0_with_a_gradient_of_0() -> None:
+    """FSDP needs the backward pass on every rank."""
+    ids = np.arange(5)
+    batch = PaddingFreeCollator().collate([EncodedSample(input_ids=ids, labels=ids)]).without_targets()
+    model = tiny_qwen2()
+    for loss_of in (lambda output: output.loss, lambda output: batch.loss(output.logits, targets=3.0)):
+        output = model(**batch.transformers_inputs(logits="targets"))
+        assert output.logits.shape[1] == 0
+        loss = loss_of(output)
+        assert loss.item() == 0
+        gradients = step(model, loss)
+        assert len(gradients) == len(list(model.parameters()))
+        assert not any(gradient.any() for gradient in gradients.values())
+
+
+class OwnShift(Qwen2ForCausalLM):
+    """A model that shifts labels itself, as Gemma 3 with images, and so computes another loss with fewer logits."""
+
+    def forward(self, *args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if labels is not None:
+            size = min(output.logits.shape[1], labels.shape[1])
+            output.loss = torch.nn.functional.cross_entropy(output.logits[0, : size - 1], labels[0, 1:size])
+        return output
+
+
+class LastOnly(Qwen2ForCausalLM):
+    """A model without the arguments."""
+
+    def forward(self, input_ids: Any = None, position_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        wrong = {"logits_to_keep", "shift_labels"} & kwargs.keys()
+        if wrong:
+            raise TypeError(f"unexpected {wrong}")
+        return super().forward(input_ids, position_ids=position_ids, labels=labels, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", [OwnShift, LastOnly])
+def test_a_model_with_another_loss_gets_all_logits(kind: Any, text_packs: list[Path], tmp_path: Path) -> None:
+    model = kind(tiny_qwen2().config)
+    model.load_state_dict(tiny_qwen2().state_dict())
+    assert not computes_target_logits(model)
+    assert trained(model, text_packs[0], tmp_path)[0] == pytest.approx(
+        trained(tiny_qwen2(), text_packs[0], tmp_path)[0]
+    )
+
+
+def trained(model: Any, packs: Path, folder: Path, **options: Any) -> tuple[list[float], list[int]]:
+    """The losses of two steps, and the logits of each forward pass of them."""
+    data = PackedDataset(packs)
+    args = packed_training_arguments(
+        str(folder), data, **QUIET | {"save_strategy": "no", "logging_steps": 1}, max_steps=2
+    )
+    trainer = PackedTrainer(model, args, train_dataset=data, **options)
+    counts: list[int] = []
+    hook = model.lm_head.register_forward_hook(
+        lambda module, inputs, output: counts.append(output.shape[1]) if torch.is_grad_enabled() else None
+    )
+    trainer.train()
+    hook.remove()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], counts
+
+
+def test_a_trainer_computes_the_logits_of_targets_alone(text_packs: list[Path], tmp_path: Path) -> None:
+    losses, counts = trained(tiny_qwen2(), text_packs[0], tmp_path)
+    expected, tokens = trained(tiny_qwen2(), text_packs[0], tmp_path, logits="all")
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert len(counts) == len(tokens) == 2
+    assert all(targets < 0.9 * all_tokens for targets, all_tokens in zip(counts, tokens, strict=True))
+    weighted = {"data_collator": PaddingFreeCollator(loss_weighting="sample")}
+    losses, counts = trained(tiny_qwen2(), text_packs[0], tmp_path, **weighted)
+    assert losses == pytest.approx(
+        trained(tiny_qwen2(), text_packs[0], tmp_path, logits="all", **weighted)[0], rel=1e-6
+    )
+    assert max(counts) < min(tokens)
+
+
+def test_predictions_have_all_logits(text_packs: list[Path], tmp_path: Path) -> None:
+    data = PackedDataset(text_packs[0], split="val")
+    args = packed_training_arguments(str(tmp_path), data, **QUIET | {"save_strategy": "no"})
+    seen: list[tuple[int, ...]] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions.shape[:2])
+        return {}
+
+    trainer = PackedTrainer(tiny_qwen2(), args, train_dataset=data, compute_metrics=metrics)
+    loss = trainer.evaluate(data)["eval_loss"]
+    output = trainer.predict(data)
+    assert output.predictions.shape[:2] == output.label_ids.shape == seen[0]
+    assert PackedTrainer(tiny_qwen2(), args, train_dataset=data).evaluate(data)["eval_loss"] == pytest.approx(loss)

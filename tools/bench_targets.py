@@ -1,0 +1,106 @@
+"""Benchmark a training step with logits of all tokens against logits of the targets alone.
+
+    python tools/bench_targets.py [--json targets.json] [--tokens 2048] [--rounds 5]
+
+Each run is a new process: forward and backward pass of a Qwen2 model (hidden size 256, 4 layers, random weights) for
+one packed row, with the loss of the model. Rounds of both kinds are interleaved, and the medians are compared. The
+memory of a step is the growth of the peak of the process from before the first step.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from benchlib import Report, arguments
+
+_STEPS = 3
+_VOCABULARIES = (32_000, 152_000)
+_SHARES = (0.1, 0.5, 1.0)
+
+
+def run(logits: Any, vocabulary: int, share: float, tokens: int) -> dict[str, float]:
+    """Measure seconds of a step and the growth of the peak memory in bytes."""
+    import numpy as np
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from energon_packed import EncodedSample, PaddingFreeCollator
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, num_attention_heads=4, num_key_value_heads=2, **sizes))
+    rng = np.random.default_rng(0)
+    samples = []
+    for size in np.full(8, tokens // 8):
+        ids = rng.integers(0, vocabulary, size)
+        labels = np.where(np.arange(size) >= size * (1 - share), ids, -100)
+        samples.append(EncodedSample(input_ids=ids, labels=labels))
+    inputs = PaddingFreeCollator().collate(samples).transformers_inputs(logits=logits)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = _peak(reset=True)
+    seconds = []
+    for _ in range(_STEPS):
+        start = time.perf_counter()
+        model(**inputs).loss.backward()
+        seconds.append(time.perf_counter() - start)
+    return {"seconds": statistics.median(seconds), "bytes": _peak() - before}
+
+
+def _peak(*, reset: bool = False) -> int:
+    """Return the peak resident memory in bytes; `reset` starts it at the present memory (Linux, proc(5))."""
+    if reset:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    with open("/proc/self/status") as file:
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def bench(report: Report, tokens: int, rounds: int) -> None:
+    """Compare both kinds for each vocabulary and each share of supervised tokens."""
+    for vocabulary in _VOCABULARIES:
+        for share in _SHARES:
+            kinds = ("all", "targets")
+            results = [[child(kind, vocabulary, share, tokens) for kind in kinds] for _ in range(rounds)]
+            seconds, memory = (
+                [statistics.median(result[i][name] for result in results) for i in range(len(kinds))]
+                for name in ("seconds", "bytes")
+            )
+            title = f"vocabulary {vocabulary:,}, {share:.0%} supervised"
+            rate = {"per_second": tokens / seconds[1]}
+            report.add(f"{title}: tokens/s relative to all logits", seconds[0] / seconds[1], "x", ">= 0.97", **rate)
+            size = {"bytes": memory[1]}
+            report.add(f"{title}: memory relative to all logits", memory[1] / memory[0], "x", "<= 1.03", **size)
+
+
+def child(*values: object) -> dict[str, float]:
+    """Run one measurement in a new process."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--child", *map(str, values)], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    """Run the benchmark, or one measurement in a child."""
+    if sys.argv[1:2] == ["--child"]:
+        logits, vocabulary, share, tokens = sys.argv[2:]
+        print(json.dumps(run(logits, int(vocabulary), float(share), int(tokens))))
+        return
+    parser: argparse.ArgumentParser = arguments(__doc__, "targets")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    report = Report("targets", options.json)
+    bench(report, options.tokens, options.rounds)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
