@@ -207,11 +207,9 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, seconds: float 
     except EOFError:
         child.join()
         raise ChildProcessError(ending(child.exitcode or 0)) from None
-    except BaseException:  # also Ctrl-C, which the child ignores
-        child.kill()
-        raise
     finally:
         receiver.close()
+        child.kill()  # also after the result: exit code of libraries may wait for threads that a fork does not have
         child.join()
 
 

@@ -26,6 +26,8 @@ PLACES = {
     "compile_now": "compiled:compile_now",
     # libraries: releases that are not installed
     "libraries": "libraries",
+    # integrations: what a framework's configuration names, which the package itself does not export
+    "megatron": "integrations.megatron",
     # dataflow: parts that only a failing process, a full pipe or a damaged state would show
     "encode_pack": "loading.process:encode_pack",
     "allocate_ranks": "loading.distributors.rank_partitioned:allocate_ranks",

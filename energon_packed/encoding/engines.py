@@ -25,6 +25,7 @@ EngineName = Literal["auto", "tokenizers", "fastokens"]
 ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _BATCH = 64  # strings in a call of tokenizers; its results need 100 bytes per token, so that these fit in the cache
 _COMPARED_TOGETHER = 64  # strings in a call of both engines
+_PROOF_LIMIT = 60  # seconds; the comparison takes some tenths of one
 _SPECIAL_STEP = 8  # every 8th string is also compared with the special tokens of the post-processor
 _SHOWN = 200  # characters of a string in a message
 LONGEST = 1 << 18
@@ -116,7 +117,9 @@ def prove_in_child(backend: Any, fast: FastokensEngine) -> str:
         How the engines differ; "" if they agree.
     """
     try:
-        return str(call_in_child(_difference, backend, fast))
+        return str(call_in_child(_difference, backend, fast, seconds=_PROOF_LIMIT))
+    except TimeoutError:
+        return f"the process that compared them did not end in {_PROOF_LIMIT} seconds"
     except ChildProcessError as error:
         return f"the process that compared them {error}"
 

@@ -12,10 +12,9 @@ import pytest
 import yaml
 
 import energon_packed
-from energon_packed.integrations import megatron
 from tests import oldest
 from tests.docs.pages import PAGES, ROOT, needs_demo, needs_store, normalized, run_page, steps
-from tests.internals import cli
+from tests.internals import cli, megatron
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"`((?:[a-z_]+/)*[a-z_0-9]+(?:\.py|/))`")

@@ -237,7 +237,7 @@ def copied_folder(source: Path, folder: Path, **images: Any) -> Path:
 
 def test_other_settings_of_images_are_named(pack_demo: Packer, tokenizer_dir: Path, tmp_path: Path) -> None:
     folder = copied_folder(tokenizer_dir, tmp_path / "tokenizer", image_mean=[0.5, 0.5, 0.5])
-    message = r"encoder: `image_mean` of the images was \[0\.48\d+, .*\], now \[0\.5, 0\.5, 0\.5\], `tokenizer` was"
+    message = r"encoder: `image_mean` of the media was \[0\.48\d+, .*\], now \[0\.5, 0\.5, 0\.5\], `tokenizer` was"
     with pytest.raises(ConfigError, match=message):
         PackedDataset(pack_demo().shards, ChatEncoder.from_pretrained(folder))
 
