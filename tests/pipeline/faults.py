@@ -278,10 +278,9 @@ class CommandLine:
         return Path(f"/proc/{self._server.pid}/root{path}")
 
     def close(self) -> None:
-        """End the server."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait()
+        """End the server, which does no work now; other forks of this process may hold its pipe open."""
+        self._server.kill()
+        self._server.communicate()
 
 
 def _serve() -> None:
