@@ -315,7 +315,7 @@ class InputOptions(EncoderSettings):
         decides="lengths",
     )  # fmt: skip
     map: str | None = option(
-        None, help="Field names: user=question,assistant=answer of flat records, or images=pic alone.", group=INPUT,
+        None, help="Field names: user=question,assistant=data.answer, or images=pic alone.", group=INPUT,
         decides="lengths", metavar="user=FIELD,assistant=FIELD,...", parse=parse_map,
     )  # fmt: skip
     adapter: str | None = option(
