@@ -13,7 +13,7 @@ _SILENT = 1.0  # seconds of imports until a line is printed
 
 COMMANDS = {
     "lengths": "Compare values of --seq-len: dropped tokens, utilization, attention.",
-    "pack": "Pack conversations with images and videos into an Energon dataset.",
+    "pack": "Pack conversations with images, videos and audio into an Energon dataset.",
     "inspect": "Show the contents of a tar, a dataset, a Metadataset or a pack.",
     "verify": "Check that a dataset is intact and matches its manifest.",
     "steps": "Show the steps of an epoch, and how long ranks wait for the slowest.",
@@ -76,7 +76,7 @@ def _shows_steps() -> bool:
 )
 @click.version_option(__version__, prog_name="energon-packed")
 def cli() -> None:
-    """Pack conversations with images and videos into rows, stored as Megatron-Energon datasets.
+    """Pack conversations with images, videos and audio into rows, stored as Megatron-Energon datasets.
 
     \b
     energon-packed demo --output-dir demo-out

@@ -56,7 +56,7 @@ def command(
     values: dict[str, Any],
     output: Output,
 ) -> None:
-    """Pack conversations with images and videos into an Energon dataset.
+    """Pack conversations with images, videos and audio into an Energon dataset.
 
     INPUT: .jsonl .ndjson .json (also .gz .zst .bz2 .xz), .parquet .arrow .feather .csv .tsv .tar files, globs,
     folders, Hugging Face save_to_disk folders, names of datasets in the Hugging Face cache, Energon datasets or
