@@ -339,7 +339,7 @@ def _weighed(
 
 
 def _by_shares(inputs: Sequence[BlendInput], shares_of: SharesOf, epochized: bool) -> list[BlendInput]:
-    """Return the inputs with weights of packs in place of given shares of samples or tokens."""
+    """Return the inputs with weights of packs in place of shares of samples or tokens."""
     if epochized:
         raise ConfigError(
             f"`shares_of` must be 'packs' with `epochized`, got {shares_of!r}: each pack is read as often as its "

@@ -112,26 +112,26 @@ def write_speech(folder: Path, *, records: int = 100, broken: int = 6, seed: int
     rng = random.Random(seed)
     audio = folder / "audio"
     audio.mkdir(parents=True, exist_ok=True)
-    lines, texts = [], []
+    lines, sentences = [], []
     for index in range(records - broken):
-        texts.append(" ".join(rng.choices(_WORDS, k=rng.randint(3, 14))))
-        name = f"audio/{_write(audio, f'{index:05d}', index, texts[-1], rng)}"
+        sentences.append(" ".join(rng.choices(_WORDS, k=rng.randint(3, 14))))
+        name = f"audio/{_write(audio, f'{index:05d}', index, sentences[-1], rng)}"
         question = rng.choice(_PROMPTS)
         record: dict[str, Any] = {"id": f"speech-{index:05d}", "audios": [name]}
         if index % 3 == 0:
-            record = {"id": record["id"], "audio": name, "text": texts[-1]}
+            record = {"id": record["id"], "audio": name, "text": sentences[-1]}
         elif index % 3 == 1:
             parts = [{"type": "audio", "audio": name}, {"type": "text", "text": question}]
-            record = {"id": record["id"], "messages": _turns(parts, texts[-1])}
+            record = {"id": record["id"], "messages": _turns(parts, sentences[-1])}
         else:
-            record["messages"] = _turns(f"<audio>{question}", texts[-1])
+            record["messages"] = _turns(f"<audio>{question}", sentences[-1])
         lines.append(json.dumps(record))
     bad = _broken(audio)
     for index in range(broken):
         lines.insert(rng.randrange(len(lines) + 1), bad[index % len(bad)])
     path = folder / "data.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return DemoDataset(path, len(lines), broken, [*texts, *_PROMPTS, "You are a helpful assistant.", "Audio 1:"])
+    return DemoDataset(path, len(lines), broken, [*sentences, *_PROMPTS, "You are a helpful assistant.", "Audio 1:"])
 
 
 def _turns(question: Any, answer: str) -> list[dict[str, Any]]:
@@ -154,7 +154,7 @@ def _broken(folder: Path) -> list[str]:
     with wave.open(str(folder / "empty.wav"), "wb") as empty:
         empty.setparams((1, 2, rate, 0, "NONE", "not compressed"))
     write_audio(folder / "long.flac", np.zeros(_LIMIT * rate, dtype=np.float32), rate, codec="flac")
-    (folder / "text.wav").write_text("This is no audio file.\n", encoding="utf-8")
+    (folder / "text.wav").write_text("This file has no audio.\n", encoding="utf-8")
     files = [{"audio": f"audio/{name}", "text": "a"} for name in ("missing.wav", "truncated.flac", "empty.wav")]
     files += [{"audio": "audio/long.flac", "text": "a"}, {"audio": "audio/text.wav", "text": "a"}]
     extra = {"messages": _turns("<audio>What?", "a"), "audios": []}

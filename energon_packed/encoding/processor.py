@@ -170,7 +170,7 @@ class TokenRules:
             counts = _per_sample(is_audio, batch.cu_seqlens)
             for index in np.flatnonzero(counts != np.asarray(audio_tokens or [0] * len(counts))).tolist():
                 needed = audio_tokens[index] if audio_tokens else 0
-                detail = f"{counts[index]} {self.audio_token} tokens where the audio files need {needed}"
+                detail = f"{counts[index]} {self.audio_token} tokens, but the audio files need {needed}"
                 rejects.setdefault(index, Reject(Reason.AUDIO_COUNT_MISMATCH, detail))
             if counts.any():
                 labels = np.where(is_audio, IGNORE_INDEX, labels)

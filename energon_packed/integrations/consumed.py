@@ -63,8 +63,8 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
             equal loss weights.
         steps: batches of an iteration; a loader that ends earlier continues with its next epoch. By default the
             batches of an epoch of the loader.
-        ahead: batches that the trainer reads before it uses the first of them, 0 or 1; None: it calls `use` for each
-            batch.
+        ahead: batches that the trainer reads before it uses the first of them, 0 or 1. If None, it calls `use` for
+            each batch.
         order_log: folder in which every used batch is recorded; by default the folder of the loader.
 
     Attributes:

@@ -55,7 +55,7 @@ from energon_packed.storage import ReadAhead, is_remote
 
 _log = logging.getLogger(__name__)
 _MAX_WITH_MEDIA = 20_000
-"""Packs of a dataset whose images are read for their costs: more would take minutes when training starts."""
+"""Packs of a dataset whose images are read for their costs: more would need minutes when training starts."""
 _AHEAD = 16
 """Packs that a process requests ahead from an object store: at 20 ms for each request, 16 threads read 800 packs/s."""
 

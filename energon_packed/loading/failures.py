@@ -225,7 +225,7 @@ class FailureLog:
 
     def _count_records(self, used: int = 0, rejected: int = 0) -> tuple[int, int]:
         """Count records; return the records since the last `WINDOW` of them, and the rejected among these."""
-        numbers: Any = self._numbers.get_obj()  # each access of the array itself would take the lock again
+        numbers: Any = self._numbers.get_obj()  # each access of the array itself would lock again
         with self._numbers.get_lock():
             numbers[_USED] += used
             numbers[_RECORDS] += used + rejected

@@ -1,4 +1,4 @@
-"""What an algorithm of packing takes and returns: lengths and limits -> Placement."""
+"""Input and result of a packing algorithm: lengths and limits -> Placement."""
 
 from collections.abc import Callable
 from typing import NamedTuple

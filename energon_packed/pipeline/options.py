@@ -632,7 +632,7 @@ class PackOptions(RejectOptions):
 
     @property
     def image_check(self) -> ImageCheck:
-        """As for `lengths`, but with `keep_bytes` no image is converted."""
+        """The check of `lengths`, but with `keep_bytes` no image is converted."""
         return self.check_images if self.keep_bytes else super().image_check
 
     @property

@@ -1,8 +1,8 @@
 """Conversation: the output of `normalize` and the input of measuring, packing and encoding.
 
 The position of each image is an `<image>` placeholder in the text; `images[k]` belongs to the k-th placeholder. The
-same is true of `<video>` and `videos[k]`, and of `<audio>` and `audios[k]`. A placeholder without its
-medium is an error.
+same is true of `<video>` and `videos[k]`, and of `<audio>` and `audios[k]`. A placeholder without an
+entry is an error.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -207,8 +207,8 @@ def read_media(
         known: fields that the record format reads itself, so that their names are not wrong.
 
     Raises:
-        RecordError: `unsupported_media` for media in a field of another name; `missing_image`; `missing_audio`;
-            `image_count_mismatch` if the record lists its images twice; the errors of `read_videos`.
+        RecordError: `unsupported_media` for media in a field of another name, `missing_image`, `missing_audio`,
+            `image_count_mismatch` if the record lists its images twice, and the errors of `read_videos`.
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
     if is_given(record.get(_BASE64)):

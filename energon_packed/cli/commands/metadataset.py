@@ -38,7 +38,7 @@ _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-
 @click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,
               help="Quantity that default weights are proportional to.")  # fmt: skip
 @click.option("--shares-of", type=click.Choice(SHARES_OF), default="packs", show_default=True,
-              help="What each WEIGHT is a share of. Energon draws packs: for samples or tokens, the weights of packs "
+              help="Unit of each WEIGHT as a share. Energon draws packs: for samples or tokens, the weights of packs "
               "are computed from packing.json.")  # fmt: skip
 @click.option("--schema", type=click.Choice(["v2", "v1"]), default="v2", show_default=True,
               help="Metadataset version; v1 for Energon releases without MetadatasetV2.")  # fmt: skip

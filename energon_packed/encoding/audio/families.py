@@ -5,7 +5,7 @@
 
 Processors differ in data, not in code: `RULES` has, by the name of its class, what a processor does not report. When a
 family is loaded, the count of tokens is compared with the text that the processor writes for clips of some lengths,
-and the tensors of two clips are compared with those of each clip alone; a difference is an error.
+and the tensors of two clips are compared with the tensors of a clip alone; a difference is an error.
 """
 
 import json
@@ -182,7 +182,7 @@ class AudioFamily:
         return count
 
     def _joins(self) -> dict[str, int]:
-        """Find the dimension along which each tensor of two clips joins; they must equal those of each clip alone."""
+        """Find the dimension along which each tensor of two clips joins; the parts equal the tensors of a clip."""
         first, second = (_noise(samples) for samples in (self.rate, self.rate // 2))
         left, right, both = (self._process(clips)[0] for clips in ([first], [second], [first, second]))
         dims: dict[str, int] = {}

@@ -65,7 +65,7 @@ def read_features(family: AudioFamily, conversation: Conversation) -> AudioSize:
     inputs, lengths = family.preprocess(samples)
     for audio, run, length in zip(conversation.audios, size.runs, lengths, strict=True):
         if run.length != length:
-            detail = f"{audio.file.label}: {family.name} writes {length} tokens, where {run.length} were computed"
+            detail = f"{audio.file.label}: {family.name} writes {length} tokens, but {run.length} were computed"
             raise RecordError(Reason.UNSUPPORTED_AUDIO, detail)
     return replace(size, inputs=inputs)
 

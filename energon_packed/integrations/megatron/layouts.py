@@ -93,9 +93,9 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
         max_seqlen int32 (1,).
 
     Raises:
-        ConfigError: the layout is unknown, or does not support the row: audio; padding between samples, loss weights
-            and video files with `megatron-lm`, images and video files with `megatron-gpt`, and with `bridge` under a
-            release before 0.6.
+        ConfigError: the layout is unknown, or does not support the row. All refuse audio,
+            `megatron-lm` padding between samples, loss weights and video files, `megatron-gpt` and `bridge` before its
+            release 0.6 images and video files.
     """
     check_layout(layout)
     if batch.vision_inputs:

@@ -5,8 +5,8 @@
 | CheckpointCallback | base class of callbacks that save a state in each checkpoint, and restore it |
 | TrainerStreamCallback | the state of a TrainerStream |
 
-Transformers asks callbacks that are `ExportableState` for their states on rank 0 alone, where the states of all ranks
-cannot be collected.
+Transformers asks callbacks that are `ExportableState` for their states on rank 0 alone, which cannot collect
+the states of all ranks.
 """
 
 import os

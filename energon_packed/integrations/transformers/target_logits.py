@@ -17,7 +17,7 @@ _SHARE = 3  # every third token of the trial row is a target
 
 
 def computes_target_logits(model: Any) -> bool:
-    """Whether logits and loss of a model with `transformers_inputs(logits="targets")` equal those of all logits.
+    """Whether logits and loss with `transformers_inputs(logits="targets")` equal the results with all logits.
 
     Runs two forward passes over one short row, as `check_isolation`. With sharded parameters, call it on every rank.
 

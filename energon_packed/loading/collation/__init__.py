@@ -5,6 +5,6 @@
 | collator.py | the collator: the tensors of a row, padding-free unless requested |
 | row_media.py | the media tensors of a row |
 | dummy_images.py | the dummy image of a row without media |
-| batch.py | PackedBatch, and the arguments that each training framework takes |
+| batch.py | PackedBatch, and the arguments of each training framework |
 | features.py | dicts of token ids, as Hugging Face datasets have them, to and from encoded samples |
 """

@@ -283,7 +283,7 @@ class PackedBatch(Batch):
                 predicted distribution, or `gradient_norm`, the norm of the gradient of the loss by the logits.
         """
         weights, bounds, names = self.loss_mask[0, 1:], self._bounds(), source_names(self.sources)
-        # The datasets with a target are found where the batch is: the host need not wait for the logits.
+        # The datasets with a target are found on the device of the batch: the host need not wait for the logits.
         has_targets = (sums_by_source(weights, weights, bounds, names)[1][1] > 0).tolist()
         values = target_signals(logits, self.labels, signal)
         datasets, sums = sums_by_source(values, weights.to(logits.device), bounds, names)
@@ -516,7 +516,7 @@ def target_signals(
         signal: `loss`, the cross entropy; `entropy` of the predicted distribution p, in nats; `gradient_norm`, the
             norm of the gradient of the loss with respect to the logits, |p - onehot(target)|, between 0 and sqrt(2)
             (EL2N of M. Paul et al., "Deep Learning on a Data Diet", 2021).
-        chunk: logits that are converted to float32 at a time; None: all of them.
+        chunk: logits that are converted to float32 at a time, or None for all of them.
     """
     targets = labels[0, 1:].to(logits.device)
     if logits.shape[1] == labels.shape[1]:  # logits t predict token t + 1
@@ -571,7 +571,7 @@ def sums_by_source(
         The K datasets, and float32 (2, K): sum of loss * weight, and sum of weights.
     """
     datasets = sorted(set(names))
-    # The tail of the row is not a sample: its losses go into a column of their own, which is not returned.
+    # The tail of the row is not a sample: its losses go into a separate column, which is not returned.
     dataset_of_segment = torch.tensor([*map(datasets.index, names), len(datasets)], device=losses.device)
     # Loss t is of the target at t + 1. Across a boundary its weight is 0: a first token is never a target.
     targets = torch.arange(1, len(losses) + 1, device=losses.device)

@@ -238,7 +238,7 @@ class PlannedSteps(Steps):
         return {"size": len(self.order), "endless": self.order.repeat}
 
     def steps(self, position: Position, turn: int) -> Iterator[Step]:
-        """Yield the steps of one worker: every `num_workers`-th step."""
+        """Yield the steps of a worker: every `num_workers`-th step."""
         segment = position.parts[-1]
         step, stop = position.step + turn, inf if self.order.repeat else self.order.steps(segment, drop=self._drops)
         while step < stop:
@@ -514,7 +514,7 @@ class StreamSteps(Steps):
         return Position(state["epoch"], state["step"], parts)
 
     def steps(self, position: Position, turn: int) -> Iterator[Step]:
-        """Yield the steps of one worker: of every `count`-th shard."""
+        """Yield the steps of a worker, from every `count`-th shard."""
         parts = position.parts
         worker = (turn + parts.next_worker) % self.num_workers
         states = dict(parts.states)

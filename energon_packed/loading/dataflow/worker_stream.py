@@ -245,7 +245,7 @@ class _EncodedItem(NamedTuple):
 
     Attributes:
         number, position: of the item.
-        entries: its samples: an entry for each fragment; none if it cannot be used, or has no samples.
+        entries: an entry for each fragment of its samples, none if it cannot be used, or has no samples.
         failures: arguments of `count_failures`; () if all its samples can be used.
     """
 

@@ -88,7 +88,7 @@ class EnergonDistributor(Distributor):
             config: settings of the loader.
             splits: result of `loaded_splits`.
             encoder: measures samples without a recorded length.
-            packer: chooses the packs of each row on the fly, which then is an item; None: each pack is an item.
+            packer: chooses the packs of each row on the fly, which then is an item. Without it, each pack is an item.
         """
         distributor = cls.__new__(cls)
         distributor._set(path, config, splits, encoder, packer)

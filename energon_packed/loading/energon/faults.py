@@ -110,7 +110,7 @@ def _fault_in(folder: Path, split: str) -> str | None:
         ShardReader(shards)
     except EnergonPackedError as error:
         return str(error)
-    # By Energon's own functions, which accept less than all JSON and YAML. The last one reads all three files.
+    # By Energon's own functions, which accept less than all JSON and YAML. The last function reads all three files.
     path, alone = EPath(energon_url(folder)), WorkerConfig(rank=0, world_size=1, num_workers=0)
     reads: dict[str, Callable[[], object]] = {
         ".info.json": lambda: get_info_shard_files(path),

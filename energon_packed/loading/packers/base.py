@@ -49,7 +49,7 @@ class Packer(ABC):
         max_images, max_patches: limits of a row beside its tokens; a group above a limit is divided.
         max_tokens: tokens of a row; at least `longest`.
         multiple: each sample is padded to a multiple of this many tokens.
-        group_by: `media` fills a row with samples of one kind: text, images, videos or audio.
+        group_by: `media` fills a row with samples of one kind (text, images, videos or audio).
         overlong: handling of a sample above a limit, as with `pack`: `error` stops loading, `drop` drops and counts
             the sample, `truncate` keeps its first `longest` tokens, `split` divides documents and token records into
             fragments, which repeat `split_overlap` tokens (both with DataflowLoader).
