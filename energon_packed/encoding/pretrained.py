@@ -1,7 +1,8 @@
-"""Load tokenizers: a folder or a model name in the Hugging Face cache -> a Transformers tokenizer -> TokenizerParts.
+"""Load tokenizers and processors from a folder, or by a model name in the Hugging Face cache.
 
-`load_tokenizer` returns the tokenizer of Transformers. `TokenizerParts.of` extracts the parts that an encoder needs.
-`find_pretrained` finds the folder. Nothing is downloaded, and no code of a model folder is run.
+`load_tokenizer` returns the tokenizer of Transformers, `load_processor` the processor. `TokenizerParts.of` extracts
+the parts that an encoder needs. `find_pretrained` finds the folder. Nothing is downloaded, and no code of a model
+folder is run.
 """
 
 import filecmp
@@ -14,6 +15,7 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import of_type
+from energon_packed.libraries import installed
 from energon_packed.options import short
 from energon_packed.system import announced, no_collecting
 
@@ -196,6 +198,25 @@ def find_pretrained(name: str | Path) -> Path:
             f"{name} is neither a folder nor a model in the local Hugging Face cache; pass a folder, or download it "
             f"with: hf download {name} --include '*.json' '*.jinja' '*.txt'"
         ) from error
+
+
+def load_processor(folder: Path) -> Any:
+    """Load the processor of a model folder with Transformers.
+
+    Raises:
+        ConfigError: a package that it needs is missing, or Transformers cannot load it here.
+    """
+    from transformers import AutoProcessor
+
+    try:
+        return AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
+    except ImportError as error:
+        reason = " ".join(str(error).split()).split(" but it was not found")[0].split(". ")[0]
+        raise ConfigError(f"the processor of {folder} cannot be loaded here: {reason}; install it") from error
+    except Exception as error:  # whatever a processor class raises
+        detail = " ".join(str(error).split())[:200]
+        release = f"Transformers {installed('transformers')}"
+        raise ConfigError(f"{release} cannot load the processor of {folder} here: {detail}") from error
 
 
 def is_same_folder(first: Path, second: Path) -> bool:

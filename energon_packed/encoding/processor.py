@@ -140,40 +140,31 @@ class TokenRules:
         Returns:
             The batch, and a Reject by the index of each unusable sample.
         """
-        # A sample gets its first reject only, in this order: empty, ids, image tokens, reserved tokens, targets.
+        # A sample gets its first reject only, in this order: empty, ids, tokens of media, reserved tokens, targets.
         rejects: dict[int, Reject] = {}
         for index in np.flatnonzero(batch.cu_seqlens[1:] == batch.cu_seqlens[:-1]).tolist():
             rejects[index] = Reject(Reason.EMPTY, "its text has no token")
         if self.vocabulary is not None and not in_vocabulary:
             self._check_ids(batch, rejects)
         labels = batch.labels
+        kinds = (
+            ("images", self.image_token_id, self.image_token, image_tokens, Reason.IMAGE_COUNT_MISMATCH),
+            ("videos", self.video_token_id, self.video_token, video_tokens, Reason.VIDEO_COUNT_MISMATCH),
+            ("audio files", self.audio_token_id, self.audio_token, audio_tokens, Reason.AUDIO_COUNT_MISMATCH),
+        )
+        for kind, token_id, token, tokens, reason in kinds:
+            if token_id is None:
+                continue
+            is_media = batch.input_ids == token_id
+            counts = _per_sample(is_media, batch.cu_seqlens)
+            needed = np.asarray(tokens or [0] * len(counts))
+            for index in np.flatnonzero(counts != needed).tolist():
+                detail = f"{counts[index]} {token} tokens, but the {kind} need {needed[index]}"
+                rejects.setdefault(index, Reject(reason, detail))
+            if counts.any():
+                labels = np.where(is_media, IGNORE_INDEX, labels)
         if self.image_token_id is not None:
-            is_image = batch.input_ids == self.image_token_id
-            counts = _per_sample(is_image, batch.cu_seqlens)
-            for index in np.flatnonzero(counts != np.asarray(image_tokens)).tolist():
-                detail = f"{counts[index]} {self.image_token} tokens where the images need {image_tokens[index]}"
-                rejects.setdefault(index, Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
             self._check_reserved(batch, rejects)
-            if counts.any():
-                labels = np.where(is_image, IGNORE_INDEX, labels)
-        if self.video_token_id is not None:
-            is_video = batch.input_ids == self.video_token_id
-            counts = _per_sample(is_video, batch.cu_seqlens)
-            for index in np.flatnonzero(counts != np.asarray(video_tokens or [0] * len(counts))).tolist():
-                needed = video_tokens[index] if video_tokens else 0
-                detail = f"{counts[index]} {self.video_token} tokens where the videos need {needed}"
-                rejects.setdefault(index, Reject(Reason.VIDEO_COUNT_MISMATCH, detail))
-            if counts.any():
-                labels = np.where(is_video, IGNORE_INDEX, labels)
-        if self.audio_token_id is not None:
-            is_audio = batch.input_ids == self.audio_token_id
-            counts = _per_sample(is_audio, batch.cu_seqlens)
-            for index in np.flatnonzero(counts != np.asarray(audio_tokens or [0] * len(counts))).tolist():
-                needed = audio_tokens[index] if audio_tokens else 0
-                detail = f"{counts[index]} {self.audio_token} tokens, but the audio files need {needed}"
-                rejects.setdefault(index, Reject(Reason.AUDIO_COUNT_MISMATCH, detail))
-            if counts.any():
-                labels = np.where(is_audio, IGNORE_INDEX, labels)
         weights = batch.loss_weights
         if weights is not None:
             labels = np.where(weights == 0, IGNORE_INDEX, labels)

@@ -169,6 +169,20 @@ def test_clips_without_a_token_are_rejected(encoder: ChatEncoder, tmp_path: Path
         assert f"{samples} samples at 16,000 per second have no token" in measured.reject.detail
 
 
+def test_tokens_of_another_audio_file_are_rejected(encoder: ChatEncoder, tmp_path: Path) -> None:
+    short, long = (
+        record(write(tmp_path / str(seconds), "wav16", signal(seconds * RATE, RATE), RATE)) for seconds in (1, 2)
+    )
+    sample = encoder.encode(short)
+    tokens = Conversation(input_ids=sample.input_ids, labels=sample.labels, audios=short.audios)
+    assert encoder.encode(tokens).input_ids.tolist() == sample.input_ids.tolist()
+    for call in (encoder.encode, encoder.length):
+        with pytest.raises(
+            RecordError, match=r"audio_count_mismatch: 25 <\|AUDIO\|> tokens, but the audio files need 50"
+        ):
+            call(replace(tokens, audios=long.audios))
+
+
 def test_truncation_is_counted(encoder: ChatEncoder, tmp_path: Path) -> None:
     for samples, notes in ((LIMIT, ()), (LIMIT + 1, ("audio longer than the model reads: the rest is not used",))):
         [measured] = encoder.measure([record(write(tmp_path / "a", "flac", signal(samples, RATE), RATE))])

@@ -266,7 +266,7 @@ def test_tokens_of_another_video_are_rejected(encoders: Encoders, clip: Path) ->
     calls: tuple[Callable[[Conversation], Any], ...] = (encoder.encode, encoder.length)
     for call in calls:
         with pytest.raises(
-            RecordError, match=r"video_count_mismatch: \d+ <\|video_pad\|> tokens where the videos need"
+            RecordError, match=r"video_count_mismatch: \d+ <\|video_pad\|> tokens, but the videos need"
         ):
             call(other)
 

@@ -160,7 +160,7 @@ def test_verify_accepts_and_finds_other_samples(changes: dict[str, str], speech:
 
 
 def test_verify_finds_an_audio_file_of_other_samples(speech: Speech, tmp_path: Path) -> None:
-    """The tar is intact, and its digest is in packing.json: the packer stored another clip than the file has."""
+    """A stored clip has another number of samples than its file."""
     shutil.copytree(speech.packed().shards.parent, tmp_path / "out")
     tar = next((tmp_path / "out/webdataset").glob("*.tar"))
     data = tar.read_bytes()
@@ -168,6 +168,8 @@ def test_verify_finds_an_audio_file_of_other_samples(speech: Speech, tmp_path: P
     tar.write_bytes(data[: at + 8] + b"9" + data[at + 9 :])
     done = CliRunner().invoke(cli, ["verify", str(tmp_path / "out")])
     assert done.exit_code == 1
+    assert "✗ audio files decode to the packed samples" in done.output
+    assert "Hz were packed" in " ".join(done.output.split())
 
 
 def test_inspect_shows_duration_rate_and_tokens(speech: Speech) -> None:

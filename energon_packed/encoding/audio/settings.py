@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.encoding.audio.families import RULES, AudioFamily
-from energon_packed.encoding.pretrained import find_pretrained
+from energon_packed.encoding.pretrained import find_pretrained, load_processor
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.errors import ConfigError
-from energon_packed.libraries import installed
 from energon_packed.system import announced, no_collecting
 
 _PROCESSOR, _PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
@@ -34,15 +33,7 @@ def load_audio(settings: EncoderSettings) -> AudioFamily | None:
     name = _processor_name(folder)
     if name not in RULES:
         return None
-    from transformers import AutoProcessor
-
-    try:
-        processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
-    except Exception as error:  # whatever a processor class raises
-        detail = " ".join(str(error).split())[:200]
-        release = f"Transformers {installed('transformers')}"
-        raise ConfigError(f"{release} cannot load the processor of {folder} here: {detail}") from error
-    return AudioFamily(processor, RULES[name], truncates=settings.long_audio == "truncate")
+    return AudioFamily(load_processor(folder), RULES[name], truncates=settings.long_audio == "truncate")
 
 
 def _processor_name(folder: Path) -> str:

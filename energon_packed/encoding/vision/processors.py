@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from energon_packed.encoding.pretrained import load_processor
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels, VisionInputs, expanded
 from energon_packed.errors import ConfigError, Reason, RecordError
@@ -99,16 +100,7 @@ class ProcessorVision(VisionFamily):
         Raises:
             ConfigError: Transformers cannot load it here, or it cannot compute the number of image tokens.
         """
-        from transformers import AutoProcessor
-
-        try:
-            processor = AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
-        except ImportError as error:
-            reason = " ".join(str(error).split()).split(" but it was not found")[0].split(". ")[0]
-            raise ConfigError(f"the processor of {folder} cannot be loaded here: {reason}; install it") from error
-        except Exception as error:  # whatever a processor class raises
-            detail = " ".join(str(error).split())[:200]
-            raise ConfigError(f"{_release()} cannot load the processor of {folder} here: {detail}") from error
+        processor = load_processor(folder)
         if not hasattr(processor, "_get_num_multimodal_tokens") or not hasattr(processor, "tokenizer"):
             raise ConfigError(
                 f"{type(processor).__name__} of {folder} cannot compute the number of image tokens "

@@ -6,7 +6,7 @@ PackChecker is a task for one tar: it decodes samples and images, encodes the sa
 
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -152,24 +152,18 @@ class PackChecker:
         pack = f"{contents.name}: {key}"
         damaged: set[int] = set()  # samples with damaged media, by index
         for place, sample in enumerate(samples) if has_images else ():
-            for image in sample.conversation.images:
-                try:
-                    load_image(image)
-                except RecordError as error:
-                    contents.images.fail(f"{pack}, sample {sample.conversation.id}: {error}")
-                    damaged.add(place)
-            for video in sample.conversation.videos:
-                try:
-                    _check_video(video)
-                except RecordError as error:
-                    contents.videos.fail(f"{pack}, sample {sample.conversation.id}: {error}")
-                    damaged.add(place)
-            for audio in sample.conversation.audios:
-                try:
-                    _check_audio(audio)
-                except RecordError as error:
-                    contents.audios.fail(f"{pack}, sample {sample.conversation.id}: {error}")
-                    damaged.add(place)
+            media: tuple[tuple[Sequence[Any], Callable[[Any], Any], Check], ...] = (
+                (sample.conversation.images, load_image, contents.images),
+                (sample.conversation.videos, _check_video, contents.videos),
+                (sample.conversation.audios, _check_audio, contents.audios),
+            )
+            for files, check, outcome in media:
+                for file in files:
+                    try:
+                        check(file)
+                    except RecordError as error:
+                        outcome.fail(f"{pack}, sample {sample.conversation.id}: {error}")
+                        damaged.add(place)
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None and has_images:
             ambiguous = self.encoder.vision is not None and self.encoder.vision.ambiguous_layouts

@@ -11,6 +11,8 @@ from energon_packed.encoding import EncodedSample
 from energon_packed.encoding.vision.positions import VisionInputs
 from energon_packed.errors import BatchError
 
+_MIXED_VISION = "Images of different vision families cannot share a row. Use one encoder for all samples."
+
 
 def media_tensors(samples: Sequence[EncodedSample], pixel_dtype: torch.dtype | None) -> dict[str, Any]:
     """Join the media of samples into the fields of a PackedBatch.
@@ -57,35 +59,34 @@ def _videos(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict
 
 def _vision_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, Any]:
     """Arguments of vision towers without patches and grids, and the slices of each sample in them."""
-    inputs = [sample.vision_inputs for sample in samples if sample.vision_inputs is not None]
-    if not inputs:
-        return {}
-    dims = {tuple(values.dims.items()) for values in inputs}
+    inputs = [sample.vision_inputs for sample in samples]
     has_grid = any(not (s.image_grid_thw is None and s.video_grid_thw is None) for s in samples)
-    if has_grid or len(dims) > 1:
-        raise BatchError("Images of different vision families cannot share a row. Use one encoder for all samples.")
-    values, places = _joined_inputs(inputs, dtype)
-    slices = iter(places)
-    return {
-        "vision_inputs": values,
-        "vision_dims": inputs[0].dims,
-        "vision_places": [{} if sample.vision_inputs is None else next(slices) for sample in samples],
-    }
+    if has_grid and any(values is not None for values in inputs):
+        raise BatchError(_MIXED_VISION)
+    return _fields("vision", inputs, dtype, _MIXED_VISION)
 
 
 def _audio_inputs(samples: Sequence[EncodedSample], dtype: torch.dtype | None) -> dict[str, Any]:
     """Arguments of the audio encoder, and the slices of each sample in them."""
-    inputs = [sample.audio_inputs for sample in samples if sample.audio_inputs is not None]
+    mixed = "Audio of different model families cannot share a row. Use one encoder for all samples."
+    return _fields("audio", [sample.audio_inputs for sample in samples], dtype, mixed)
+
+
+def _fields(
+    kind: str, of_samples: Sequence[VisionInputs | None], dtype: torch.dtype | None, mixed: str
+) -> dict[str, Any]:
+    """The fields of a PackedBatch for the inputs of its samples; `mixed`: the error for inputs of several families."""
+    inputs = [values for values in of_samples if values is not None]
     if not inputs:
         return {}
     if len({tuple(values.dims.items()) for values in inputs}) > 1:
-        raise BatchError("Audio of different model families cannot share a row. Use one encoder for all samples.")
-    values, places = _joined_inputs(inputs, dtype)
+        raise BatchError(mixed)
+    joined, places = _joined_inputs(inputs, dtype)
     slices = iter(places)
     return {
-        "audio_inputs": values,
-        "audio_dims": inputs[0].dims,
-        "audio_places": [{} if sample.audio_inputs is None else next(slices) for sample in samples],
+        f"{kind}_inputs": joined,
+        f"{kind}_dims": inputs[0].dims,
+        f"{kind}_places": [{} if values is None else next(slices) for values in of_samples],
     }
 
 
