@@ -297,11 +297,12 @@ class ChatEncoder(Processor):
 
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
         row = super()._as_row(ids, batch)
-        if self.has_mrope:
-            # M-RoPE positions of text are equal in all three rows: 0, 1, 2 .. in each sample.
-            row.position_ids = np.broadcast_to(position_ids_from_cu_seqlens(batch.cu_seqlens), (3, len(row.input_ids)))
+        if axes := self.position_axes:
+            # M-RoPE positions of text are equal in all axes: 0, 1, 2 .. in each sample.
+            positions = position_ids_from_cu_seqlens(batch.cu_seqlens)
+            row.position_ids = np.broadcast_to(positions, (axes, len(row.input_ids)))
         if self.vision is not None and self.vision.token_types:
-            row.token_type_ids = np.zeros_like(row.input_ids)
+            row.token_type_ids, row.token_types = np.zeros_like(row.input_ids), self.vision.token_types
         return row
 
     @cached_property
@@ -333,6 +334,7 @@ class ChatEncoder(Processor):
             patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
             vision_inputs=pixels.inputs,
             token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention
+            token_types=vision.token_types,
         )
 
     def _dummy_audio(self, audio: AudioFamily) -> EncodedSample:
@@ -564,14 +566,17 @@ class ChatEncoder(Processor):
             image_token_id=token,
             video_token_id=self.rules.video_token_id,
             audio_token_id=audio_token,
-            token_type_ids=(ids == token).astype(np.int64) if self.vision and self.vision.token_types else None,
+            token_type_ids=None if self.vision is None else self.vision.token_type_ids(ids),
+            token_types=None if self.vision is None else self.vision.token_types,
         )
 
-    @property
-    def has_mrope(self) -> bool:
-        """Whether the family computes M-RoPE positions, tried with a sample of one token."""
-        token = np.zeros(1, dtype=np.int64)
-        return self.vision is not None and self.vision.position_ids(token, -1, NO_IMAGES) is not None
+    @cached_property
+    def position_axes(self) -> int:
+        """Number of axes of M-RoPE positions, tried with a sample of one token; 0 if positions are 0..L-1."""
+        positions = None
+        if self.vision is not None:
+            positions = self.vision.position_ids(np.zeros(1, dtype=np.int64), -1, NO_IMAGES)
+        return 0 if positions is None else len(positions)
 
     def _vision(self, conversation: Conversation) -> VisionFamily:
         if self.vision is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.vision.positions import VisionInputs
+from energon_packed.encoding.vision.positions import TokenTypes, VisionInputs
 from energon_packed.errors import BatchError, Reason, RecordError
 from energon_packed.seqlens import cu_seqlens_from_lengths
 
@@ -118,12 +118,13 @@ class EncodedSample:
         video_grid_thw: int64 (videos, 3), patches of each video file in time, height and width, or None.
         second_per_grid_ts: float64 (videos,), seconds of each step of the grid in time, for models with this
             argument, or None.
-        position_ids: int64 (3, L), M-RoPE positions in t, h and w, or None if the model uses 0..L-1.
+        position_ids: int64 (axes, L), M-RoPE positions, usually t, h and w; None if the model uses 0..L-1.
         patch_positions: int64 (patches, 3), position of each patch as (t, h, w), or None.
         vision_inputs: arguments of a vision tower other than pixel_values and image_grid_thw, or None.
         audio_token_id: token that represents features of audio, or None.
         audio_inputs: arguments of the audio encoder, such as input_features, or None.
-        token_type_ids: int64 (L,), 1 at image tokens, for models with this argument, or None.
+        token_type_ids: int64 (L,), 1 at image tokens, for models with such an argument, or None.
+        token_types: the argument, or None.
         source: dataset that it comes from, or None.
         dummy: a minimal image sample of its encoder's vision family, which a collator puts into rows without images,
             or None.
@@ -150,6 +151,7 @@ class EncodedSample:
     audio_token_id: int | None = None
     audio_inputs: VisionInputs | None = None
     token_type_ids: npt.NDArray[np.int64] | None = None
+    token_types: TokenTypes | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
     source: SampleSource | None = None
     dummy: "EncodedSample | None" = None
@@ -237,8 +239,9 @@ class EncodedRow(Sequence[EncodedSample]):
         input_ids: int64 (T,).
         labels: int64 (T,), -100 if not supervised.
         cu_seqlens: integers (S+1,), boundaries of the samples.
-        position_ids: int64 (3, T), M-RoPE positions, or None.
+        position_ids: int64 (axes, T), M-RoPE positions, or None.
         token_type_ids: int64 (T,), 1 at image tokens, or None.
+        token_types: the argument of the model for them, or None.
         loss_weights: float32 (T,), loss weight of each token, which counts only at targets; None if all weights are 1.
         image_token_id: token that represents image features, or None.
         video_token_id, audio_token_id: tokens that represent features of videos and audio, or None.
@@ -252,6 +255,7 @@ class EncodedRow(Sequence[EncodedSample]):
     cu_seqlens: npt.NDArray[np.integer]
     position_ids: npt.NDArray[np.int64] | None = None
     token_type_ids: npt.NDArray[np.int64] | None = None
+    token_types: TokenTypes | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
     image_token_id: int | None = None
     video_token_id: int | None = None
@@ -301,7 +305,8 @@ class EncodedRow(Sequence[EncodedSample]):
         if self._joined is not None:
             return self._joined
         shared = {
-            name: getattr(self, name) for name in ("image_token_id", "video_token_id", "audio_token_id", "dummy")
+            name: getattr(self, name)
+            for name in ("image_token_id", "video_token_id", "audio_token_id", "token_types", "dummy")
         }
         samples = []
         bounds = pairwise(self.cu_seqlens.tolist())
@@ -383,5 +388,6 @@ def _joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, An
         "image_token_id": _first(part.image_token_id for part in parts),
         "video_token_id": _first(part.video_token_id for part in parts),
         "audio_token_id": _first(part.audio_token_id for part in parts),
+        "token_types": _first(part.token_types for part in parts),
         "dummy": _first(part.dummy for part in parts),
     }

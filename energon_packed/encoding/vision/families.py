@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, mrope_positions
+from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, TokenTypes, mrope_positions
 from energon_packed.encoding.vision.video_file import MAX_FRAME_PIXELS
 from energon_packed.encoding.vision.video_sampling import (
     FRAME_SETTINGS,
@@ -64,7 +64,7 @@ class VisionFamily(ABC):
         image_token: token whose run represents an image.
         placeholder: text of an image in a conversation, with a single `image_token`.
         reserved: tokens that text must not contain.
-        token_types: whether the model has an argument `token_type_ids`, 1 at image tokens.
+        token_types: argument of the model for types of tokens, or None.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
         writes_timestamps: whether `fps` of a record with images becomes timestamps in its text.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
@@ -92,7 +92,7 @@ class VisionFamily(ABC):
     image_token: ClassVar[str] = "<|image_pad|>"
     placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
-    token_types: bool = False
+    token_types: TokenTypes | None = None
     takes_patch_positions: ClassVar[bool] = False
     writes_timestamps: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
@@ -377,7 +377,11 @@ class VisionFamily(ABC):
         video_grids: Int64 = NO_IMAGES,
         second_per_grid_ts: Float64 | None = None,
     ) -> Int64 | None:
-        """M-RoPE positions, int64 (3, L), or None for models that use 0..L-1."""
+        """M-RoPE positions, int64 (axes, L), usually 3 axes, or None for models that use 0..L-1."""
+        return None
+
+    def token_type_ids(self, input_ids: Int64) -> Int64 | None:
+        """Types of the tokens of a sample, int64 (L,), for a model with `token_types`; else None."""
         return None
 
     def frame_image(self, frames: FrameSelection, pixels: UInt8) -> "Image.Image":

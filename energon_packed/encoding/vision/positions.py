@@ -47,7 +47,7 @@ class VisionInputs:
     """Arguments of the model for the images of one sample.
 
     Attributes:
-        values: tensors by argument, as the family's processor returns them.
+        values: tensors by argument, as the family's processor returns them; it may leave out some of `dims`.
         dims: dimension along which each tensor is joined; all others are padded with zeros to the largest.
         images: number of images.
     """
@@ -66,17 +66,34 @@ class VisionInputs:
         rows: dict[str, torch.Tensor] = {}
         places: list[dict[str, Place]] = [{} for _ in parts]
         for name, dim in parts[0].dims.items():
-            tensors = [part.values[name] for part in parts]
+            # Some processors return a tensor for images of some sizes only.
+            having = [at for at, part in enumerate(parts) if name in part.values]
+            if not having:
+                continue
+            tensors = [parts[at].values[name] for at in having]
             shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
             shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
             rows[name] = tensors[0].new_zeros(shape)
             start = 0
-            for tensor, place in zip(tensors, places, strict=True):
+            for tensor, place in zip(tensors, [places[at] for at in having], strict=True):
                 slices = [slice(0, size) for size in tensor.shape]
                 slices[dim] = slice(start, start := start + tensor.shape[dim])
                 place[name] = tuple(slices)
                 rows[name][place[name]] = tensor
         return rows, places
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTypes:
+    """Types of tokens that a model has an argument for.
+
+    Attributes:
+        argument: name of the argument, such as `token_type_ids`.
+        one_sample: whether the model is wrong for rows of several samples with images.
+    """
+
+    argument: str
+    one_sample: bool
 
 
 @dataclass(frozen=True, slots=True)

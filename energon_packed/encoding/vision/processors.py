@@ -1,17 +1,21 @@
-"""ProcessorVision: a VisionFamily for any Transformers processor that computes token counts from image sizes.
+"""ProcessorVision: a VisionFamily for any Transformers processor of text with images.
 
-    processor(text=image token, images)  ─►  text of each image, tensors for the vision tower    (encode)
+    processor(text=image token, images)  ─►  text of each image, tensors for the model           (encode)
     _get_num_multimodal_tokens(sizes)    ─►  number of tokens of each image                      (measure)
+    get_rope_index of the model's class  ─►  M-RoPE positions                                    (encode)
 
 The module has no knowledge of single families. When a family is loaded, small images are processed to find the text
 around an image, the token that the features replace, and how the tensors of several images join. The
-result is compared with the output of the processor for text with images; a difference is an error.
+result is compared with the output of the processor for text with images; a difference is an error. A processor
+without `_get_num_multimodal_tokens` processes a blank image of each size in place of the formula.
 """
 
 import json
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,23 +23,39 @@ import numpy as np
 
 from energon_packed.encoding.pretrained import load_processor
 from energon_packed.encoding.vision.families import VisionFamily
-from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels, VisionInputs, expanded
+from energon_packed.encoding.vision.model_class import ModelClass
+from energon_packed.encoding.vision.positions import (
+    NO_IMAGES,
+    Float64,
+    ImageRun,
+    Int64,
+    Pixels,
+    TokenTypes,
+    VisionInputs,
+    expanded,
+)
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.libraries import installed
 
 if TYPE_CHECKING:
+    import torch
     from PIL import Image
 
 _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150))  # (height, width) in pixels
 _CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format interprets as a number of channels
 _CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
-_OF_TEXT = {"input_ids", "attention_mask", "token_type_ids", "text_replacement_offsets"}
-_OF_POSITIONS = {"image_grid_thw", "mm_token_type_ids", "image_position_ids"}
-TESTED = (
-    *("LlavaProcessor", "LlavaNextProcessor", "LlavaOnevisionProcessor", "Idefics3Processor", "AyaVisionProcessor"),
-    *("PixtralProcessor", "InternVLProcessor"),
-)
+_OF_TEXT = {"input_ids", "attention_mask", "text_replacement_offsets"}
+# Types of tokens by the argument of the model. M-RoPE models compute positions from the second one.
+_OF_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+
+
+@cache
+def trials() -> list[dict[str, str]]:
+    """Results of the trial of every model type, from vision_families.json: model_type, processor, result, reason."""
+    file = Path(__file__).with_name("vision_families.json")
+    rows: list[dict[str, str]] = json.loads(file.read_text(encoding="utf-8"))["families"]
+    return rows
 
 
 class ProcessorVision(VisionFamily):
@@ -43,25 +63,27 @@ class ProcessorVision(VisionFamily):
 
     Attributes:
         processor: the Transformers processor.
-        token_types: whether the model has an argument `token_type_ids`, 1 at image tokens.
+        model: class of the model; None if the folder has no config.json of a vision-language model.
     """
 
     names: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, model: ModelClass | None = None) -> None:
         """Find the text, tokens and joining rules of the processor with a few small images.
 
         Raises:
             ConfigError: the processor has a behavior that this class does not support; the message names it.
         """
-        self.processor = processor
+        self.processor, self.model = processor, model
         self.image_processor = processor.image_processor
         self.merge_size = 1  # unused: token counts come from the processor, not from patches
         self._ids: dict[str, Int64] = {}
         self._lengths: dict[tuple[int, int], int] = {}
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        started = time.perf_counter()
         outputs = {size: self._process([_blank(size)]) for size in _PROBES}
+        seconds = (time.perf_counter() - started) / len(_PROBES)
         self._texts = {size: texts[0] for size, (_, texts) in outputs.items()}
         edges = {self._edges(text) for text in self._texts.values()}
         if len(edges) != 1:
@@ -75,40 +97,27 @@ class ProcessorVision(VisionFamily):
         self.template_token = processor.image_token
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
-        # The processor's formula may omit tags. If it omits the same number for all sizes, it is used with that
-        # constant; otherwise each new size is processed once.
-        omitted = {len(tokens) - count for tokens, count in zip(ids.values(), self._counted(list(ids)), strict=True)}
-        self._constant = omitted.pop() if len(omitted) == 1 else None
-        self.token_types = "token_type_ids" in outputs[_PROBES[0]][0]
-        self._dims = self._joins(_PROBES[0], _PROBES[1])
+        self._constant = self._formula_constant(ids)
+        self._dims = self._joins({size: set(out) for size, (out, _) in outputs.items()})
+        self._set_types({name for out, _ in outputs.values() for name in out})
         self._check_texts(_PROBES[0])
-        name = type(processor).__name__
-        if self.token_types:
-            self.warnings = (
-                f"{name}: rows of several samples with images are refused; pack with max_samples_per_pack=1",
-            )
-        elif name not in TESTED:
-            self.warnings = (
-                f"{name} is not among the processors whose models were tested packed ({', '.join(TESTED)}); "
-                "compare packed with separate logits once",
-            )
+        self.warnings = self._notices(seconds)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ProcessorVision":
         """Load the processor of a model folder.
 
         Raises:
-            ConfigError: Transformers cannot load it here, or it cannot compute the number of image tokens.
+            ConfigError: Transformers cannot load it here, or it is not a processor of text with images.
         """
         processor = load_processor(folder)
-        if not hasattr(processor, "_get_num_multimodal_tokens") or not hasattr(processor, "tokenizer"):
-            raise ConfigError(
-                f"{type(processor).__name__} of {folder} cannot compute the number of image tokens "
-                f"(no `_get_num_multimodal_tokens` in {_release()})"
-            )
+        for name in ("tokenizer", "image_processor", "image_token"):
+            if not getattr(processor, name, None):
+                raise ConfigError(f"{type(processor).__name__} of {folder} has no {name} for text with images")
+        model = ModelClass.of(folder)
         try:
-            return cls(processor)
-        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            return cls(processor, model)
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
             detail = f"{_release()} does not call it with text and images, {' '.join(str(error).split())[:200]}"
@@ -139,8 +148,25 @@ class ProcessorVision(VisionFamily):
                     f"it computes {expected} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
                 )
         runs = [ImageRun(len(ids), lambda ids=ids: ids) for ids in tokens]  # type: ignore[misc]
-        inputs = VisionInputs({name: out[name] for name in self._dims}, self._dims, len(loaded))
-        return Pixels(runs=runs, inputs=inputs)
+        values = {name: out[name] for name in self._dims if name in out}
+        grids = NO_IMAGES if self.model is None or not self.model.position_axes else out["image_grid_thw"].numpy()
+        return Pixels(runs=runs, inputs=VisionInputs(values, self._dims, len(loaded)), grids=grids)
+
+    def position_ids(
+        self,
+        input_ids: Int64,
+        image_token_id: int,
+        grids: Int64,
+        video_token_id: int | None = None,
+        video_grids: Int64 = NO_IMAGES,
+        second_per_grid_ts: Float64 | None = None,
+    ) -> Int64 | None:
+        """Positions by the class of the model, int64 (axes, L); None for 0..L-1. Raises the errors of `ModelClass`."""
+        return None if self.model is None else self.model.position_ids(input_ids, image_token_id, grids)
+
+    def token_type_ids(self, input_ids: Int64) -> Int64 | None:
+        """Types of tokens, int64 (L,), for a model with an argument for them; else None."""
+        return None if self.token_types is None else np.isin(input_ids, self._typed).astype(np.int64)
 
     def smallest(self) -> Pixels:
         """Return `preprocess` of a small black image."""
@@ -176,6 +202,7 @@ class ProcessorVision(VisionFamily):
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
         if size not in self._lengths:
             _bound(self._lengths, _KEPT_SIZES)
+            # Without a formula that is right for all sizes, each new size is processed once.
             known = None if self._constant is None else self._counted([size])[0] + self._constant
             self._lengths[size] = len(self._run_ids(height, width)) if known is None else known
         if self._lengths[size] < 1:
@@ -224,30 +251,68 @@ class ProcessorVision(VisionFamily):
             self._ids[inner] = np.array(ids, dtype=np.int64)
         return self._ids[inner]
 
-    def _joins(self, first: tuple[int, int], second: tuple[int, int]) -> dict[str, int]:
+    def _formula_constant(self, ids: dict[tuple[int, int], Int64]) -> int | None:
+        """Number of tags that the processor's formula omits; None if it has no formula, or omits different numbers."""
+        if not hasattr(self.processor, "_get_num_multimodal_tokens"):
+            return None
+        counts = self._counted(list(ids))
+        omitted = {len(tokens) - count for tokens, count in zip(ids.values(), counts, strict=True)}
+        return omitted.pop() if len(omitted) == 1 else None
+
+    def _joins(self, outputs: dict[tuple[int, int], set[str]]) -> dict[str, int]:
         """Find the dimension along which each tensor of two samples joins.
 
         The joined tensors of two images must equal the tensors of both images in the same sample. The images are
-        noise, so that a wrong dimension cannot go unnoticed.
+        noise, so that a wrong dimension cannot go unnoticed. Some tensors exist for images of some sizes only.
         """
-        (left, _), (right, _) = self._process([_noise(first)]), self._process([_noise(second)])
-        both, texts = self._process([_noise(first), _noise(second)])
-        if texts != [self._texts[first], self._texts[second]]:
-            raise self._unsupported("the text of an image depends on the other images of the sample")
-        if positions := sorted(_OF_POSITIONS & both.keys()):
-            raise self._unsupported(f"its model gets {positions[0]}, from which models compute positions")
         dims: dict[str, int] = {}
-        for name in sorted(both.keys() - _OF_TEXT):
-            shapes = [tuple(out[name].shape) for out in (left, right, both)]
+        names = sorted({name for found in outputs.values() for name in found} - _OF_TEXT - set(_OF_TYPES))
+        while names:
+            sizes = [size for size, found in outputs.items() if names[0] in found]
+            first, second = sizes[0], sizes[min(1, len(sizes) - 1)]
+            (left, _), (right, _) = self._process([_noise(first)]), self._process([_noise(second)])
+            both, texts = self._process([_noise(first), _noise(second)])
+            if texts != [self._texts[first], self._texts[second]]:
+                raise self._unsupported("the text of an image depends on the other images of the sample")
+            shared = [name for name in names if name in left and name in right]
+            dims |= self._join_dims({name: (left[name], right[name], both[name]) for name in shared})
+            names = [name for name in names if name not in shared]
+        return dims
+
+    def _join_dims(self, tensors: "dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]") -> dict[str, int]:
+        """`_joins` for the tensors, by name, of two images alone and of both."""
+        dims: dict[str, int] = {}
+        for name, values in tensors.items():
+            shapes = [tuple(value.shape) for value in values]
+            if len({len(shape) for shape in shapes}) > 1:
+                raise self._unsupported(f"{name} of two samples cannot be joined, {shapes}")
             fitting = [dim for dim, sizes in enumerate(zip(*shapes, strict=True)) if sizes[0] + sizes[1] == sizes[2]]
             if len(fitting) != 1:
                 raise self._unsupported(f"{name} of two samples cannot be joined, {shapes}")
             dims[name] = fitting[0]
-        joined, _ = VisionInputs.joined([VisionInputs(out, dims, 1) for out in (left, right)])
-        for name in dims:
-            if not (joined[name].shape == both[name].shape and bool((joined[name] == both[name]).all())):
+        parts = [VisionInputs({name: values[at] for name, values in tensors.items()}, dims, 1) for at in (0, 1)]
+        joined, _ = VisionInputs.joined(parts)
+        for name, (_, _, both) in tensors.items():
+            if not (joined[name].shape == both.shape and bool((joined[name] == both).all())):
                 raise self._unsupported(f"{name} of two images differs from {name} of each image alone")
         return dims
+
+    def _set_types(self, outputs: set[str]) -> None:
+        """Find the argument of the model for the types of tokens, and the tokens of type 1."""
+        arguments, has_axes = (None, False) if self.model is None else (self.model.arguments, self.model.position_axes)
+        names = [name for name in _OF_TYPES if name in outputs and (arguments is None or name in arguments)]
+        if has_axes and "mm_token_type_ids" in names:
+            names.remove("mm_token_type_ids")  # used for positions only, which the sample has
+        if self.model is None and (unknown := sorted({"mm_token_type_ids", "image_grid_thw"} & outputs)):
+            raise self._unsupported(f"it returns {unknown[0]}, whose use depends on the model. Add its config.json")
+        if len(names) > 1:
+            raise self._unsupported(f"the model has {' and '.join(names)}")
+        if names:
+            text = f"a {self.processor.image_token} b"
+            out = self.processor(text=[text], images=[_blank(_PROBES[0])], add_special_tokens=False)
+            ids, types = (np.asarray(out[name][0]) for name in ("input_ids", names[0]))
+            self._typed = np.unique(ids[types != 0])
+            self.token_types = TokenTypes(names[0], one_sample=self._trial() != "packed")
 
     def _check_texts(self, size: tuple[int, int]) -> None:
         """Compare the tokens of text with an image with the tokens of the processor, for several strings around it.
@@ -260,13 +325,42 @@ class ProcessorVision(VisionFamily):
             expected = self.processor(text=[text], images=[_blank(size)], add_special_tokens=False)
             ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
             actual, _ = expanded(np.array(ids), np.array(ids), [self._feature], [run])
-            if actual.tolist() != list(expected["input_ids"][0]):
+            if actual.tolist() != np.asarray(expected["input_ids"][0]).tolist():
                 raise self._unsupported(
                     f"its tokens of {text!r} differ from the tokens of the text around the image's"
                 )
-            types = np.asarray(expected.get("token_type_ids", [actual == self._feature])[0])
-            if types.tolist() != (actual == self._feature).tolist():
-                raise self._unsupported("its token_type_ids are not 1 at image tokens and 0 elsewhere")
+            if self.token_types is None or (typed := self.token_type_ids(actual)) is None:
+                continue
+            argument = self.token_types.argument
+            if np.asarray(expected[argument][0]).tolist() != typed.tolist():
+                raise self._unsupported(f"its {argument} do not follow from the token ids")
+
+    def _trial(self) -> str | None:
+        """Result of the trial with tiny models of this family, as tools/family_table.py wrote it; None if untested."""
+        name = type(self.processor).__name__
+        key, value = ("processor", name) if self.model is None else ("model_type", self.model.model_type)
+        found = {row["result"] for row in trials() if row[key] == value}
+        return found.pop() if len(found) == 1 else None
+
+    def _notices(self, seconds: float) -> tuple[str, ...]:
+        """What a user must know of this family; `seconds` is the time of the processor for a blank image."""
+        name = type(self.processor).__name__
+        notices = []
+        if self.token_types is not None and self.token_types.one_sample:
+            notices.append(
+                f"{name}: rows of several samples with images are refused; pack with max_samples_per_pack=1"
+            )
+        elif self._trial() is None:
+            notices.append(
+                f"{name} is not among the processors whose models were tested packed (docs/vision-families.md); "
+                "compare packed with separate logits once"
+            )
+        if self._constant is None:
+            notices.append(
+                f"{name} has no formula for the tokens of an image: it processes a blank image of each size, "
+                f"{1 / max(seconds, 1e-6):,.0f} sizes per second"
+            )
+        return tuple(notices)
 
     def _unsupported(self, reason: str) -> ConfigError:
         return ConfigError(f"{type(self.processor).__name__} needs a custom VisionFamily: {reason}")

@@ -98,7 +98,7 @@ def check_training_arguments(
     if isinstance(data, TrainerStream):
         problems |= _of_streams(args, data)
     encoder = data.encoder if isinstance(data, PackedDataset) else None
-    if model is not None and isinstance(encoder, ChatEncoder) and encoder.has_mrope and not has_mrope(model):
+    if model is not None and isinstance(encoder, ChatEncoder) and encoder.position_axes and not has_mrope(model):
         problems[f"{not_mrope(model)}, got (4, 1, T) from {type(encoder.vision).__name__}. {MROPE_REMEDY}"] = True
     if lost := _not_restored(model) if args.save_strategy != "no" else []:
         problems[

@@ -22,14 +22,14 @@ import torch
 from megatron.energon import Batch, edataclass
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
-from energon_packed.encoding.vision.positions import VisionInputs
+from energon_packed.encoding.vision.positions import TokenTypes, VisionInputs
 from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.transport import send_by_value
 from energon_packed.loading.ranks import all_reduce_mean
 
 Signal = Literal["loss", "entropy", "gradient_norm"]
 _PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
-_IMAGE_ARGUMENTS = ("pixel_values", "image_grid_thw", "patch_positions", "token_type_ids")
+_IMAGE_ARGUMENTS = ("pixel_values", "image_grid_thw", "patch_positions")
 _VIDEO_ARGUMENTS = ("pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
 
 
@@ -50,8 +50,8 @@ class PackedBatch(Batch):
             of the weight by the collator's `loss_weighting`, both 1 by default.
         loss_mask_scale: factor by which `loss_weighting` multiplied the weights of this row, so that they sum to its
             targets. Divided by it, the weights of different rows are comparable.
-        position_ids: int64 (1, T), restarting at 0 in each sample; (4, 1, T) for M-RoPE models: the text row,
-            then t, h and w.
+        position_ids: int64 (1, T), restarting at 0 in each sample; (1 + axes, 1, T) for M-RoPE models:
+            the text row, then the axes, usually t, h and w.
         cu_seqlens: int32 (S+1,), without padding between samples; a padding tail counts as one more segment.
         max_seqlen: tokens of the longest segment, padding included.
         cu_seqlens_padded: int32, same shape as `cu_seqlens`, segment boundaries in the padded row; None without
@@ -78,7 +78,8 @@ class PackedBatch(Batch):
         audio_inputs: arguments of the audio encoder by name, such as `input_features` and `feature_attention_mask`; or
             None.
         audio_dims, audio_places: as `vision_dims` and `vision_places`, of `audio_inputs`.
-        token_type_ids: int64 (1, T), 1 at image tokens, for models that need it; or None.
+        token_type_ids: int64 (1, T), 1 at image tokens, for models with an argument for them; or None.
+        token_types: the argument, or None.
         loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
             weights are 1.
         has_targets: False for a row of `without_targets`. Known without reading `loss_mask`, which may be on a device.
@@ -110,6 +111,7 @@ class PackedBatch(Batch):
     vision_dims: dict[str, int] = field(default_factory=dict)
     vision_places: list[dict[str, tuple[slice, ...]]] = field(default_factory=list)
     token_type_ids: torch.Tensor | None = None
+    token_types: TokenTypes | None = None
     loss_weights: torch.Tensor | None = None
     loss_mask_scale: float = 1.0
     has_targets: bool = True
@@ -222,7 +224,7 @@ class PackedBatch(Batch):
 
         Raises:
             BatchError: targets have weights other than 1, and `weighted_loss` is not set; or several samples and an
-                image, for a model that needs `token_type_ids` (Gemma 3).
+                image, for a model that needs types of tokens and is wrong for such rows (Gemma 3).
         """
         if not weighted_loss and (self.loss_weights is not None or self.loss_mask_scale != 1):
             raise BatchError(
@@ -231,7 +233,8 @@ class PackedBatch(Batch):
                 "PackedTrainer."
             )
         bounds = self._bounds()
-        if self.token_type_ids is not None and len(bounds) > 2 and self.token_type_ids.any():
+        is_alone = self.token_types is not None and self.token_types.one_sample
+        if is_alone and len(bounds) > 2 and self.token_type_ids is not None and self.token_type_ids.any():
             raise BatchError(
                 f"A row with images must have 1 segment for this model family, got {len(bounds) - 1}: Transformers "
                 "applies its attention within an image to the wrong tokens of a packed row. Pack with "
@@ -321,6 +324,7 @@ class PackedBatch(Batch):
                     audio_token_id=self.audio_token_id,
                     audio_inputs=self._audio_inputs_of(index),
                     token_type_ids=None if types is None else types[0, row].cpu().numpy(),
+                    token_types=self.token_types,
                     loss_weights=None if weights is None else weights[0, row].cpu().numpy(),
                     source=self.sources[index],
                 )
@@ -361,7 +365,7 @@ class PackedBatch(Batch):
             "tokens": self.input_ids,
             "labels": _shifted(self.labels, IGNORE_INDEX),
             "loss_mask": _shifted(self.loss_mask, 0),
-            "position_ids": self.position_ids[-3:],  # the rows of M-RoPE; (1, T) as it is
+            "position_ids": self.position_ids[1:] if self.position_ids.ndim == 3 else self.position_ids,
             **self._thd_metadata(),
             "total_tokens": self.input_ids.shape[1],
             "padding_mask": self.padding_mask,
@@ -393,6 +397,8 @@ class PackedBatch(Batch):
     def _vision_arguments(self) -> dict[str, torch.Tensor | None]:
         """Arguments of vision-language and audio models, None for those that this row does not have."""
         arguments = {name: getattr(self, name) for name in _IMAGE_ARGUMENTS + _VIDEO_ARGUMENTS}
+        if self.token_types is not None:
+            arguments[self.token_types.argument] = self.token_type_ids
         return arguments | (self.vision_inputs or {}) | (self.audio_inputs or {})
 
     def _in_one_call(self) -> dict[str, torch.Tensor | None]:

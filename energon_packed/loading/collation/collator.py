@@ -273,6 +273,7 @@ class PaddingFreeCollator(Collator):
             video_token_id=row.video_token_id,
             audio_token_id=row.audio_token_id,
             token_type_ids=_token_types(row, real, dummy, bounds),
+            token_types=row.token_types or (None if dummy is None else dummy.token_types),
         )
 
     def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
@@ -311,12 +312,12 @@ class PaddingFreeCollator(Collator):
 
     @staticmethod
     def _positions(row: EncodedRow, bounds: npt.NDArray[np.int32], real: Any) -> torch.Tensor:
-        """int64 (1, T), or (4, 1, T) if the samples have M-RoPE positions; padding continues the count."""
+        """int64 (1, T), or (1 + axes, 1, T) for M-RoPE positions; padding continues the count."""
         text = position_ids_from_cu_seqlens(bounds)
         if row.position_ids is None:
             return _row(text)
-        # Row 0 counts tokens for the attention mask; rows 1 to 3 are the model's t, h and w.
-        rows = np.stack([text] * 4)
+        # Row 0 counts tokens for the attention mask; the others are the axes of the model, usually t, h and w.
+        rows = np.stack([text] * (1 + len(row.position_ids)))
         rows[1:, real] = row.position_ids
         return torch.from_numpy(rows).unsqueeze(1)
 

@@ -1,0 +1,96 @@
+"""ModelClass: what the class of a model needs besides its processor's tensors: argument names and M-RoPE positions.
+
+The class is found by the config.json of a model folder. Weights are neither read nor created: positions come from the
+class's own `get_rope_index`, which reads the configuration only.
+"""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from energon_packed.encoding.vision.positions import NO_IMAGES, Int64
+from energon_packed.errors import ConfigError, Reason, RecordError
+
+
+class ModelClass:
+    """The Transformers class of a vision-language model.
+
+    Attributes:
+        model_type: its name in config.json.
+        arguments: names of the arguments of its forward pass.
+    """
+
+    def __init__(self, config: Any, model: type[Any]) -> None:
+        import torch
+
+        self.model_type = str(config.model_type)
+        self.arguments = frozenset(inspect.signature(model.forward).parameters)
+        self._positions: Any = None
+        if (owner := _owner(config, model)) is not None:
+            # An instance without weights: the function of the class reads `config` alone.
+            self._positions = object.__new__(owner)
+            torch.nn.Module.__init__(self._positions)
+            self._positions.config = config
+        token = np.zeros(1, dtype=np.int64)
+        self.position_axes = 0 if self._positions is None else len(self._rope_index(token, -1, NO_IMAGES))
+
+    @classmethod
+    def of(cls, folder: Path) -> "ModelClass | None":
+        """Find the class of a model folder; None if its config.json is missing or of no vision-language model."""
+        if not (folder / "config.json").is_file():
+            return None
+        from transformers import CONFIG_MAPPING, AutoConfig
+        from transformers.models.auto import modeling_auto as auto
+
+        try:
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        except Exception as error:  # whatever a configuration class raises
+            detail = " ".join(str(error).split())[:200]
+            raise ConfigError(f"Transformers cannot read {folder / 'config.json'}: {detail}") from error
+        for mapping in (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING):
+            if config.model_type in CONFIG_MAPPING and type(config) in mapping:
+                found = mapping[type(config)]
+                return cls(config, found[0] if isinstance(found, tuple) else found)
+        return None
+
+    def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64 | None:
+        """Positions of a sample by the model's `get_rope_index`, int64 (axes, L); None for positions 0..L-1.
+
+        Args:
+            input_ids: int64 (L,).
+            image_token_id: token that represents image features.
+            grids: int64 (images, 3), patches of each image in time, height and width.
+
+        Raises:
+            RecordError: `unsupported_media`, if the function cannot separate the images, such as images without any
+                token between them.
+        """
+        if self._positions is None:
+            return None
+        try:
+            return self._rope_index(input_ids, image_token_id, grids)
+        except (ValueError, RuntimeError, StopIteration, IndexError) as error:
+            detail = f"{type(self._positions).__name__} has no positions for this sample: {error}"
+            raise RecordError(Reason.UNSUPPORTED_MEDIA, " ".join(detail.split())[:300]) from error
+
+    def _rope_index(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64:
+        import torch
+
+        taken = inspect.signature(self._positions.get_rope_index).parameters
+        if "image_grid_thw" not in taken:
+            raise ConfigError(f"{type(self._positions).__name__} computes positions without image_grid_thw")
+        arguments: dict[str, Any] = {"image_grid_thw": torch.from_numpy(grids) if len(grids) else None}
+        if "mm_token_type_ids" in taken:
+            arguments["mm_token_type_ids"] = torch.from_numpy((input_ids == image_token_id).astype(np.int32))[None]
+        positions, _ = self._positions.get_rope_index(torch.from_numpy(input_ids)[None], **arguments)
+        return np.asarray(positions[:, 0].numpy(), dtype=np.int64)
+
+
+def _owner(config: Any, model: type[Any]) -> type[Any] | None:
+    """The class with `get_rope_index`: the model with a head, or the base model of the same configuration."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    candidates = [model, *([MODEL_MAPPING[type(config)]] if type(config) in MODEL_MAPPING else [])]
+    return next((owner for owner in candidates if hasattr(owner, "get_rope_index")), None)
