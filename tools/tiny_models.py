@@ -68,9 +68,15 @@ _SPECIAL |= {
 }
 
 
-def tiny_config(model_type: str, model_class: type[Any]) -> PreTrainedConfig:
-    """Create a small configuration of a model type, or of its text part if the class is a text model."""
-    config = _shrunk(CONFIG_MAPPING[model_type], _SPECIAL.get(model_type, {}))
+def tiny_config(
+    model_type: str, model_class: type[Any], settings: dict[str, Any] | None = None
+) -> PreTrainedConfig:
+    """Create a small configuration of a model type, or of its text part if the class is a text model.
+
+    Args:
+        settings: values that replace the small ones; a dictionary under the name of a part changes that part.
+    """
+    config = _shrunk(CONFIG_MAPPING[model_type], _SPECIAL.get(model_type, {}) | (settings or {}))
     return config if isinstance(config, model_class.config_class) else config.get_text_config()
 
 
@@ -107,8 +113,9 @@ def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> Pr
     small = {name: _small(name, value, divisor) for name, value in values.items()}
     per_layer, layers = _per_layer(values)
     small = {name: _layers_of(name, value, small[name], layers) for name, value in values.items()} | per_layer
-    changed = {name: value for name, value in small.items() if value != values[name]} | special
-    return config_class(**changed, **{name: _shrunk(type(sub), {}) for name, sub in subs.items()})
+    changed = {name: value for name, value in small.items() if value != values[name]}
+    parts = {name: _shrunk(type(sub), special.get(name, {})) for name, sub in subs.items()}
+    return config_class(**{**changed, **special, **parts})
 
 
 def _parameters(config: PreTrainedConfig) -> set[str]:

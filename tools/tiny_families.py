@@ -1,0 +1,266 @@
+"""Create a processor and a tiny random model of every vision-language family of the installed Transformers.
+
+Both come from the default settings of the family. `FAMILIES` has the settings that make images small, and the settings
+of the model that must fit them. Run `python tools/tiny_families.py [TYPE ...]` to check the families.
+"""
+
+import ast
+import inspect
+import logging
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tiny_models import tiny_config, tiny_model
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto import (
+    feature_extraction_auto,
+    image_processing_auto,
+    modeling_auto,
+    processing_auto,
+    video_processing_auto,
+)
+from transformers.utils import is_torchvision_available
+
+# Keys of a family, all optional:
+#   like: the family whose processor and settings of the processor it uses
+#   parts: class names of the processor's parts that the mappings of Transformers do not name
+#   images, videos: settings of the image and the video processor; processor: settings of the processor
+#   tokens: named special tokens of the tokenizer; more_tokens: special tokens without a name
+#   text: the text of an image, if it is not the image token of the processor
+#   config: settings of the model by dotted path; attention: its attention if it has no sdpa
+FAMILIES: dict[str, dict[str, Any]] = {
+}  # fmt: skip
+
+# Families that do not apply to packed conversations, with the reason.
+NOT_CHAT: dict[str, str] = {}
+
+_SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<｜[^｜]+｜>|</?[A-Za-z_]+>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
+_TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
+_CONFIG_TOKEN = re.compile(r"(\w+)_(?:token_(?:id|index|idx)|id)")
+_TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def types() -> list[str]:
+    """List all model types, in the order of the mappings of Transformers."""
+    names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return list(dict.fromkeys([*names, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]))
+
+
+def build_processor(model_type: str, text_tokenizer: Path) -> Any:
+    """Create the processor of a family with a small tokenizer.
+
+    Raises:
+        ValueError: the family has no processor, or one of its parts cannot be created.
+    """
+    family = _processor_family(model_type)
+    name = processing_auto.PROCESSOR_MAPPING_NAMES.get(family.get("like", model_type))
+    if name is None:
+        raise ValueError(f"Transformers has no processor of model type {model_type!r}")
+    processor_class = getattr(transformers, name)
+    parts: dict[str, Any] = {}
+    try:
+        for part in processor_class.get_attributes():
+            if part == "tokenizer":
+                parts[part] = _tokenizer(processor_class, family, text_tokenizer)
+            else:
+                settings = family.get({"image_processor": "images", "video_processor": "videos"}.get(part, part), {})
+                parts[part] = getattr(transformers, _part_class(part, model_type, name))(**settings)
+        return processor_class(**parts, **family.get("processor", {}))
+    except (ImportError, AttributeError, TypeError, KeyError) as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"the processor of {model_type!r} cannot be created: {line}") from error
+
+
+def image_text(model_type: str, processor: Any) -> str:
+    """Return the text of an image in the input of the processor."""
+    return _processor_family(model_type).get("text") or str(getattr(processor, "image_token", ""))
+
+
+def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any:
+    """Create a tiny random float32 model whose token ids and image sizes fit the processor.
+
+    Raises:
+        ValueError: Transformers has no model class of this type.
+        Exception: the family does not support the attention implementation.
+    """
+    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
+    if name is None:
+        raise ValueError(f"Transformers has no vision-language model of model type {model_type!r}")
+    model_class = getattr(transformers, name if isinstance(name, str) else name[0])
+    family = FAMILIES.get(model_type, {})
+    settings: dict[str, Any] = {}
+    for path, value in family.get("config", {}).items():
+        *parents, last = path.split(".")
+        part = settings
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = value
+    config = tiny_config(model_type, model_class, settings)
+    ids = _token_ids(processor)
+    ids["image"] = _image_token_id(model_type, processor)
+    _set_token_ids(config, ids, len(processor.tokenizer))
+    return tiny_model(model_class, config, family.get("attention", attention))
+
+
+def write_folder(folder: Path, model_type: str, text_tokenizer: Path) -> Path:
+    """Write the processor and the configuration of the model as a model folder of the Hub, without the weights."""
+    processor = build_processor(model_type, text_tokenizer)
+    processor.save_pretrained(folder)
+    processor.tokenizer.save_pretrained(folder)
+    build_model(model_type, processor).config.save_pretrained(folder)
+    return folder
+
+
+def picture(height: int = 90, width: int = 140, seed: int = 0) -> Image.Image:
+    """Create a random RGB image."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def _processor_family(model_type: str) -> dict[str, Any]:
+    """Return the settings of the processor; a family with `like` starts from the settings of the other family."""
+    family = FAMILIES.get(model_type, {})
+    return {**_processor_family(family["like"]), **family} if "like" in family else family
+
+
+def _part_class(part: str, model_type: str, processor_name: str) -> str:
+    family = _processor_family(model_type)
+    if part in family.get("parts", {}):
+        return str(family["parts"][part])
+    mappings: dict[str, dict[str, Any]] = {
+        "image_processor": image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES,
+        "video_processor": video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES,
+        "feature_extractor": feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES,
+    }
+    found = mappings.get(part, {}).get(family.get("like", model_type))
+    if isinstance(found, dict):
+        found = (found.get("torchvision") if is_torchvision_available() else None) or found["pil"]
+    return found or processor_name.replace("Processor", part.title().replace("_", ""))
+
+
+def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenizer: Path) -> Any:
+    """Create a tokenizer with the special tokens in the source of the processor, and those that it reads by name."""
+    tree = ast.parse(inspect.getsource(inspect.getmodule(processor_class)))  # type: ignore[arg-type]
+    texts, names = [], []
+    optional = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _SPECIAL_TOKEN.fullmatch(node.value):
+            texts.append(node.value)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("tokenizer", "self.tokenizer"):
+            match = _TOKEN_ATTRIBUTE.fullmatch(node.attr)
+            names += [match[1]] if match else []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr") and len(node.args) > 1:
+            optional.add(ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else "")
+    named = {
+        name: f"<{name}>" for name in names if name not in (*_TEXT_TOKENS, *optional)
+    } | family.get("tokens", {})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=named)
+    texts = [text for text in dict.fromkeys([*texts, *family.get("more_tokens", ())]) if text not in named.values()]
+    tokenizer.add_special_tokens({"extra_special_tokens": texts}, replace_extra_special_tokens=False)
+    for name in _TEXT_TOKENS:
+        if getattr(tokenizer, name) is None:
+            setattr(tokenizer, name, "<|im_end|>")
+    return tokenizer
+
+
+def _image_token_id(model_type: str, processor: Any) -> int:
+    """Return the token that the features of an image replace: the most frequent token of a large image."""
+    output = processor(text=[image_text(model_type, processor)], images=[picture()], return_tensors="pt")
+    return int(Counter(output["input_ids"][0].tolist()).most_common(1)[0][0])
+
+
+def _token_ids(processor: Any) -> dict[str, int]:
+    """Return the id of every special token by the name before `_token`."""
+    ids: dict[str, int] = {}
+    for owner in (processor, processor.tokenizer):
+        for name in dir(owner):
+            if not name.startswith("_") and name.endswith(("_token", "_token_id")):
+                value = getattr(owner, name, None)
+                value = processor.tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
+                if isinstance(value, int):
+                    ids[re.sub(r"_token(_id)?$", "", name)] = value
+    return ids
+
+
+def _set_token_ids(config: Any, ids: dict[str, int], vocabulary: int) -> None:
+    for name, value in list(vars(config).items()):
+        match = _CONFIG_TOKEN.fullmatch(name)
+        if hasattr(value, "to_dict"):
+            _set_token_ids(value, ids, vocabulary)
+        elif name == "vocab_size" and value >= 64:
+            config.vocab_size = -(-vocabulary // 64) * 64 + 64
+        elif match and match[1] in ids:
+            setattr(config, name, ids[match[1]])
+        elif match and isinstance(value, int):
+            setattr(config, name, vocabulary + sum(name.encode()) % 64)
+
+
+def _check(model_type: str, text_tokenizer: Path) -> str:
+    """Run the model on a text with an image, and return the number of tokens and of features."""
+    processor = build_processor(model_type, text_tokenizer)
+    text = f"a {image_text(model_type, processor)} b"
+    inputs = processor(text=[text], images=[picture()], return_tensors="pt")
+    model = build_model(model_type, processor, "sdpa")
+    tokens = int((inputs["input_ids"] == _image_token_id(model_type, processor)).sum())
+    other = processor(text=[text], images=[picture(seed=1)], return_tensors="pt")
+    features: list[int] = []
+    for module in model.modules():
+        if hasattr(module, "get_image_features"):
+            module.get_image_features = _counted(module.get_image_features, features)
+    with torch.no_grad():
+        logits, changed = (model(**batch, use_cache=False).logits for batch in (inputs, other))
+    if torch.equal(logits, changed):
+        raise ValueError("the image does not affect the logits")
+    if features and tokens not in features:
+        raise ValueError(f"{tokens} image tokens, features {features}")
+    return f"{tokens} {features[-1] if features else '-'}"
+
+
+def _counted(function: Any, counts: list[int]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        features = getattr(output, "pooler_output", output)
+        if not isinstance(features, torch.Tensor):
+            features = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])
+        counts.append(features.numel() // features.shape[-1])
+        return output
+
+    return call
+
+
+def main() -> None:
+    """Check the families of the command line, or all."""
+    from energon_packed.demo import write_dataset, write_tokenizer
+
+    logging.disable(logging.ERROR)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        demo = write_dataset(Path(name) / "demo", records=120)
+        tokenizer = write_tokenizer(Path(name) / "tokenizer", demo.texts, vision=False)
+        for model_type in sys.argv[1:] or types():
+            start = time.perf_counter()
+            if model_type in NOT_CHAT:
+                state, text = "none", NOT_CHAT[model_type]
+            else:
+                try:
+                    state, text = "ok", _check(model_type, tokenizer)
+                except Exception as error:  # every family is reported
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    state = "FAIL"
+                    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} @ {where.name} {where.lineno}"
+            counts[state] += 1
+            print(state, model_type, text, f"{time.perf_counter() - start:.1f} s", flush=True)
+    print(", ".join(f"{state} {count}" for state, count in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    main()
