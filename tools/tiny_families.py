@@ -31,6 +31,51 @@ from transformers.models.auto import (
 )
 from transformers.utils import is_torchvision_available
 
+_SIDE = {"height": 56, "width": 56}
+_CROPPED = {"size": {"shortest_edge": 56}, "crop_size": _SIDE}
+_PINPOINTS = [[56, 112], [112, 56], [112, 112], [56, 168]]
+_TOWER = {"vision_config.image_size": 56, "vision_config.patch_size": 14, "vision_config.num_attention_heads": 4}
+_PAIRS = {**_TOWER, "vision_config.image_size": [56, 56], "vision_config.patch_size": [14, 14]}
+_CLIP = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+_LLAVA = {"images": _CROPPED, "processor": _CLIP, "config": _TOWER}
+_LLAVA_NEXT = {
+    "images": {**_CROPPED, "image_grid_pinpoints": _PINPOINTS},
+    "processor": _CLIP,
+    "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
+}
+_QWEN2 = {"config": {"vision_config.num_heads": 4}}
+_WINDOWS = {"config": {"vision_config.num_heads": 4, "vision_config.window_size": 112}}
+_QWEN3 = {"images": {"patch_size": 16}, "videos": {"patch_size": 16}, "config": {"vision_config.num_heads": 4}}
+_PIXTRAL = {
+    "images": {"size": {"longest_edge": 128}, "patch_size": {"height": 14, "width": 14}},
+    "processor": {"patch_size": 14},
+    "config": {
+        "vision_config.image_size": 128,
+        "vision_config.hidden_size": 64,
+        "vision_config.num_attention_heads": 4,
+        "vision_config.head_dim": 16,
+    },
+}
+_GEMMA3 = {
+    "images": {"size": _SIDE},
+    "processor": {"image_seq_length": 4},
+    "tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    "text": "<start_of_image>",
+    "config": {**_TOWER, "mm_tokens_per_image": 4},
+}
+_INTERNVL = {
+    "images": {"size": _SIDE},
+    "processor": {"image_seq_length": 4},
+    "tokens": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+    "config": _PAIRS,
+}
+_IDEFICS3 = {
+    "images": {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}},
+    "processor": {"image_seq_len": 4},
+    "more_tokens": tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "config": _TOWER,
+}
+
 # Keys of a family, all optional:
 #   like: the family whose processor and settings of the processor it uses
 #   parts: class names of the processor's parts that the mappings of Transformers do not name
@@ -39,14 +84,67 @@ from transformers.utils import is_torchvision_available
 #   text: the text of an image, if it is not the image token of the processor
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
-}  # fmt: skip
+    "aya_vision": {
+        "images": {"size": _SIDE},
+        "processor": {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
+        "config": _TOWER,
+    },
+    "cohere2_vision": {
+        "images": {"size": {"height": 64, "width": 64}},
+        "processor": {"patch_size": 2},
+        "config": {"vision_config.image_size": 64},
+    },
+    "cohere_compass": _QWEN3,
+    "cosmos3_omni": {"like": "qwen3_vl", **_QWEN3},
+    "deepseek_vl": {
+        "images": {"size": _SIDE},
+        "processor": {"num_image_tokens": 16},
+        "config": _TOWER,
+    },
+    "ernie4_5_vl_moe": _QWEN2,
+    "exaone4_5": _WINDOWS,
+    "gemma3": _GEMMA3,
+    "glm4v": _QWEN2,
+    "glm_ocr": {"like": "glm46v", **_QWEN2},
+    "glmga": {"like": "glm46v", **_QWEN2},
+    "got_ocr2": {"attention": "eager"},
+    "hyperclovax_vision_v2": _WINDOWS,
+    "idefics3": _IDEFICS3,
+    "internvl": {**_INTERNVL, "text": "<IMG_CONTEXT>"},
+    "lfm3_vl": {"images": {"patch_size": 16}, "videos": {"patch_size": 16}},
+    "lighton_ocr": _PIXTRAL,
+    "llava": _LLAVA,
+    "llava_next": _LLAVA_NEXT,
+    "llava_next_video": _LLAVA_NEXT,
+    "llava_onevision": {
+        "images": {"size": _SIDE, "image_grid_pinpoints": _PINPOINTS},
+        "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
+    },
+    "mistral3": _PIXTRAL,
+    "mistral_large4": _PIXTRAL,
+    "paligemma": {"images": {"size": _SIDE, "image_seq_length": 16}, "config": _TOWER},
+    "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
+    "qwen2_5_omni_thinker": {"like": "qwen2_5_omni", **_WINDOWS},
+    "qwen2_5_vl": _WINDOWS,
+    "qwen2_vl": _QWEN2,
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen3_omni_moe_thinker": {"like": "qwen3_omni_moe", **_QWEN3},
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": {"like": "qwen3_vl", **_QWEN3},
+    "qwen4_exp": _QWEN3,
+    "smolvlm": _IDEFICS3,
+    "video_llava": _LLAVA,
+    "vipllava": _LLAVA,
+}
 
 # Families that do not apply to packed conversations, with the reason.
 NOT_CHAT: dict[str, str] = {}
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<｜[^｜]+｜>|</?[A-Za-z_]+>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
 _TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
-_CONFIG_TOKEN = re.compile(r"(\w+)_(?:token_(?:id|index|idx)|id)")
+_CONFIG_TOKEN = re.compile(r"(\w+?)(?:_token)?_(?:id|index|idx)")
 _TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -159,9 +257,9 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
             match = _TOKEN_ATTRIBUTE.fullmatch(node.attr)
             names += [match[1]] if match else []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr") and len(node.args) > 1:
-            optional.add(ast.literal_eval(node.args[1]) if isinstance(node.args[1], ast.Constant) else "")
+            optional.add(re.sub(r"_ids?\W*$", "", ast.unparse(node.args[1]).strip("'")))
     named = {
-        name: f"<{name}>" for name in names if name not in (*_TEXT_TOKENS, *optional)
+        name: f"<{name}>" for name in names if name not in optional and not name.startswith("add_") and name not in _TEXT_TOKENS
     } | family.get("tokens", {})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=named)
     texts = [text for text in dict.fromkeys([*texts, *family.get("more_tokens", ())]) if text not in named.values()]
@@ -200,7 +298,7 @@ def _set_token_ids(config: Any, ids: dict[str, int], vocabulary: int) -> None:
             config.vocab_size = -(-vocabulary // 64) * 64 + 64
         elif match and match[1] in ids:
             setattr(config, name, ids[match[1]])
-        elif match and isinstance(value, int):
+        elif match and "token" in name and isinstance(value, int):
             setattr(config, name, vocabulary + sum(name.encode()) % 64)
 
 
