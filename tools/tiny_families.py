@@ -43,7 +43,7 @@ _LLAVA_NEXT = {
     "processor": _CLIP,
     "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
 }
-_QWEN2 = {"config": {"vision_config.num_heads": 4}}
+_QWEN2: dict[str, Any] = {"config": {"vision_config.num_heads": 4}}
 _WINDOWS = {"config": {"vision_config.num_heads": 4, "vision_config.window_size": 112}}
 _QWEN3 = {"images": {"patch_size": 16}, "videos": {"patch_size": 16}, "config": {"vision_config.num_heads": 4}}
 _PIXTRAL = {
@@ -51,6 +51,7 @@ _PIXTRAL = {
     "processor": {"patch_size": 14},
     "config": {
         "vision_config.image_size": 128,
+        "vision_config.patch_size": 14,
         "vision_config.hidden_size": 64,
         "vision_config.num_attention_heads": 4,
         "vision_config.head_dim": 16,
@@ -90,9 +91,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": _TOWER,
     },
     "cohere2_vision": {
-        "images": {"size": {"height": 64, "width": 64}},
-        "processor": {"patch_size": 2},
-        "config": {"vision_config.image_size": 64},
+        "images": {"size": {"height": 64, "width": 64}, "patch_size": 2},
+        "config": {"vision_config.image_size": 64, "vision_config.patch_size": 16},
     },
     "cohere_compass": _QWEN3,
     "cosmos3_omni": {"like": "qwen3_vl", **_QWEN3},
@@ -102,7 +102,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": _TOWER,
     },
     "ernie4_5_vl_moe": _QWEN2,
-    "exaone4_5": _WINDOWS,
+    "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
     "gemma3": _GEMMA3,
     "glm4v": _QWEN2,
     "glm_ocr": {"like": "glm46v", **_QWEN2},
@@ -121,13 +121,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
     },
-    "mistral3": _PIXTRAL,
-    "mistral_large4": _PIXTRAL,
-    "paligemma": {"images": {"size": _SIDE, "image_seq_length": 16}, "config": _TOWER},
+    "mistral3": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
+    "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
+    "paligemma": {"images": {"size": _SIDE, "image_seq_length": 16}, "config": {**_TOWER, "vision_config.projection_dim": 256}},
     "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
     "qwen2_5_omni_thinker": {"like": "qwen2_5_omni", **_WINDOWS},
     "qwen2_5_vl": _WINDOWS,
-    "qwen2_vl": _QWEN2,
+    "qwen2_vl": {"config": {"vision_config.num_heads": 4, "vision_config.hidden_size": 1024}},
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
     "qwen3_omni_moe_thinker": {"like": "qwen3_omni_moe", **_QWEN3},
@@ -136,7 +136,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen4_exp": _QWEN3,
     "smolvlm": _IDEFICS3,
     "video_llava": _LLAVA,
-    "vipllava": _LLAVA,
+    "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
 }
 
 # Families that do not apply to packed conversations, with the reason.
@@ -204,6 +204,10 @@ def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any
             part = part.setdefault(parent, {})
         part[last] = value
     config = tiny_config(model_type, model_class, settings)
+    width = config.get_text_config().hidden_size
+    for name in config.sub_configs:
+        if hasattr(getattr(config, name, None), "out_hidden_size"):
+            getattr(config, name).out_hidden_size = width
     ids = _token_ids(processor)
     ids["image"] = _image_token_id(model_type, processor)
     _set_token_ids(config, ids, len(processor.tokenizer))
