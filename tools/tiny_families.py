@@ -43,6 +43,13 @@ _LLAVA_NEXT = {
     "processor": _CLIP,
     "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
 }
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}
+    return {"text_config.rope_parameters": rope}
+
+
 _QWEN2: dict[str, Any] = {"config": {"vision_config.num_heads": 4}}
 _WINDOWS = {"config": {"vision_config.num_heads": 4, "vision_config.window_size": 112}}
 _QWEN3 = {"images": {"patch_size": 16}, "videos": {"patch_size": 16}, "config": {"vision_config.num_heads": 4}}
@@ -85,6 +92,12 @@ _IDEFICS3 = {
 #   text: the text of an image, if it is not the image token of the processor
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
+    "aria": {
+        "images": {"max_image_size": 490},
+        "processor": {"size_conversion": {490: 16}},
+        "config": {"projector_patch_to_query_dict": {49: 16}}
+        | {"vision_config.image_size": 490, "vision_config.patch_size": 70, "vision_config.num_attention_heads": 4},
+    },
     "aya_vision": {
         "images": {"size": _SIDE},
         "processor": {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
@@ -94,20 +107,55 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "images": {"size": {"height": 64, "width": 64}, "patch_size": 2},
         "config": {"vision_config.image_size": 64, "vision_config.patch_size": 16},
     },
-    "cohere_compass": _QWEN3,
+    "cohere_compass": {**_QWEN3, "config": {**_QWEN3["config"], "text_config.layer_types": ["sliding_attention", "full_attention"]}},
+    "cosmos3_edge": {
+        "images": {"size": {"shortest_edge": 3136, "longest_edge": 65536}},
+        "config": {"vision_config.num_attention_heads": 4, "text_config.head_dim": 16, **_mrope(4, 2, 2)},
+    },
     "cosmos3_omni": {"like": "qwen3_vl", **_QWEN3},
+    "deepseek_ocr2": {"config": {"text_config.mlp_layer_types": ["dense", "sparse"]}},
     "deepseek_vl": {
         "images": {"size": _SIDE},
         "processor": {"num_image_tokens": 16},
         "config": _TOWER,
     },
-    "ernie4_5_vl_moe": _QWEN2,
+    "diffusion_gemma": {"like": "gemma4"},
+    "dots3_note": {"config": {"vision_config.num_attention_heads": 4}},
+    "ernie4_5_vl_moe": {"config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)}},
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
+    "fuyu": {"more_tokens": ("|SPEAKER|", "|NEWLINE|"), "images": {"size": {"height": 120, "width": 180}}},
     "gemma3": _GEMMA3,
+    "gemma4": {
+        "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
+        "images": {"max_soft_tokens": 70},
+    },
+    "gemma4_unified": {"like": "gemma4"},
     "glm4v": _QWEN2,
+    "glm5_next": {
+        "config": {"vision_config.num_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 4},
+    },
     "glm_ocr": {"like": "glm46v", **_QWEN2},
     "glmga": {"like": "glm46v", **_QWEN2},
-    "got_ocr2": {"attention": "eager"},
+    "got_ocr2": {
+        "images": {"size": {"height": 64, "width": 64}},
+        "config": {"vision_config.image_size": 64},
+        "attention": "eager",
+    },
+    "granite4_vision": {
+        **_LLAVA_NEXT,
+        "processor": {**_CLIP, "downsample_rate": "1/2"},
+        "config": {**_LLAVA_NEXT["config"], "downsample_rate": "1/2", "spatial_target_layers": [-1], "deepstack_layer_map": [[-1, 0]]},
+    },
+    "granite_docling": {
+        "images": {"size": {"height": 128, "width": 128}},
+        "processor": {"image_seq_len": 4},
+        "config": {"vision_config.image_size": 128, "vision_config.deepstack_visual_indexes": [0, 1]},
+    },
+    "hunyuan_vl": {
+        "tokens": {"image_token": "<|image|>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
+        "images": {"size": {"shortest_edge": 4096, "longest_edge": 65536}},
+        "text": "<|image_start|><|image|><|image_end|>",
+    },
     "hyperclovax_vision_v2": _WINDOWS,
     "idefics3": _IDEFICS3,
     "internvl": {**_INTERNVL, "text": "<IMG_CONTEXT>"},
@@ -125,15 +173,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "paligemma": {"images": {"size": _SIDE, "image_seq_length": 16}, "config": {**_TOWER, "vision_config.projection_dim": 256}},
     "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
-    "qwen2_5_omni_thinker": {"like": "qwen2_5_omni", **_WINDOWS},
+    "qwen2_5_omni_thinker": {
+        "like": "qwen2_5_omni",
+        **_WINDOWS,
+        "tokens": {"vision_bos_token": "<|vision_bos|>", "vision_start_token": "<|vision_bos|>"},
+        "config": {**_WINDOWS["config"], "vision_start_token_id": 0},
+    },
     "qwen2_5_vl": _WINDOWS,
     "qwen2_vl": {"config": {"vision_config.num_heads": 4, "vision_config.hidden_size": 1024}},
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
-    "qwen3_omni_moe_thinker": {"like": "qwen3_omni_moe", **_QWEN3},
+    "qwen3_omni_moe_thinker": {
+        "like": "qwen3_omni_moe",
+        **_QWEN3,
+        "tokens": {"vision_bos_token": "<|vision_bos|>", "vision_start_token": "<|vision_bos|>"},
+        "config": {**_QWEN3["config"], "vision_start_token_id": 0},
+    },
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": {"like": "qwen3_vl", **_QWEN3},
     "qwen4_exp": _QWEN3,
+    "shieldgemma2": _GEMMA3,
     "smolvlm": _IDEFICS3,
     "video_llava": _LLAVA,
     "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
@@ -203,7 +262,7 @@ def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any
         for parent in parents:
             part = part.setdefault(parent, {})
         part[last] = value
-    config = tiny_config(model_type, model_class, settings)
+    config = tiny_config(model_type, None, settings)
     width = config.get_text_config().hidden_size
     for name in config.sub_configs:
         if hasattr(getattr(config, name, None), "out_hidden_size"):

@@ -69,15 +69,16 @@ _SPECIAL |= {
 
 
 def tiny_config(
-    model_type: str, model_class: type[Any], settings: dict[str, Any] | None = None
+    model_type: str, model_class: type[Any] | None, settings: dict[str, Any] | None = None
 ) -> PreTrainedConfig:
     """Create a small configuration of a model type, or of its text part if the class is a text model.
 
     Args:
+        model_class: class of the model; None keeps the whole configuration.
         settings: values that replace the small ones; a dictionary under the name of a part changes that part.
     """
     config = _shrunk(CONFIG_MAPPING[model_type], _SPECIAL.get(model_type, {}) | (settings or {}))
-    return config if isinstance(config, model_class.config_class) else config.get_text_config()
+    return config if model_class is None or isinstance(config, model_class.config_class) else config.get_text_config()
 
 
 def tiny_model(model_class: type[Any], config: PreTrainedConfig, attention: str) -> Any:
@@ -129,7 +130,7 @@ def _small(name: str, value: Any, divisor: int) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     if isinstance(value, dict):
-        return {key: _small(key, inside, divisor) for key, inside in value.items()}
+        return {key: _small(str(key), inside, divisor) for key, inside in value.items()}
     if _TOKEN.search(name):
         return _token(name, value)
     if name in _SMALL:
