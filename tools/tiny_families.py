@@ -93,10 +93,9 @@ _IDEFICS3 = {
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {
-        "images": {"max_image_size": 490},
-        "processor": {"size_conversion": {490: 16}},
+        "processor": {"size_conversion": {980: 16}},
         "config": {"projector_patch_to_query_dict": {49: 16}}
-        | {"vision_config.image_size": 490, "vision_config.patch_size": 70, "vision_config.num_attention_heads": 4},
+        | {"vision_config.image_size": 980, "vision_config.patch_size": 140, "vision_config.num_attention_heads": 4},
     },
     "aya_vision": {
         "images": {"size": _SIDE},
@@ -107,29 +106,59 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "images": {"size": {"height": 64, "width": 64}, "patch_size": 2},
         "config": {"vision_config.image_size": 64, "vision_config.patch_size": 16},
     },
-    "cohere_compass": {**_QWEN3, "config": {**_QWEN3["config"], "text_config.layer_types": ["sliding_attention", "full_attention"]}},
+    "cohere_compass": {
+        **_QWEN3,
+        "config": {
+            **_QWEN3["config"],
+            "text_config.layer_types": ["sliding_attention", "full_attention"],
+            "text_config.rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+                "full_attention": None,
+            },
+        },
+    },
     "cosmos3_edge": {
         "images": {"size": {"shortest_edge": 3136, "longest_edge": 65536}},
         "config": {"vision_config.num_attention_heads": 4, "text_config.head_dim": 16, **_mrope(4, 2, 2)},
     },
     "cosmos3_omni": {"like": "qwen3_vl", **_QWEN3},
-    "deepseek_ocr2": {"config": {"text_config.mlp_layer_types": ["dense", "sparse"]}},
+    "deepseek_ocr2": {
+        "config": {"text_config.mlp_layer_types": ["dense", "sparse"]}
+        | {"vision_config.encoder_config.hidden_size": 112, "vision_config.encoder_config.num_attention_heads": 4}
+        | {"vision_config.encoder_config.num_key_value_heads": 2},
+    },
     "deepseek_vl": {
         "images": {"size": _SIDE},
         "processor": {"num_image_tokens": 16},
         "config": _TOWER,
     },
+    "deepseek_vl_hybrid": {
+        "images": {"size": _SIDE, "high_res_size": {"height": 256, "width": 256}},
+        "processor": {"num_image_tokens": 16},
+        "config": {**_TOWER, "high_res_vision_config.image_size": 256},
+    },
     "diffusion_gemma": {"like": "gemma4"},
-    "dots3_note": {"config": {"vision_config.num_attention_heads": 4}},
+    "dots3_note": {
+        "config": {"vision_config.num_attention_heads": 4, "text_config.num_hidden_layers": 2}
+        | {"text_config.layer_types": ["indexed_attention", "indexed_attention"], "text_config.per_layer_config": {}},
+    },
     "ernie4_5_vl_moe": {"config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)}},
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
-    "fuyu": {"more_tokens": ("|SPEAKER|", "|NEWLINE|"), "images": {"size": {"height": 120, "width": 180}}},
+    "fast_vlm": {"like": "llava", "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+        "processor": {"patch_size": 64, "vision_feature_select_strategy": "full"}},
+    "fuyu": {
+        "more_tokens": ("|SPEAKER|", "|NEWLINE|"),
+        "images": {"size": {"height": 120, "width": 180}},
+        "text": "",
+    },
     "gemma3": _GEMMA3,
+    "gemma3n": {"config": {"vision_config.hidden_size": 2048}},
     "gemma4": {
         "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
         "images": {"max_soft_tokens": 70},
+        "config": {"vision_config.model_type": "gemma4_vision"},
     },
-    "gemma4_unified": {"like": "gemma4"},
+    "gemma4_unified": {"like": "gemma4", "config": {"vision_config.model_type": "gemma4_unified_vision"}},
     "glm4v": _QWEN2,
     "glm5_next": {
         "config": {"vision_config.num_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 4},
@@ -137,8 +166,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm_ocr": {"like": "glm46v", **_QWEN2},
     "glmga": {"like": "glm46v", **_QWEN2},
     "got_ocr2": {
-        "images": {"size": {"height": 64, "width": 64}},
-        "config": {"vision_config.image_size": 64},
+        "images": {"size": {"height": 256, "width": 256}},
+        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4},
         "attention": "eager",
     },
     "granite4_vision": {
@@ -155,12 +184,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tokens": {"image_token": "<|image|>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
         "images": {"size": {"shortest_edge": 4096, "longest_edge": 65536}},
         "text": "<|image_start|><|image|><|image_end|>",
+        "config": {"text_config.head_dim": 16},
     },
     "hyperclovax_vision_v2": _WINDOWS,
     "idefics3": _IDEFICS3,
     "internvl": {**_INTERNVL, "text": "<IMG_CONTEXT>"},
+    "janus": {"images": {"size": _SIDE}, "processor": {}, "config": {**_TOWER, "vision_config.num_image_tokens": 16}},
+    "kimi_k25": {"config": {"vision_config.max_position_embeddings": 4096}},
     "lfm3_vl": {"images": {"patch_size": 16}, "videos": {"patch_size": 16}},
     "lighton_ocr": _PIXTRAL,
+    "llama4": {
+        "images": {"size": _SIDE},
+        "processor": {"patch_size": 14},
+        "config": {"vision_config.image_size": 56, "vision_config.patch_size": 14},
+    },
     "llava": _LLAVA,
     "llava_next": _LLAVA_NEXT,
     "llava_next_video": _LLAVA_NEXT,
@@ -169,9 +206,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
     },
+    "minicpm_ocr": {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minicpmv4_6": {"images": {}, "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minicpmv4_7": {"like": "minicpmv4_6", "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minimax_m3_vl": {
+        "more_tokens": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
+    },
     "mistral3": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
-    "paligemma": {"images": {"size": _SIDE, "image_seq_length": 16}, "config": {**_TOWER, "vision_config.projection_dim": 256}},
+    "molmo2": {
+        "images": {"size": _SIDE},
+        "config": {**_TOWER, "vision_config.image_size": [56, 56], "vision_config.num_position_embeddings": 16}
+        | {"adapter_config.vision_feature_layer": [1, 0]},
+    },
+    "muse_glimmer": {"config": {"vision_config.max_position_embeddings": 1024}},
+    "muse_spark": {"config": {"vision_config.max_position_embeddings": 1024}},
+    "nemotron_h_omni": {"parts": {"feature_extractor": "ParakeetFeatureExtractor"}},
+    "ovis2": {"images": {"size": _SIDE}, "processor": {"image_seq_length": 4}, "config": {**_TOWER, "vision_config.hidden_stride": 2}},
+    "paligemma": {
+        "images": {"size": _SIDE, "image_seq_length": 16},
+        "config": {**_TOWER, "text_config.hidden_size": 256, "projection_dim": 256},
+    },
+    "perception_lm": {
+        "images": {"size": _SIDE, "tile_size": 56},
+        "processor": {"patch_size": 14},
+        "config": {"projector_pooling_ratio": 2},
+    },
+    "phi4_multimodal": {
+        "parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"},
+        "images": {"size": {"height": 56, "width": 56}},
+        "config": {"vision_config.image_size": 56, "vision_config.crop_size": 56},
+    },
     "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
     "qwen2_5_omni_thinker": {
         "like": "qwen2_5_omni",
@@ -187,13 +252,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "like": "qwen3_omni_moe",
         **_QWEN3,
         "tokens": {"vision_bos_token": "<|vision_bos|>", "vision_start_token": "<|vision_bos|>"},
-        "config": {**_QWEN3["config"], "vision_start_token_id": 0},
+        "config": {**_QWEN3["config"], "vision_start_token_id": 0}
+        | {"text_config.num_attention_heads": 4, "text_config.num_key_value_heads": 2},
     },
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": {"like": "qwen3_vl", **_QWEN3},
-    "qwen4_exp": _QWEN3,
-    "shieldgemma2": _GEMMA3,
+    "qwen4_exp": {
+        **_QWEN3,
+        "config": {
+            **_QWEN3["config"],
+            "text_config.indexer_n_heads": 2,
+            "text_config.indexer_kv_heads": 1,
+            "text_config.indexer_head_dim": 16,
+            "text_config.indexer_budget": 512,
+            "text_config.indexer_compress_ratio": 4,
+        },
+    },
     "smolvlm": _IDEFICS3,
+    "step3p7": {"config": {"text_config.sliding_window": 16}},
+    "t5gemma2": _GEMMA3,
+    "video_llama_3": {"config": {"vision_config.patch_size": 14}},
     "video_llava": _LLAVA,
     "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
 }
@@ -240,7 +318,7 @@ def build_processor(model_type: str, text_tokenizer: Path) -> Any:
 
 def image_text(model_type: str, processor: Any) -> str:
     """Return the text of an image in the input of the processor."""
-    return _processor_family(model_type).get("text") or str(getattr(processor, "image_token", ""))
+    return str(_processor_family(model_type).get("text", getattr(processor, "image_token", "")))
 
 
 def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any:

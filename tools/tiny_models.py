@@ -108,6 +108,8 @@ def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> Pr
     default = config_class()
     values = {name: value for name, value in default.to_dict().items() if name in _parameters(default)}
     subs = {name: getattr(default, name) for name in config_class.sub_configs if getattr(default, name, None)}
+    for name in special.keys() & config_class.sub_configs.keys() - subs.keys():  # a part that the default omits
+        subs[name] = CONFIG_MAPPING[special[name].pop("model_type")]()
     values = {name: value for name, value in values.items() if name not in subs}
     width = next((values[n] for n in ("hidden_size", "d_model", "n_embd", "dim") if isinstance(values.get(n), int)), 0)
     divisor = DIVISOR if width >= 256 or subs else 1
