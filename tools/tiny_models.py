@@ -68,10 +68,17 @@ _SPECIAL |= {
 }
 
 
-def tiny_config(model_type: str, model_class: type[Any]) -> PreTrainedConfig:
-    """Create a small configuration of a model type, or of its text part if the class is a text model."""
-    config = _shrunk(CONFIG_MAPPING[model_type], _SPECIAL.get(model_type, {}))
-    return config if isinstance(config, model_class.config_class) else config.get_text_config()
+def tiny_config(
+    model_type: str, model_class: type[Any] | None, settings: dict[str, Any] | None = None
+) -> PreTrainedConfig:
+    """Create a small configuration of a model type, or of its text part if the class is a text model.
+
+    Args:
+        model_class: class of the model; None keeps the whole configuration.
+        settings: values that replace the small ones; a dictionary under the name of a part changes that part.
+    """
+    config = _shrunk(CONFIG_MAPPING[model_type], _SPECIAL.get(model_type, {}) | (settings or {}))
+    return config if model_class is None or isinstance(config, model_class.config_class) else config.get_text_config()
 
 
 def tiny_model(model_class: type[Any], config: PreTrainedConfig, attention: str) -> Any:
@@ -101,14 +108,17 @@ def _shrunk(config_class: type[PreTrainedConfig], special: dict[str, Any]) -> Pr
     default = config_class()
     values = {name: value for name, value in default.to_dict().items() if name in _parameters(default)}
     subs = {name: getattr(default, name) for name in config_class.sub_configs if getattr(default, name, None)}
+    for name in special.keys() & config_class.sub_configs.keys() - subs.keys():  # a part that the default omits
+        subs[name] = CONFIG_MAPPING[special[name].pop("model_type")]()
     values = {name: value for name, value in values.items() if name not in subs}
     width = next((values[n] for n in ("hidden_size", "d_model", "n_embd", "dim") if isinstance(values.get(n), int)), 0)
     divisor = DIVISOR if width >= 256 or subs else 1
     small = {name: _small(name, value, divisor) for name, value in values.items()}
     per_layer, layers = _per_layer(values)
     small = {name: _layers_of(name, value, small[name], layers) for name, value in values.items()} | per_layer
-    changed = {name: value for name, value in small.items() if value != values[name]} | special
-    return config_class(**changed, **{name: _shrunk(type(sub), {}) for name, sub in subs.items()})
+    changed = {name: value for name, value in small.items() if value != values[name]}
+    parts = {name: _shrunk(type(sub), special.get(name, {})) for name, sub in subs.items()}
+    return config_class(**{**changed, **special, **parts})
 
 
 def _parameters(config: PreTrainedConfig) -> set[str]:
@@ -122,7 +132,7 @@ def _small(name: str, value: Any, divisor: int) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, str):
         return value
     if isinstance(value, dict):
-        return {key: _small(key, inside, divisor) for key, inside in value.items()}
+        return {key: _small(str(key), inside, divisor) for key, inside in value.items()}
     if _TOKEN.search(name):
         return _token(name, value)
     if name in _SMALL:

@@ -1,0 +1,505 @@
+"""Create a processor and a tiny random model of every vision-language family of the installed Transformers.
+
+Both come from the default settings of the family. `FAMILIES` has the settings that make images small, and the settings
+of the model that must fit them. Run `python tools/tiny_families.py [TYPE ...]` to check the families.
+"""
+
+import ast
+import inspect
+import logging
+import re
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tiny_models import tiny_config, tiny_model
+from transformers import PreTrainedTokenizerFast
+from transformers.models.auto import (
+    feature_extraction_auto,
+    image_processing_auto,
+    modeling_auto,
+    processing_auto,
+    video_processing_auto,
+)
+from transformers.utils import is_torchvision_available
+
+_SIDE = {"height": 56, "width": 56}
+_CROPPED = {"size": {"shortest_edge": 56}, "crop_size": _SIDE}
+_PINPOINTS = [[56, 112], [112, 56], [112, 112], [56, 168]]
+_TOWER = {"vision_config.image_size": 56, "vision_config.patch_size": 14, "vision_config.num_attention_heads": 4}
+_PAIRS = {**_TOWER, "vision_config.image_size": [56, 56], "vision_config.patch_size": [14, 14]}
+_CLIP = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+_LLAVA = {"images": _CROPPED, "processor": _CLIP, "config": _TOWER}
+_LLAVA_NEXT = {
+    "images": {**_CROPPED, "image_grid_pinpoints": _PINPOINTS},
+    "processor": _CLIP,
+    "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
+}
+
+
+def _mrope(*section: int) -> dict[str, Any]:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}
+    return {"text_config.rope_parameters": rope}
+
+
+_QWEN2: dict[str, Any] = {"config": {"vision_config.num_heads": 4}}
+_WINDOWS = {"config": {"vision_config.num_heads": 4, "vision_config.window_size": 112}}
+_QWEN3 = {"images": {"patch_size": 16}, "videos": {"patch_size": 16}, "config": {"vision_config.num_heads": 4}}
+_PIXTRAL = {
+    "images": {"size": {"longest_edge": 128}, "patch_size": {"height": 14, "width": 14}},
+    "processor": {"patch_size": 14},
+    "config": {
+        "vision_config.image_size": 128,
+        "vision_config.patch_size": 14,
+        "vision_config.hidden_size": 64,
+        "vision_config.num_attention_heads": 4,
+        "vision_config.head_dim": 16,
+    },
+}
+_GEMMA3 = {
+    "images": {"size": _SIDE},
+    "processor": {"image_seq_length": 4},
+    "tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+    "text": "<start_of_image>",
+    "config": {**_TOWER, "mm_tokens_per_image": 4},
+}
+_INTERNVL = {
+    "images": {"size": _SIDE},
+    "processor": {"image_seq_length": 4},
+    "tokens": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
+    "config": _PAIRS,
+}
+_IDEFICS3 = {
+    "images": {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}},
+    "processor": {"image_seq_len": 4},
+    "more_tokens": tuple(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)),
+    "config": _TOWER,
+}
+
+# Keys of a family, all optional:
+#   like: the family whose processor and settings of the processor it uses
+#   parts: class names of the processor's parts that the mappings of Transformers do not name
+#   images, videos: settings of the image and the video processor; processor: settings of the processor
+#   tokens: named special tokens of the tokenizer; more_tokens: special tokens without a name
+#   text: the text of an image, if it is not the image token of the processor
+#   config: settings of the model by dotted path; attention: its attention if it has no sdpa
+FAMILIES: dict[str, dict[str, Any]] = {
+    "aria": {
+        "processor": {"size_conversion": {980: 16}},
+        "config": {"projector_patch_to_query_dict": {49: 16}}
+        | {"vision_config.image_size": 980, "vision_config.patch_size": 140, "vision_config.num_attention_heads": 4},
+    },
+    "aya_vision": {
+        "images": {"size": _SIDE},
+        "processor": {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
+        "config": _TOWER,
+    },
+    "cohere2_vision": {
+        "images": {"size": {"height": 64, "width": 64}, "patch_size": 2},
+        "config": {"vision_config.image_size": 64, "vision_config.patch_size": 16},
+    },
+    "cohere_compass": {
+        **_QWEN3,
+        "config": {
+            **_QWEN3["config"],
+            "text_config.layer_types": ["sliding_attention", "full_attention"],
+            "text_config.rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+                "full_attention": None,
+            },
+        },
+    },
+    "cosmos3_edge": {
+        "images": {"size": {"shortest_edge": 3136, "longest_edge": 65536}},
+        "config": {"vision_config.num_attention_heads": 4, "text_config.head_dim": 16, **_mrope(4, 2, 2)},
+    },
+    "cosmos3_omni": {"like": "qwen3_vl", **_QWEN3},
+    "deepseek_ocr2": {
+        "config": {"text_config.mlp_layer_types": ["dense", "sparse"]}
+        | {"vision_config.encoder_config.hidden_size": 112, "vision_config.encoder_config.num_attention_heads": 4}
+        | {"vision_config.encoder_config.num_key_value_heads": 2},
+    },
+    "deepseek_vl": {
+        "images": {"size": _SIDE},
+        "processor": {"num_image_tokens": 16},
+        "config": _TOWER,
+    },
+    "deepseek_vl_hybrid": {
+        "images": {"size": _SIDE, "high_res_size": {"height": 256, "width": 256}},
+        "processor": {"num_image_tokens": 16},
+        "config": {**_TOWER, "high_res_vision_config.image_size": 256},
+    },
+    "diffusion_gemma": {"like": "gemma4"},
+    "dots3_note": {
+        "config": {"vision_config.num_attention_heads": 4, "text_config.num_hidden_layers": 2}
+        | {"text_config.layer_types": ["indexed_attention", "indexed_attention"], "text_config.per_layer_config": {}},
+    },
+    "ernie4_5_vl_moe": {"config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)}},
+    "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
+    "fast_vlm": {"like": "llava", "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+        "processor": {"patch_size": 64, "vision_feature_select_strategy": "full"}},
+    "fuyu": {
+        "more_tokens": ("|SPEAKER|", "|NEWLINE|"),
+        "images": {"size": {"height": 120, "width": 180}},
+        "text": "",
+    },
+    "gemma3": _GEMMA3,
+    "gemma3n": {"config": {"vision_config.hidden_size": 2048}},
+    "gemma4": {
+        "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
+        "images": {"max_soft_tokens": 70},
+        "config": {"vision_config.model_type": "gemma4_vision"},
+    },
+    "gemma4_unified": {"like": "gemma4", "config": {"vision_config.model_type": "gemma4_unified_vision"}},
+    "glm4v": _QWEN2,
+    "glm5_next": {
+        "config": {"vision_config.num_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 4},
+    },
+    "glm_ocr": {"like": "glm46v", **_QWEN2},
+    "glmga": {"like": "glm46v", **_QWEN2},
+    "got_ocr2": {
+        "images": {"size": {"height": 256, "width": 256}},
+        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4},
+        "attention": "eager",
+    },
+    "granite4_vision": {
+        **_LLAVA_NEXT,
+        "processor": {**_CLIP, "downsample_rate": "1/2"},
+        "config": {**_LLAVA_NEXT["config"], "downsample_rate": "1/2", "spatial_target_layers": [-1], "deepstack_layer_map": [[-1, 0]]},
+    },
+    "granite_docling": {
+        "images": {"size": {"height": 128, "width": 128}},
+        "processor": {"image_seq_len": 4},
+        "config": {"vision_config.image_size": 128, "vision_config.deepstack_visual_indexes": [0, 1]},
+    },
+    "hunyuan_vl": {
+        "tokens": {"image_token": "<|image|>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
+        "images": {"size": {"shortest_edge": 4096, "longest_edge": 65536}},
+        "text": "<|image_start|><|image|><|image_end|>",
+        "config": {"text_config.head_dim": 16},
+    },
+    "hyperclovax_vision_v2": _WINDOWS,
+    "idefics3": _IDEFICS3,
+    "internvl": {**_INTERNVL, "text": "<IMG_CONTEXT>"},
+    "janus": {"images": {"size": _SIDE}, "processor": {}, "config": {**_TOWER, "vision_config.num_image_tokens": 16}},
+    "kimi_k25": {"config": {"vision_config.max_position_embeddings": 4096}},
+    "lfm3_vl": {"images": {"patch_size": 16}, "videos": {"patch_size": 16}},
+    "lighton_ocr": _PIXTRAL,
+    "llama4": {
+        "images": {"size": _SIDE},
+        "processor": {"patch_size": 14},
+        "config": {"vision_config.image_size": 56, "vision_config.patch_size": 14},
+    },
+    "llava": _LLAVA,
+    "llava_next": _LLAVA_NEXT,
+    "llava_next_video": _LLAVA_NEXT,
+    "llava_onevision": {
+        "images": {"size": _SIDE, "image_grid_pinpoints": _PINPOINTS},
+        "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
+    },
+    "minicpm_ocr": {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minicpmv4_6": {"images": {}, "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minicpmv4_7": {"like": "minicpmv4_6", "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minimax_m3_vl": {
+        "more_tokens": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
+    },
+    "mistral3": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
+    "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
+    "molmo2": {
+        "images": {"size": _SIDE},
+        "config": {**_TOWER, "vision_config.image_size": [56, 56], "vision_config.num_position_embeddings": 16}
+        | {"adapter_config.vision_feature_layer": [1, 0]},
+    },
+    "muse_glimmer": {"config": {"vision_config.max_position_embeddings": 1024}},
+    "muse_spark": {"config": {"vision_config.max_position_embeddings": 1024}},
+    "nemotron_h_omni": {"parts": {"feature_extractor": "ParakeetFeatureExtractor"}},
+    "ovis2": {"images": {"size": _SIDE}, "processor": {"image_seq_length": 4}, "config": {**_TOWER, "vision_config.hidden_stride": 2}},
+    "paligemma": {
+        "images": {"size": _SIDE, "image_seq_length": 16},
+        "config": {**_TOWER, "text_config.hidden_size": 256, "projection_dim": 256},
+    },
+    "perception_lm": {
+        "images": {"size": _SIDE, "tile_size": 56},
+        "processor": {"patch_size": 14},
+        "config": {"projector_pooling_ratio": 2},
+    },
+    "phi4_multimodal": {
+        "parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"},
+        "images": {"size": {"height": 56, "width": 56}},
+        "config": {"vision_config.image_size": 56, "vision_config.crop_size": 56},
+    },
+    "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
+    "qwen2_5_omni_thinker": {
+        "like": "qwen2_5_omni",
+        **_WINDOWS,
+        "tokens": {"vision_bos_token": "<|vision_bos|>", "vision_start_token": "<|vision_bos|>"},
+        "config": {**_WINDOWS["config"], "vision_start_token_id": 0},
+    },
+    "qwen2_5_vl": _WINDOWS,
+    "qwen2_vl": {"config": {"vision_config.num_heads": 4, "vision_config.hidden_size": 1024}},
+    "qwen3_5": _QWEN3,
+    "qwen3_5_moe": _QWEN3,
+    "qwen3_omni_moe_thinker": {
+        "like": "qwen3_omni_moe",
+        **_QWEN3,
+        "tokens": {"vision_bos_token": "<|vision_bos|>", "vision_start_token": "<|vision_bos|>"},
+        "config": {**_QWEN3["config"], "vision_start_token_id": 0}
+        | {"text_config.num_attention_heads": 4, "text_config.num_key_value_heads": 2},
+    },
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": {"like": "qwen3_vl", **_QWEN3},
+    "qwen4_exp": {
+        **_QWEN3,
+        "config": {
+            **_QWEN3["config"],
+            "text_config.indexer_n_heads": 2,
+            "text_config.indexer_kv_heads": 1,
+            "text_config.indexer_head_dim": 16,
+            "text_config.indexer_budget": 512,
+            "text_config.indexer_compress_ratio": 4,
+        },
+    },
+    "smolvlm": _IDEFICS3,
+    "step3p7": {"config": {"text_config.sliding_window": 16}},
+    "t5gemma2": _GEMMA3,
+    "video_llama_3": {"config": {"vision_config.patch_size": 14}},
+    "video_llava": _LLAVA,
+    "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
+}
+
+# Families that do not apply to packed conversations, with the reason.
+NOT_CHAT: dict[str, str] = {}
+
+_SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<｜[^｜]+｜>|</?[A-Za-z_]+>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
+_TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
+_CONFIG_TOKEN = re.compile(r"(\w+?)(?:_token)?_(?:id|index|idx)")
+_TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def types() -> list[str]:
+    """List all model types, in the order of the mappings of Transformers."""
+    names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return list(dict.fromkeys([*names, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]))
+
+
+def build_processor(model_type: str, text_tokenizer: Path) -> Any:
+    """Create the processor of a family with a small tokenizer.
+
+    Raises:
+        ValueError: the family has no processor, or one of its parts cannot be created.
+    """
+    family = _processor_family(model_type)
+    name = processing_auto.PROCESSOR_MAPPING_NAMES.get(family.get("like", model_type))
+    if name is None:
+        raise ValueError(f"Transformers has no processor of model type {model_type!r}")
+    processor_class = getattr(transformers, name)
+    parts: dict[str, Any] = {}
+    try:
+        for part in processor_class.get_attributes():
+            if part == "tokenizer":
+                parts[part] = _tokenizer(processor_class, family, text_tokenizer)
+            else:
+                settings = family.get({"image_processor": "images", "video_processor": "videos"}.get(part, part), {})
+                parts[part] = getattr(transformers, _part_class(part, model_type, name))(**settings)
+        return processor_class(**parts, **family.get("processor", {}))
+    except (ImportError, AttributeError, TypeError, KeyError) as error:
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ValueError(f"the processor of {model_type!r} cannot be created: {line}") from error
+
+
+def image_text(model_type: str, processor: Any) -> str:
+    """Return the text of an image in the input of the processor."""
+    return str(_processor_family(model_type).get("text", getattr(processor, "image_token", "")))
+
+
+def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any:
+    """Create a tiny random float32 model whose token ids and image sizes fit the processor.
+
+    Raises:
+        ValueError: Transformers has no model class of this type.
+        Exception: the family does not support the attention implementation.
+    """
+    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
+    if name is None:
+        raise ValueError(f"Transformers has no vision-language model of model type {model_type!r}")
+    model_class = getattr(transformers, name if isinstance(name, str) else name[0])
+    family = FAMILIES.get(model_type, {})
+    settings: dict[str, Any] = {}
+    for path, value in family.get("config", {}).items():
+        *parents, last = path.split(".")
+        part = settings
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = value
+    config = tiny_config(model_type, None, settings)
+    width = config.get_text_config().hidden_size
+    for name in config.sub_configs:
+        if hasattr(getattr(config, name, None), "out_hidden_size"):
+            getattr(config, name).out_hidden_size = width
+    ids = _token_ids(processor)
+    ids["image"] = _image_token_id(model_type, processor)
+    _set_token_ids(config, ids, len(processor.tokenizer))
+    return tiny_model(model_class, config, family.get("attention", attention))
+
+
+def write_folder(folder: Path, model_type: str, text_tokenizer: Path) -> Path:
+    """Write the processor and the configuration of the model as a model folder of the Hub, without the weights."""
+    processor = build_processor(model_type, text_tokenizer)
+    processor.save_pretrained(folder)
+    processor.tokenizer.save_pretrained(folder)
+    build_model(model_type, processor).config.save_pretrained(folder)
+    return folder
+
+
+def picture(height: int = 90, width: int = 140, seed: int = 0) -> Image.Image:
+    """Create a random RGB image."""
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def _processor_family(model_type: str) -> dict[str, Any]:
+    """Return the settings of the processor; a family with `like` starts from the settings of the other family."""
+    family = FAMILIES.get(model_type, {})
+    return {**_processor_family(family["like"]), **family} if "like" in family else family
+
+
+def _part_class(part: str, model_type: str, processor_name: str) -> str:
+    family = _processor_family(model_type)
+    if part in family.get("parts", {}):
+        return str(family["parts"][part])
+    mappings: dict[str, dict[str, Any]] = {
+        "image_processor": image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES,
+        "video_processor": video_processing_auto.VIDEO_PROCESSOR_MAPPING_NAMES,
+        "feature_extractor": feature_extraction_auto.FEATURE_EXTRACTOR_MAPPING_NAMES,
+    }
+    found = mappings.get(part, {}).get(family.get("like", model_type))
+    if isinstance(found, dict):
+        found = (found.get("torchvision") if is_torchvision_available() else None) or found["pil"]
+    return found or processor_name.replace("Processor", part.title().replace("_", ""))
+
+
+def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenizer: Path) -> Any:
+    """Create a tokenizer with the special tokens in the source of the processor, and those that it reads by name."""
+    tree = ast.parse(inspect.getsource(inspect.getmodule(processor_class)))  # type: ignore[arg-type]
+    texts, names = [], []
+    optional = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and _SPECIAL_TOKEN.fullmatch(node.value):
+            texts.append(node.value)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("tokenizer", "self.tokenizer"):
+            match = _TOKEN_ATTRIBUTE.fullmatch(node.attr)
+            names += [match[1]] if match else []
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr") and len(node.args) > 1:
+            optional.add(re.sub(r"_ids?\W*$", "", ast.unparse(node.args[1]).strip("'")))
+    named = {
+        name: f"<{name}>" for name in names if name not in optional and not name.startswith("add_") and name not in _TEXT_TOKENS
+    } | family.get("tokens", {})
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=named)
+    texts = [text for text in dict.fromkeys([*texts, *family.get("more_tokens", ())]) if text not in named.values()]
+    tokenizer.add_special_tokens({"extra_special_tokens": texts}, replace_extra_special_tokens=False)
+    for name in _TEXT_TOKENS:
+        if getattr(tokenizer, name) is None:
+            setattr(tokenizer, name, "<|im_end|>")
+    return tokenizer
+
+
+def _image_token_id(model_type: str, processor: Any) -> int:
+    """Return the token that the features of an image replace: the most frequent token of a large image."""
+    output = processor(text=[image_text(model_type, processor)], images=[picture()], return_tensors="pt")
+    return int(Counter(output["input_ids"][0].tolist()).most_common(1)[0][0])
+
+
+def _token_ids(processor: Any) -> dict[str, int]:
+    """Return the id of every special token by the name before `_token`."""
+    ids: dict[str, int] = {}
+    for owner in (processor, processor.tokenizer):
+        for name in dir(owner):
+            if not name.startswith("_") and name.endswith(("_token", "_token_id")):
+                value = getattr(owner, name, None)
+                value = processor.tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
+                if isinstance(value, int):
+                    ids[re.sub(r"_token(_id)?$", "", name)] = value
+    return ids
+
+
+def _set_token_ids(config: Any, ids: dict[str, int], vocabulary: int) -> None:
+    for name, value in list(vars(config).items()):
+        match = _CONFIG_TOKEN.fullmatch(name)
+        if hasattr(value, "to_dict"):
+            _set_token_ids(value, ids, vocabulary)
+        elif name == "vocab_size" and value >= 64:
+            config.vocab_size = -(-vocabulary // 64) * 64 + 64
+        elif match and match[1] in ids:
+            setattr(config, name, ids[match[1]])
+        elif match and "token" in name and isinstance(value, int):
+            setattr(config, name, vocabulary + sum(name.encode()) % 64)
+
+
+def _check(model_type: str, text_tokenizer: Path) -> str:
+    """Run the model on a text with an image, and return the number of tokens and of features."""
+    processor = build_processor(model_type, text_tokenizer)
+    text = f"a {image_text(model_type, processor)} b"
+    inputs = processor(text=[text], images=[picture()], return_tensors="pt")
+    model = build_model(model_type, processor, "sdpa")
+    tokens = int((inputs["input_ids"] == _image_token_id(model_type, processor)).sum())
+    other = processor(text=[text], images=[picture(seed=1)], return_tensors="pt")
+    features: list[int] = []
+    for module in model.modules():
+        if hasattr(module, "get_image_features"):
+            module.get_image_features = _counted(module.get_image_features, features)
+    with torch.no_grad():
+        logits, changed = (model(**batch, use_cache=False).logits for batch in (inputs, other))
+    if torch.equal(logits, changed):
+        raise ValueError("the image does not affect the logits")
+    if features and tokens not in features:
+        raise ValueError(f"{tokens} image tokens, features {features}")
+    return f"{tokens} {features[-1] if features else '-'}"
+
+
+def _counted(function: Any, counts: list[int]) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        output = function(*args, **kwargs)
+        features = getattr(output, "pooler_output", output)
+        if not isinstance(features, torch.Tensor):
+            features = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])
+        counts.append(features.numel() // features.shape[-1])
+        return output
+
+    return call
+
+
+def main() -> None:
+    """Check the families of the command line, or all."""
+    from energon_packed.demo import write_dataset, write_tokenizer
+
+    logging.disable(logging.ERROR)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        demo = write_dataset(Path(name) / "demo", records=120)
+        tokenizer = write_tokenizer(Path(name) / "tokenizer", demo.texts, vision=False)
+        for model_type in sys.argv[1:] or types():
+            start = time.perf_counter()
+            if model_type in NOT_CHAT:
+                state, text = "none", NOT_CHAT[model_type]
+            else:
+                try:
+                    state, text = "ok", _check(model_type, tokenizer)
+                except Exception as error:  # every family is reported
+                    where = traceback.extract_tb(error.__traceback__)[-1]
+                    state = "FAIL"
+                    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} @ {where.name} {where.lineno}"
+            counts[state] += 1
+            print(state, model_type, text, f"{time.perf_counter() - start:.1f} s", flush=True)
+    print(", ".join(f"{state} {count}" for state, count in sorted(counts.items())))
+
+
+if __name__ == "__main__":
+    main()
