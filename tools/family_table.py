@@ -1,0 +1,272 @@
+"""Try every vision-language model type of Transformers: `python tools/family_table.py [TYPE ...] [--check]`.
+
+For each type, a processor of its default configuration and a tiny random model of its class are made (tiny_families),
+and a model folder of both is loaded by `ChatEncoder`, as a user's is. The oracle is the other side: the processor
+called with text and images, and the model called with what the processor returns, one sample at a time.
+
+    ids and tensors   `encode` of conversations with 0 to 3 images of all shapes  =  the processor
+    lengths           `measure`, without pixels                                   =  the processor
+    logits, loss,     one packed row of four samples                              =  four calls of the model
+    gradients
+    control           the same row without its boundaries                         ≠  four calls of the model
+
+Results, with the reason of all but the first:
+
+    packed      everything is equal
+    one sample  equal in rows of one sample with images; rows of several are refused
+    kernel      the model needs a kernel that runs on a GPU only for rows of several samples; else equal
+    refused     the encoder or the batch refuses the family by name
+    wrong       something differs, without a message
+    not tested  there is no processor, no conversation, or no tiny model of this type
+
+They are written to energon_packed/encoding/vision/vision_families.json and to the table in docs/vision-families.md.
+With types, only their rows change. --check compares with the file, and writes nothing. torchvision's operators, which
+processors do not call, are declared if it has no build for this machine.
+"""
+
+import argparse
+import io
+import json
+import logging
+import sys
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import torchvision_operators  # noqa: E402, F401  (before Transformers)
+
+import tiny_families  # noqa: E402, I001
+import transformers  # noqa: E402
+from bounded import bounded, line  # noqa: E402
+from PIL import Image  # noqa: E402
+
+from energon_packed import ChatEncoder, Conversation, MediaReference, Message, PaddingFreeCollator  # noqa: E402
+from energon_packed.demo import write_tokenizer  # noqa: E402
+from energon_packed.errors import BatchError, EnergonPackedError, IsolationError  # noqa: E402
+
+DATA = ROOT / "energon_packed" / "encoding" / "vision" / "vision_families.json"
+SECONDS, GIGABYTES = 240, 14  # of one type: processor time, memory
+TOLERANCE = 2e-5  # of logits, loss and gradients, relative to the largest; float32 sums in another order differ by less
+_SIDES = (20, 33, 56, 90, 140, 250, 401)
+_ROW: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
+    ("<image>What is a house?", ((90, 140),)),
+    ("What is this?", ()),
+    ("A house <image> is <image> a drawing.", ((140, 60), (56, 56))),
+    ("Is it? <image>", ((120, 120),)),
+)
+
+
+class Family:
+    """A model type: its folder, encoder and processor."""
+
+    def __init__(self, model_type: str, folder: Path, text_tokenizer: Path) -> None:
+        self.model_type = model_type
+        path = tiny_families.write_folder(folder / model_type, model_type, text_tokenizer)
+        self.processor = transformers.AutoProcessor.from_pretrained(path)
+        self.encoder = ChatEncoder.from_pretrained(path)
+
+    def expected(self, question: str, images: list[Image.Image]) -> dict[str, Any]:
+        """What the processor returns for the conversation of `talk`."""
+        turns = [
+            {"role": "user", "content": question.replace("<image>", self.encoder.vision.template_token)},
+            {"role": "assistant", "content": "It is."},
+        ]
+        text = self.encoder.renderer.template.render(turns)
+        media = {"images": images} if images else {}
+        return dict(self.processor(text=[text], add_special_tokens=False, return_tensors="pt", **media))
+
+    def compare(self, conversations: int) -> int:
+        """Compare ids, tensors and lengths of random conversations with the processor; return how many it accepts.
+
+        Raises:
+            ValueError: something differs.
+        """
+        rng = np.random.default_rng(0)
+        accepted = 0
+        for seed in range(conversations):
+            count = seed % 4
+            words = [str(rng.choice(["What is it?", "\n", " a house ", "It is a drawing. "])) for _ in range(count + 1)]
+            question = "<image>".join(words) if seed % 3 else "<image>" * count + "What?"
+            images = [_noise(*rng.choice(_SIDES, 2).tolist(), seed=seed) for _ in range(count)]
+            try:
+                theirs = self.expected(question, images)
+            except (ValueError, ZeroDivisionError):  # an image or text that the processor rejects
+                continue
+            record = talk(question, images)
+            [ours] = self.encoder.encode_many([record])
+            [measured] = self.encoder.measure([record])
+            if not hasattr(ours, "input_ids"):
+                raise ValueError(f"{question!r} with images {[image.size for image in images]} is rejected: {ours}")
+            accepted += 1
+            if ours.input_ids.tolist() != theirs["input_ids"][0].tolist():
+                raise ValueError(f"tokens of {question!r} with images {[image.size for image in images]} differ")
+            if measured.length != len(ours):
+                raise ValueError(f"{measured.length} tokens are measured, {len(ours)} are encoded")
+            inputs = PaddingFreeCollator(dummy_images="never").collate([ours]).transformers_inputs()
+            for name, value in theirs.items():
+                if name in inputs and not torch.equal(torch.as_tensor(inputs[name]), torch.as_tensor(value)):
+                    if name not in ("attention_mask", "position_ids"):
+                        raise ValueError(f"{name} of {question!r} differs")
+        return accepted
+
+    def trial(self, attention: str = "sdpa") -> dict[str, str]:
+        """Compare a packed row with separate calls of the model."""
+        model = tiny_families.build_model(self.model_type, self.processor, attention)
+        samples, alone = [], []
+        for index, (question, shapes) in enumerate(_ROW):
+            images = [_noise(*shape, seed=index) for shape in shapes]
+            samples.append(self.encoder.encode(talk(question, images)))
+            alone.append(self.expected(question, images))
+        labels = [torch.from_numpy(sample.labels)[None] for sample in samples]
+        separate = [_run(model, inputs, of) for inputs, of in zip(alone, labels, strict=True)]
+        collator = PaddingFreeCollator(dummy_images="never")
+        for sample, expected in zip(samples, separate, strict=True):
+            row = collator.collate([sample])
+            if (problem := _difference(_run(model, row.transformers_inputs(), row.labels), [expected])) is not None:
+                return {"result": "wrong", "reason": f"a row of one sample: {problem}"}
+        try:
+            row = collator.collate(samples)
+            inputs = row.transformers_inputs()
+        except BatchError as error:
+            return {"result": "one sample", "reason": str(error)}
+        try:
+            problem = _difference(_run(model, inputs, row.labels), separate)
+        except IsolationError as error:
+            return {"result": "refused", "reason": str(error)}
+        except Exception as error:
+            kernel = str(error).split("without `")
+            if "packed sequences apart without" in str(error):
+                return {"result": "kernel", "reason": kernel[1].split("`")[0]}
+            return {"result": "refused", "reason": f"the model refuses a row of several samples: {line(error)}"}
+        if problem is not None:
+            return {"result": "wrong", "reason": problem}
+        positions = torch.arange(inputs["input_ids"].shape[1]).expand_as(inputs["position_ids"])
+        bounds = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+        plain = {name: value for name, value in inputs.items() if name not in bounds} | {"position_ids": positions}
+        if _difference(_run(model, plain, row.labels), separate) is None:
+            return {"result": "not tested", "reason": "the samples of the tiny model do not influence each other"}
+        return {"result": "packed", "reason": ""}
+
+
+def talk(question: str, images: list[Image.Image]) -> Conversation:
+    """Return a conversation with images as PNG files."""
+    files = []
+    for image in images:
+        stream = io.BytesIO()
+        image.save(stream, "PNG")
+        files.append(MediaReference(data=stream.getvalue()))
+    return Conversation(
+        id=question, messages=[Message("user", question), Message("assistant", "It is.")], images=files
+    )
+
+
+def _noise(height: int, width: int, seed: int) -> Image.Image:
+    return tiny_families.picture(height, width, seed)
+
+
+def _run(model: Any, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, Any]]:
+    """Logits (T, vocabulary), loss summed over the targets, and its gradients by parameter."""
+    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    model.zero_grad()
+    logits = model(**{"use_cache": False} | inputs).logits.float()
+    loss = torch.nn.functional.cross_entropy(
+        logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum"
+    )
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return logits[0].detach(), float(loss.detach()), gradients
+
+
+def _difference(row: Any, separate: list[Any]) -> str | None:
+    """What differs between a row and separate calls; None if nothing does."""
+    logits, loss, gradients = row
+    expected = torch.cat([one[0] for one in separate])
+    if logits.shape != expected.shape:
+        return f"logits {tuple(logits.shape)}, {tuple(expected.shape)} separately"
+    change = float((logits - expected).abs().max() / expected.abs().max())
+    if not change <= TOLERANCE:
+        return f"logits differ by {change:.0e}"
+    losses = sum(one[1] for one in separate)
+    if not abs(loss - losses) <= TOLERANCE * abs(losses):
+        return f"loss {loss}, {losses} separately"
+    names = {name for one in separate for name in one[2]} | set(gradients)
+    for name in sorted(names):
+        parts = [one[2][name] for one in separate if name in one[2]]
+        summed = sum(parts[1:], parts[0]) if parts else torch.zeros_like(gradients[name])
+        own = gradients.get(name, torch.zeros_like(summed))
+        scale = float(summed.abs().max())
+        if not float((own - summed).abs().max()) <= 10 * TOLERANCE * max(scale, 1e-2):
+            return f"the gradient of {name} differs by {float((own - summed).abs().max()):.0e} of {scale:.0e}"
+    return None
+
+
+def row_of(model_type: str, conversations: int) -> dict[str, str]:
+    """Try a model type."""
+    name = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type) or ""
+    row = {"model_type": model_type, "processor": name}
+    if model_type in tiny_families.NOT_CHAT:
+        return row | {"result": "not tested", "reason": tiny_families.NOT_CHAT[model_type]}
+    with TemporaryDirectory() as folder:
+        text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
+        try:
+            family = Family(model_type, Path(folder), text)
+        except EnergonPackedError as error:
+            return row | {"result": "refused", "reason": " ".join(str(error).replace(folder, "").split())}
+        except Exception as error:
+            return row | {"result": "not tested", "reason": line(error)}
+        row["processor"] = type(family.processor).__name__
+        try:
+            if not family.compare(conversations):
+                return row | {"result": "not tested", "reason": "the processor accepts none of the conversations"}
+        except ValueError as error:
+            return row | {"result": "wrong", "reason": line(error)}
+        try:
+            return row | family.trial()
+        except Exception as error:
+            return row | {"result": "not tested", "reason": f"the tiny model: {line(error)}"}
+
+
+def main() -> None:
+    """Try the families, print the results, and write or compare them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_types", nargs="*", metavar="TYPE")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--conversations", type=int, default=12, help="of each type, compared with the processor")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    chosen = options.model_types or tiny_families.types()
+
+    def run(model_type: str) -> dict[str, str]:
+        row = bounded(row_of, (model_type, options.conversations), seconds=SECONDS, gigabytes=GIGABYTES)
+        if isinstance(row, str):
+            row = {"model_type": model_type, "processor": "", "result": "not tested", "reason": row}
+        print(json.dumps(row), flush=True)
+        return row
+
+    with ThreadPoolExecutor(options.processes) as pool:
+        rows = list(pool.map(run, chosen))
+    before = {row["model_type"]: row for row in json.loads(DATA.read_text(encoding="utf-8"))["families"]}
+    print(", ".join(f"{result} {count}" for result, count in Counter(row["result"] for row in rows).most_common()))
+    if options.check:
+        changed = [row["model_type"] for row in rows if before.get(row["model_type"], {}).get("result") != row["result"]]
+        raise SystemExit(f"other results than in {DATA.name}: {', '.join(changed)}" if changed else 0)
+    found = before | {row["model_type"]: row for row in rows}
+    order = [name for name in tiny_families.types() if name in found]
+    lines = ",\n".join(json.dumps(found[name], ensure_ascii=False) for name in order)
+    head = f'"transformers": {json.dumps(transformers.__version__)}'
+    DATA.write_text(f"{{{head}, \"families\": [\n{lines}\n]}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
