@@ -71,6 +71,11 @@ _GEMMA3 = {
     "text": "<start_of_image>",
     "config": {**_TOWER, "mm_tokens_per_image": 4},
 }
+_GEMMA4 = {
+    "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
+    "images": {"max_soft_tokens": 70},
+}
+_MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
 _INTERNVL = {
     "images": {"size": _SIDE},
     "processor": {"image_seq_length": 4},
@@ -90,6 +95,7 @@ _IDEFICS3 = {
 #   images, videos: settings of the image and the video processor; processor: settings of the processor
 #   tokens: named special tokens of the tokenizer; more_tokens: special tokens without a name
 #   text: the text of an image, if it is not the image token of the processor
+#   call: settings of the call of the processor
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {
@@ -119,13 +125,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cosmos3_edge": {
         "images": {"size": {"shortest_edge": 3136, "longest_edge": 65536}},
+        "call": {"return_mm_token_type_ids": True},
         "config": {"vision_config.num_attention_heads": 4, "text_config.head_dim": 16, **_mrope(4, 2, 2)},
     },
     "cosmos3_omni": {"like": "qwen3_vl", **_QWEN3},
     "deepseek_ocr2": {
-        "config": {"text_config.mlp_layer_types": ["dense", "sparse"]}
-        | {"vision_config.encoder_config.hidden_size": 112, "vision_config.encoder_config.num_attention_heads": 4}
-        | {"vision_config.encoder_config.num_key_value_heads": 2},
+        "config": {
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "text_config.num_experts_per_tok": 2,
+            "vision_config.encoder_config.hidden_size": 112,
+            "vision_config.encoder_config.num_attention_heads": 4,
+            "vision_config.encoder_config.num_key_value_heads": 2,
+            "vision_config.sam_config.num_attention_heads": 1,
+        },
     },
     "deepseek_vl": {
         "images": {"size": _SIDE},
@@ -139,26 +151,33 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "diffusion_gemma": {"like": "gemma4"},
     "dots3_note": {
-        "config": {"vision_config.num_attention_heads": 4, "text_config.num_hidden_layers": 2}
-        | {"text_config.layer_types": ["indexed_attention", "indexed_attention"], "text_config.per_layer_config": {}},
+        "config": {
+            "vision_config.num_attention_heads": 4,
+            "text_config.num_hidden_layers": 2,
+            "text_config.layer_types": ["indexed_attention", "indexed_attention"],
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "text_config.per_layer_config": {},
+        },
     },
     "ernie4_5_vl_moe": {"config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)}},
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
-    "fast_vlm": {"like": "llava", "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
-        "processor": {"patch_size": 64, "vision_feature_select_strategy": "full"}},
-    "fuyu": {
-        "more_tokens": ("|SPEAKER|", "|NEWLINE|"),
-        "images": {"size": {"height": 120, "width": 180}},
-        "text": "",
+    "fast_vlm": {
+        "like": "llava",
+        "images": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
+        "processor": {"patch_size": 64, "vision_feature_select_strategy": "full"},
+        "config": {
+            "vision_config.architecture": "fastvit_mci3",
+            "vision_config.hidden_size": 256,
+            "vision_config.global_pool": "avg",
+            "vision_config.model_args": {"inference_mode": True, "layers": [1, 1, 1, 1, 1]}
+            | {"embed_dims": [8, 16, 32, 64, 128]},
+        },
     },
     "gemma3": _GEMMA3,
-    "gemma3n": {"config": {"vision_config.hidden_size": 2048}},
-    "gemma4": {
-        "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
-        "images": {"max_soft_tokens": 70},
-        "config": {"vision_config.model_type": "gemma4_vision"},
-    },
-    "gemma4_unified": {"like": "gemma4", "config": {"vision_config.model_type": "gemma4_unified_vision"}},
+    "gemma3n": {"config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
+        | {"vision_config.model_args": {"channel_multiplier": 0.25}}},
+    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision"}},
+    "gemma4_unified": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_unified_vision"}},
     "glm4v": _QWEN2,
     "glm5_next": {
         "config": {"vision_config.num_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 4},
@@ -167,7 +186,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glmga": {"like": "glm46v", **_QWEN2},
     "got_ocr2": {
         "images": {"size": {"height": 256, "width": 256}},
-        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4},
+        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4, "vision_config.num_attention_heads": 1},
         "attention": "eager",
     },
     "granite4_vision": {
@@ -184,13 +203,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tokens": {"image_token": "<|image|>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
         "images": {"size": {"shortest_edge": 4096, "longest_edge": 65536}},
         "text": "<|image_start|><|image|><|image_end|>",
-        "config": {"text_config.head_dim": 16},
+        "config": {"text_config.head_dim": 16, **_mrope(2, 2, 2, 2)},
     },
     "hyperclovax_vision_v2": _WINDOWS,
     "idefics3": _IDEFICS3,
+    "inkling2": {"attention": "eager"},
     "internvl": {**_INTERNVL, "text": "<IMG_CONTEXT>"},
-    "janus": {"images": {"size": _SIDE}, "processor": {}, "config": {**_TOWER, "vision_config.num_image_tokens": 16}},
-    "kimi_k25": {"config": {"vision_config.max_position_embeddings": 4096}},
+    "janus": {
+        "images": {"size": {"height": 96, "width": 96}},
+        "config": {"vision_config.image_size": 96, "vision_config.patch_size": 4, "vision_config.projection_dim": 512},
+    },
+    "kimi_k25": {"config": {"vision_config.pos_emb_width": 64}},
     "lfm3_vl": {"images": {"patch_size": 16}, "videos": {"patch_size": 16}},
     "lighton_ocr": _PIXTRAL,
     "llama4": {
@@ -206,23 +229,32 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
     },
-    "minicpm_ocr": {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
-    "minicpmv4_6": {"images": {}, "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
-    "minicpmv4_7": {"like": "minicpmv4_6", "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
     "minimax_m3_vl": {
         "more_tokens": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
     },
     "mistral3": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "molmo2": {
-        "images": {"size": _SIDE},
+        "images": {"size": _SIDE, "overlap_margins": [1, 1]},
         "config": {**_TOWER, "vision_config.image_size": [56, 56], "vision_config.num_position_embeddings": 16}
         | {"adapter_config.vision_feature_layer": [1, 0]},
     },
-    "muse_glimmer": {"config": {"vision_config.max_position_embeddings": 1024}},
-    "muse_spark": {"config": {"vision_config.max_position_embeddings": 1024}},
-    "nemotron_h_omni": {"parts": {"feature_extractor": "ParakeetFeatureExtractor"}},
-    "ovis2": {"images": {"size": _SIDE}, "processor": {"image_seq_length": 4}, "config": {**_TOWER, "vision_config.hidden_stride": 2}},
+    "muse_glimmer": {"config": {"vision_config.pos_emb_width": 32}},
+    "muse_spark": {"config": {"vision_config.pos_emb_width": 32, "audio_config.out_hidden_size": 1024}},
+    "nemotron_h_omni": {
+        "parts": {"feature_extractor": "ParakeetFeatureExtractor"},
+        "images": {"min_num_patches": 16},
+        "config": {"vision_config.video_temporal_patch_size": 2},
+    },
+    "ovis2": {
+        "images": {"size": _SIDE},
+        "processor": {"image_seq_length": 4},
+        "config": {**_TOWER, "vision_config.hidden_stride": 2, "hidden_size": 512},
+    },
+    "paddleocr_vl": {"config": {"vision_config.num_attention_heads": 4}},
     "paligemma": {
         "images": {"size": _SIDE, "image_seq_length": 16},
         "config": {**_TOWER, "text_config.hidden_size": 256, "projection_dim": 256},
@@ -230,12 +262,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "perception_lm": {
         "images": {"size": _SIDE, "tile_size": 56},
         "processor": {"patch_size": 14},
-        "config": {"projector_pooling_ratio": 2},
+        "config": {
+            "projector_pooling_ratio": 2,
+            "vision_config.architecture": "vit_pe_core_large_patch14_336",
+            "vision_config.model_args": {"embed_dim": 64, "img_size": [56, 56], "depth": 2, "num_heads": 4}
+            | {"global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1, "ref_feat_shape": [4, 4]},
+        },
     },
-    "phi4_multimodal": {
-        "parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"},
-        "images": {"size": {"height": 56, "width": 56}},
-        "config": {"vision_config.image_size": 56, "vision_config.crop_size": 56},
+    "phi4_multimodal": {"parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"}},
+    "pp_chart2table": {
+        "images": {"size": {"height": 256, "width": 256}},
+        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4, "vision_config.num_attention_heads": 1},
+        "attention": "eager",
     },
     "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
     "qwen2_5_omni_thinker": {
@@ -263,21 +301,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
             **_QWEN3["config"],
             "text_config.indexer_n_heads": 2,
             "text_config.indexer_kv_heads": 1,
-            "text_config.indexer_head_dim": 16,
+            "text_config.indexer_head_dim": 32,
             "text_config.indexer_budget": 512,
             "text_config.indexer_compress_ratio": 4,
         },
     },
     "smolvlm": _IDEFICS3,
-    "step3p7": {"config": {"text_config.sliding_window": 16}},
-    "t5gemma2": _GEMMA3,
+    "step3p7": {
+        "images": {"size": {"height": 224, "width": 224}, "patch_size": 112},
+        "config": {"vision_config.image_size": 224, "text_config.sliding_window": 16},
+    },
+    "unlimited_ocr": {"config": {"vision_config.sam_config.num_attention_heads": 1}},
     "video_llama_3": {"config": {"vision_config.patch_size": 14}},
     "video_llava": _LLAVA,
     "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
 }
 
 # Families that do not apply to packed conversations, with the reason.
-NOT_CHAT: dict[str, str] = {}
+NOT_CHAT: dict[str, str] = {
+    "fuyu": "the processor writes the image in front of the text; a text cannot name the place of an image",
+    "mistral4": "a text model without images",
+    "shieldgemma2": "a classifier of one image; its processor writes the prompt from a policy",
+    "t5gemma2": "encoder-decoder model: the image is in the encoder, the answer in the decoder",
+}
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<｜[^｜]+｜>|</?[A-Za-z_]+>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
 _TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
@@ -319,6 +365,14 @@ def build_processor(model_type: str, text_tokenizer: Path) -> Any:
 def image_text(model_type: str, processor: Any) -> str:
     """Return the text of an image in the input of the processor."""
     return str(_processor_family(model_type).get("text", getattr(processor, "image_token", "")))
+
+
+def model_inputs(model_type: str, processor: Any, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """Return the output of the processor as inputs of the model, with float32 tensors."""
+    settings = _processor_family(model_type).get("call", {})
+    inputs = processor(text=[text], images=images, return_tensors="pt", **settings)
+    floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return {name: value.float() if name in floats else value for name, value in inputs.items()}
 
 
 def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any:
@@ -413,7 +467,7 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
 
 def _image_token_id(model_type: str, processor: Any) -> int:
     """Return the token that the features of an image replace: the most frequent token of a large image."""
-    output = processor(text=[image_text(model_type, processor)], images=[picture()], return_tensors="pt")
+    output = model_inputs(model_type, processor, image_text(model_type, processor), [picture()])
     return int(Counter(output["input_ids"][0].tolist()).most_common(1)[0][0])
 
 
@@ -447,10 +501,9 @@ def _check(model_type: str, text_tokenizer: Path) -> str:
     """Run the model on a text with an image, and return the number of tokens and of features."""
     processor = build_processor(model_type, text_tokenizer)
     text = f"a {image_text(model_type, processor)} b"
-    inputs = processor(text=[text], images=[picture()], return_tensors="pt")
+    inputs, other = (model_inputs(model_type, processor, text, [picture(seed=seed)]) for seed in (0, 1))
     model = build_model(model_type, processor, "sdpa")
     tokens = int((inputs["input_ids"] == _image_token_id(model_type, processor)).sum())
-    other = processor(text=[text], images=[picture(seed=1)], return_tensors="pt")
     features: list[int] = []
     for module in model.modules():
         if hasattr(module, "get_image_features"):
