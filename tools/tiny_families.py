@@ -133,6 +133,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {
             "text_config.mlp_layer_types": ["dense", "sparse"],
             "text_config.num_experts_per_tok": 2,
+            "text_config.moe_intermediate_size": 64,
             "vision_config.encoder_config.hidden_size": 112,
             "vision_config.encoder_config.num_attention_heads": 4,
             "vision_config.encoder_config.num_key_value_heads": 2,
@@ -149,10 +150,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"num_image_tokens": 16},
         "config": {**_TOWER, "high_res_vision_config.image_size": 256},
     },
-    "diffusion_gemma": {"like": "gemma4"},
     "dots3_note": {
+        "images": {"temporal_patch_size": 1},
+        "videos": {"temporal_patch_size": 1},
         "config": {
             "vision_config.num_attention_heads": 4,
+            "audio_config.adapter_input_size": 160,
             "text_config.num_hidden_layers": 2,
             "text_config.layer_types": ["indexed_attention", "indexed_attention"],
             "text_config.mlp_layer_types": ["dense", "sparse"],
@@ -174,8 +177,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "gemma3": _GEMMA3,
-    "gemma3n": {"config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
-        | {"vision_config.model_args": {"channel_multiplier": 0.25}}},
+    "gemma3n": {
+        "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
+        | {"vision_config.model_args": {"channel_multiplier": 0.25}}
+    },
     "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision"}},
     "gemma4_unified": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_unified_vision"}},
     "glm4v": _QWEN2,
@@ -186,13 +191,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glmga": {"like": "glm46v", **_QWEN2},
     "got_ocr2": {
         "images": {"size": {"height": 256, "width": 256}},
-        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4, "vision_config.num_attention_heads": 1},
+        "config": {
+            "vision_config.image_size": 256,
+            "vision_config.patch_size": 4,
+            "vision_config.num_attention_heads": 1,
+        },
         "attention": "eager",
     },
     "granite4_vision": {
         **_LLAVA_NEXT,
         "processor": {**_CLIP, "downsample_rate": "1/2"},
-        "config": {**_LLAVA_NEXT["config"], "downsample_rate": "1/2", "spatial_target_layers": [-1], "deepstack_layer_map": [[-1, 0]]},
+        "config": {
+            **_LLAVA_NEXT["config"],
+            "downsample_rate": "1/2",
+            "spatial_target_layers": [-1],
+            "deepstack_layer_map": [[-1, 0]],
+        },
     },
     "granite_docling": {
         "images": {"size": {"height": 128, "width": 128}},
@@ -200,7 +214,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vision_config.image_size": 128, "vision_config.deepstack_visual_indexes": [0, 1]},
     },
     "hunyuan_vl": {
-        "tokens": {"image_token": "<|image|>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
+        "tokens": {
+            "image_token": "<|image|>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+        },
         "images": {"size": {"shortest_edge": 4096, "longest_edge": 65536}},
         "text": "<|image_start|><|image|><|image_end|>",
         "config": {"text_config.head_dim": 16, **_mrope(2, 2, 2, 2)},
@@ -213,13 +231,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "images": {"size": {"height": 96, "width": 96}},
         "config": {"vision_config.image_size": 96, "vision_config.patch_size": 4, "vision_config.projection_dim": 512},
     },
-    "kimi_k25": {"config": {"vision_config.pos_emb_width": 64}},
+    "kimi_k25": {"config": {"vision_config.pos_emb_width": 64, "vision_config.num_attention_heads": 4}},
     "lfm3_vl": {"images": {"patch_size": 16}, "videos": {"patch_size": 16}},
     "lighton_ocr": _PIXTRAL,
     "llama4": {
         "images": {"size": _SIDE},
         "processor": {"patch_size": 14},
-        "config": {"vision_config.image_size": 56, "vision_config.patch_size": 14},
+        "config": {**_TOWER, "vision_config.intermediate_size": 384, "vision_config.vision_output_dim": 512},
     },
     "llava": _LLAVA,
     "llava_next": _LLAVA_NEXT,
@@ -239,15 +257,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "molmo2": {
         "images": {"size": _SIDE, "overlap_margins": [1, 1]},
-        "config": {**_TOWER, "vision_config.image_size": [56, 56], "vision_config.num_position_embeddings": 16}
-        | {"adapter_config.vision_feature_layer": [1, 0]},
+        "tokens": {"image_patch_token": "<im_patch>"},
+        "config": {
+            **_TOWER,
+            "vision_config.image_size": [56, 56],
+            "vision_config.num_position_embeddings": 16,
+            "vision_config.num_key_value_heads": 4,
+            "adapter_config.vision_feature_layer": [1, 0],
+        },
     },
     "muse_glimmer": {"config": {"vision_config.pos_emb_width": 32}},
     "muse_spark": {"config": {"vision_config.pos_emb_width": 32, "audio_config.out_hidden_size": 1024}},
     "nemotron_h_omni": {
         "parts": {"feature_extractor": "ParakeetFeatureExtractor"},
         "images": {"min_num_patches": 16},
-        "config": {"vision_config.video_temporal_patch_size": 2},
+        "config": {"vision_config.video_temporal_patch_size": 2, "text_config.moe_intermediate_size": 64},
     },
     "ovis2": {
         "images": {"size": _SIDE},
@@ -272,7 +296,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi4_multimodal": {"parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"}},
     "pp_chart2table": {
         "images": {"size": {"height": 256, "width": 256}},
-        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4, "vision_config.num_attention_heads": 1},
+        "more_tokens": ("<imgpad>",),
+        "text": "<imgpad>" * 256,
+        "config": {
+            "vision_config.image_size": 256,
+            "vision_config.patch_size": 4,
+            "vision_config.num_attention_heads": 1,
+        },
         "attention": "eager",
     },
     "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
@@ -319,11 +349,45 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 # Families that do not apply to packed conversations, with the reason.
 NOT_CHAT: dict[str, str] = {
+    "blip": "captions: the text decoder attends to the image by cross-attention, and the text has no image tokens",
+    "blip-2": "the processor writes the image in front of the text; a text cannot name the place of an image",
+    "diffusion_gemma": "block diffusion: the model denoises a canvas of the answer, and does not predict next tokens",
+    "evolla": "inputs are sequences of proteins and structures, not images; cross-attention",
+    "florence2": "encoder-decoder model: the image and the task are in the encoder, the answer in the decoder",
     "fuyu": "the processor writes the image in front of the text; a text cannot name the place of an image",
+    "git": "captions: the model puts the image features in front of all tokens of a row, without image tokens",
+    "idefics": "cross-attention layers: `image_attention_mask` has an entry per token and image of a row, without image tokens",
+    "instructblip": "the Q-Former reads the instruction with the image, through a second tokenizer: one instruction per row",
+    "instructblipvideo": "the Q-Former reads the instruction with the video, through a second tokenizer: one instruction per row",
+    "kosmos-2": "`image_embeds_position_mask` of the processor marks one image per row",
+    "kosmos-2.5": "`image_embeds_position_mask` of the processor marks one image per row; flattened patches of a page",
     "mistral4": "a text model without images",
+    "mllama": "cross-attention layers: `cross_attention_mask` has an entry per token and tile of a row, without image tokens",
+    "pi0": "a policy of robots: the input has the state of the robot and noisy actions, the output is actions",
+    "pix2struct": "encoder-decoder model: the image with the rendered question is in the encoder",
+    "pp_formulanet": "encoder-decoder model: the image of a formula is in the encoder, without text",
+    "qwen2_5_omni": "no forward method: the thinker is trained alone, as model type qwen2_5_omni_thinker",
+    "qwen3_omni_moe": "no forward method: the thinker is trained alone, as model type qwen3_omni_moe_thinker",
     "shieldgemma2": "a classifier of one image; its processor writes the prompt from a policy",
-    "t5gemma2": "encoder-decoder model: the image is in the encoder, the answer in the decoder",
+    "t5gemma2": "encoder-decoder model: the image and the question are in the encoder",
+    "udop": "encoder-decoder model: the image, the words of a page and their boxes are in the encoder",
+    "vision-encoder-decoder": "encoder-decoder model: the image is in the encoder, the text in the decoder",
 }
+_AUDIO = (
+    "fun_asr_nano",
+    "glmasr",
+    "granite_speech",
+    "granite_speech_plus",
+    "kyutai_speech_to_text",
+    "moss_transcribe_diarize",
+    "nemo_speechlm",
+    "qwen2_audio",
+    "qwen3_asr",
+    "vibevoice_asr",
+    "voxtral",
+    "voxtral_realtime",
+)
+NOT_CHAT |= dict.fromkeys(_AUDIO, "a model of audio and text, without images")
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<｜[^｜]+｜>|</?[A-Za-z_]+>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
 _TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
@@ -452,10 +516,9 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
             match = _TOKEN_ATTRIBUTE.fullmatch(node.attr)
             names += [match[1]] if match else []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr") and len(node.args) > 1:
-            optional.add(re.sub(r"_ids?\W*$", "", ast.unparse(node.args[1]).strip("'")))
-    named = {
-        name: f"<{name}>" for name in names if name not in optional and not name.startswith("add_") and name not in _TEXT_TOKENS
-    } | family.get("tokens", {})
+            optional.add(re.sub(r"_ids?$", "", ast.unparse(node.args[1]).strip("'")))
+    names = [name for name in names if name not in (*optional, *_TEXT_TOKENS) and not name.startswith("add_")]
+    named = {name: f"<{name}>" for name in names} | family.get("tokens", {})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=named)
     texts = [text for text in dict.fromkeys([*texts, *family.get("more_tokens", ())]) if text not in named.values()]
     tokenizer.add_special_tokens({"extra_special_tokens": texts}, replace_extra_special_tokens=False)
@@ -547,8 +610,8 @@ def main() -> None:
                     state, text = "ok", _check(model_type, tokenizer)
                 except Exception as error:  # every family is reported
                     where = traceback.extract_tb(error.__traceback__)[-1]
-                    state = "FAIL"
-                    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} @ {where.name} {where.lineno}"
+                    line = " ".join(str(error).split())[:300]
+                    state, text = "FAIL", f"{type(error).__name__}: {line} @ {where.name} {where.lineno}"
             counts[state] += 1
             print(state, model_type, text, f"{time.perf_counter() - start:.1f} s", flush=True)
     print(", ".join(f"{state} {count}" for state, count in sorted(counts.items())))
