@@ -108,6 +108,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
         "config": _TOWER,
     },
+    "chameleon": {
+        "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+        "processor": {"image_seq_length": 16},
+        "more_tokens": ("<image>", *(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")),
+        "config": {"vq_config.resolution": 64, "vq_config.num_embeddings": 8},
+    },
     "cohere2_vision": {
         "images": {"size": {"height": 64, "width": 64}, "patch_size": 2},
         "config": {"vision_config.image_size": 64, "vision_config.patch_size": 16},
@@ -161,6 +167,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "text_config.mlp_layer_types": ["dense", "sparse"],
             "text_config.per_layer_config": {},
         },
+    },
+    "emu3": {
+        "images": {"min_pixels": 4096, "max_pixels": 9216},
+        "tokens": {"image_token": "<image>"},
+        "more_tokens": ("<|extra_200|>", *(f"<|visual token {code:06}|>" for code in range(8))),
+        "config": {"vq_config.codebook_size": 8},
     },
     "ernie4_5_vl_moe": {"config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)}},
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
@@ -278,7 +290,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"image_seq_length": 4},
         "config": {**_TOWER, "vision_config.hidden_stride": 2, "hidden_size": 512},
     },
-    "paddleocr_vl": {"config": {"vision_config.num_attention_heads": 4}},
+    "paddleocr_vl": {
+        "images": {"size": {"shortest_edge": 3136, "longest_edge": 65536}},
+        "config": {"vision_config.num_attention_heads": 4},
+    },
     "paligemma": {
         "images": {"size": _SIDE, "image_seq_length": 16},
         "config": {**_TOWER, "text_config.hidden_size": 256, "projection_dim": 256},
@@ -389,7 +404,7 @@ _AUDIO = (
 )
 NOT_CHAT |= dict.fromkeys(_AUDIO, "a model of audio and text, without images")
 
-_SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<｜[^｜]+｜>|</?[A-Za-z_]+>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
+_SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
 _TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
 _CONFIG_TOKEN = re.compile(r"(\w+?)(?:_token)?_(?:id|index|idx)")
 _TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -459,13 +474,15 @@ def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any
             part = part.setdefault(parent, {})
         part[last] = value
     config = tiny_config(model_type, None, settings)
-    width = config.get_text_config().hidden_size
-    for name in config.sub_configs:
-        if hasattr(getattr(config, name, None), "out_hidden_size"):
-            getattr(config, name).out_hidden_size = width
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        for name in ("out_hidden_size", "text_hidden_size"):  # the features have the width of the text
+            if hasattr(part, name):
+                setattr(part, name, config.get_text_config().hidden_size)
     ids = _token_ids(processor)
     ids["image"] = _image_token_id(model_type, processor)
     _set_token_ids(config, ids, len(processor.tokenizer))
+    if hasattr(config, "vocabulary_map"):
+        config.vocabulary_map = processor.tokenizer.get_vocab()
     return tiny_model(model_class, config, family.get("attention", attention))
 
 
@@ -536,14 +553,14 @@ def _image_token_id(model_type: str, processor: Any) -> int:
 
 def _token_ids(processor: Any) -> dict[str, int]:
     """Return the id of every special token by the name before `_token`."""
+    tokenizer = processor.tokenizer
+    names = {name for name in dir(processor) if name.endswith(("_token", "_token_id")) and not name.startswith("_")}
+    values = {name: getattr(processor, name, None) for name in names} | dict(tokenizer.special_tokens_map)
     ids: dict[str, int] = {}
-    for owner in (processor, processor.tokenizer):
-        for name in dir(owner):
-            if not name.startswith("_") and name.endswith(("_token", "_token_id")):
-                value = getattr(owner, name, None)
-                value = processor.tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
-                if isinstance(value, int):
-                    ids[re.sub(r"_token(_id)?$", "", name)] = value
+    for name, value in sorted(values.items()):
+        token = tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
+        if isinstance(token, int):
+            ids[re.sub(r"_token(_id)?$", "", name)] = token
     return ids
 
 
@@ -573,6 +590,10 @@ def _check(model_type: str, text_tokenizer: Path) -> str:
             module.get_image_features = _counted(module.get_image_features, features)
     with torch.no_grad():
         logits, changed = (model(**batch, use_cache=False).logits for batch in (inputs, other))
+    with tempfile.TemporaryDirectory() as name:
+        loaded = transformers.AutoProcessor.from_pretrained(write_folder(Path(name), model_type, text_tokenizer))
+    if not torch.equal(model_inputs(model_type, loaded, text, [picture()])["input_ids"], inputs["input_ids"]):
+        raise ValueError("the processor of the folder returns other tokens")
     if torch.equal(logits, changed):
         raise ValueError("the image does not affect the logits")
     if features and tokens not in features:
@@ -583,7 +604,8 @@ def _check(model_type: str, text_tokenizer: Path) -> str:
 def _counted(function: Any, counts: list[int]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         output = function(*args, **kwargs)
-        features = getattr(output, "pooler_output", output)
+        features = getattr(output, "pooler_output", None)
+        features = features if features is not None else getattr(output, "last_hidden_state", output)
         if not isinstance(features, torch.Tensor):
             features = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])
         counts.append(features.numel() // features.shape[-1])
