@@ -174,7 +174,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "more_tokens": ("<|extra_200|>", *(f"<|visual token {code:06}|>" for code in range(8))),
         "config": {"vq_config.codebook_size": 8},
     },
-    "ernie4_5_vl_moe": {"config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)}},
+    "ernie4_5_vl_moe": {
+        "videos": {"draw_on_frames": False},
+        "config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)},
+    },
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
     "fast_vlm": {
         "like": "llava",
@@ -371,13 +374,13 @@ NOT_CHAT: dict[str, str] = {
     "florence2": "encoder-decoder model: the image and the task are in the encoder, the answer in the decoder",
     "fuyu": "the processor writes the image in front of the text; a text cannot name the place of an image",
     "git": "captions: the model puts the image features in front of all tokens of a row, without image tokens",
-    "idefics": "cross-attention layers: `image_attention_mask` has an entry per token and image of a row, without image tokens",
-    "instructblip": "the Q-Former reads the instruction with the image, through a second tokenizer: one instruction per row",
-    "instructblipvideo": "the Q-Former reads the instruction with the video, through a second tokenizer: one instruction per row",
-    "kosmos-2": "`image_embeds_position_mask` of the processor marks one image per row",
-    "kosmos-2.5": "`image_embeds_position_mask` of the processor marks one image per row; flattened patches of a page",
+    "idefics": "cross-attention layers: `image_attention_mask` selects the images of a token; no image tokens",
+    "instructblip": "the Q-Former also reads the instruction, with its own tokenizer: one instruction per row",
+    "instructblipvideo": "the Q-Former also reads the instruction, with its own tokenizer: one instruction per row",
+    "kosmos-2": "AutoProcessor has no entry; the model needs the `image_embeds_position_mask` of Kosmos2Processor",
+    "kosmos-2.5": "AutoProcessor has no entry; the model needs the `image_embeds_position_mask` of Kosmos2_5Processor",
     "mistral4": "a text model without images",
-    "mllama": "cross-attention layers: `cross_attention_mask` has an entry per token and tile of a row, without image tokens",
+    "mllama": "cross-attention layers: `cross_attention_mask` selects the tiles of a token; no features in tokens",
     "pi0": "a policy of robots: the input has the state of the robot and noisy actions, the output is actions",
     "pix2struct": "encoder-decoder model: the image with the rendered question is in the encoder",
     "pp_formulanet": "encoder-decoder model: the image of a formula is in the encoder, without text",
@@ -458,32 +461,10 @@ def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any
     """Create a tiny random float32 model whose token ids and image sizes fit the processor.
 
     Raises:
-        ValueError: Transformers has no model class of this type.
         Exception: the family does not support the attention implementation.
     """
-    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
-    if name is None:
-        raise ValueError(f"Transformers has no vision-language model of model type {model_type!r}")
-    model_class = getattr(transformers, name if isinstance(name, str) else name[0])
-    family = FAMILIES.get(model_type, {})
-    settings: dict[str, Any] = {}
-    for path, value in family.get("config", {}).items():
-        *parents, last = path.split(".")
-        part = settings
-        for parent in parents:
-            part = part.setdefault(parent, {})
-        part[last] = value
-    config = tiny_config(model_type, None, settings)
-    for part in (getattr(config, name, None) for name in config.sub_configs):
-        for name in ("out_hidden_size", "text_hidden_size"):  # the features have the width of the text
-            if hasattr(part, name):
-                setattr(part, name, config.get_text_config().hidden_size)
-    ids = _token_ids(processor)
-    ids["image"] = _image_token_id(model_type, processor)
-    _set_token_ids(config, ids, len(processor.tokenizer))
-    if hasattr(config, "vocabulary_map"):
-        config.vocabulary_map = processor.tokenizer.get_vocab()
-    return tiny_model(model_class, config, family.get("attention", attention))
+    config = _config(model_type, processor)
+    return tiny_model(_model_class(model_type), config, FAMILIES.get(model_type, {}).get("attention", attention))
 
 
 def write_folder(folder: Path, model_type: str, text_tokenizer: Path) -> Path:
@@ -491,13 +472,14 @@ def write_folder(folder: Path, model_type: str, text_tokenizer: Path) -> Path:
     processor = build_processor(model_type, text_tokenizer)
     processor.save_pretrained(folder)
     processor.tokenizer.save_pretrained(folder)
-    build_model(model_type, processor).config.save_pretrained(folder)
+    _config(model_type, processor).save_pretrained(folder)
     return folder
 
 
 def picture(height: int = 90, width: int = 140, seed: int = 0) -> Image.Image:
-    """Create a random RGB image."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    """Create an RGB image of random colours, as large areas that also a coarse encoder distinguishes."""
+    colours = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(colours).resize((width, height))
 
 
 def _processor_family(model_type: str) -> dict[str, Any]:
@@ -543,6 +525,34 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
         if getattr(tokenizer, name) is None:
             setattr(tokenizer, name, "<|im_end|>")
     return tokenizer
+
+
+def _model_class(model_type: str) -> Any:
+    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+    return getattr(transformers, name if isinstance(name, str) else name[0])
+
+
+def _config(model_type: str, processor: Any) -> Any:
+    """Create the configuration of the tiny model, with the token ids of the processor."""
+    settings: dict[str, Any] = {}
+    for path, value in FAMILIES.get(model_type, {}).get("config", {}).items():
+        *parents, last = path.split(".")
+        part = settings
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = value
+    config = tiny_config(model_type, None, settings)
+    config.architectures = [_model_class(model_type).__name__]
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        for name in ("out_hidden_size", "text_hidden_size"):  # the features have the width of the text
+            if hasattr(part, name):
+                setattr(part, name, config.get_text_config().hidden_size)
+    ids = _token_ids(processor)
+    ids["image"] = _image_token_id(model_type, processor)
+    _set_token_ids(config, ids, len(processor.tokenizer))
+    if hasattr(config, "vocabulary_map"):
+        config.vocabulary_map = processor.tokenizer.get_vocab()
+    return config
 
 
 def _image_token_id(model_type: str, processor: Any) -> int:
@@ -606,6 +616,8 @@ def _counted(function: Any, counts: list[int]) -> Any:
         output = function(*args, **kwargs)
         features = getattr(output, "pooler_output", None)
         features = features if features is not None else getattr(output, "last_hidden_state", output)
+        if features is None:  # features of several layers
+            return output
         if not isinstance(features, torch.Tensor):
             features = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])
         counts.append(features.numel() // features.shape[-1])
