@@ -71,6 +71,11 @@ _GEMMA3 = {
     "text": "<start_of_image>",
     "config": {**_TOWER, "mm_tokens_per_image": 4},
 }
+_GEMMA4 = {
+    "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
+    "images": {"max_soft_tokens": 70},
+}
+_MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
 _INTERNVL = {
     "images": {"size": _SIDE},
     "processor": {"image_seq_length": 4},
@@ -90,6 +95,7 @@ _IDEFICS3 = {
 #   images, videos: settings of the image and the video processor; processor: settings of the processor
 #   tokens: named special tokens of the tokenizer; more_tokens: special tokens without a name
 #   text: the text of an image, if it is not the image token of the processor
+#   call: settings of the call of the processor
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {
@@ -101,6 +107,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "images": {"size": _SIDE},
         "processor": {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
         "config": _TOWER,
+    },
+    "chameleon": {
+        "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+        "processor": {"image_seq_length": 16},
+        "more_tokens": ("<image>", *(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")),
+        "config": {"vq_config.resolution": 64, "vq_config.num_embeddings": 8},
     },
     "cohere2_vision": {
         "images": {"size": {"height": 64, "width": 64}, "patch_size": 2},
@@ -119,13 +131,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cosmos3_edge": {
         "images": {"size": {"shortest_edge": 3136, "longest_edge": 65536}},
+        "call": {"return_mm_token_type_ids": True},
         "config": {"vision_config.num_attention_heads": 4, "text_config.head_dim": 16, **_mrope(4, 2, 2)},
     },
     "cosmos3_omni": {"like": "qwen3_vl", **_QWEN3},
     "deepseek_ocr2": {
-        "config": {"text_config.mlp_layer_types": ["dense", "sparse"]}
-        | {"vision_config.encoder_config.hidden_size": 112, "vision_config.encoder_config.num_attention_heads": 4}
-        | {"vision_config.encoder_config.num_key_value_heads": 2},
+        "config": {
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "text_config.num_experts_per_tok": 2,
+            "text_config.moe_intermediate_size": 64,
+            "vision_config.encoder_config.hidden_size": 112,
+            "vision_config.encoder_config.num_attention_heads": 4,
+            "vision_config.encoder_config.num_key_value_heads": 2,
+            "vision_config.sam_config.num_attention_heads": 1,
+        },
     },
     "deepseek_vl": {
         "images": {"size": _SIDE},
@@ -137,28 +156,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"num_image_tokens": 16},
         "config": {**_TOWER, "high_res_vision_config.image_size": 256},
     },
-    "diffusion_gemma": {"like": "gemma4"},
     "dots3_note": {
-        "config": {"vision_config.num_attention_heads": 4, "text_config.num_hidden_layers": 2}
-        | {"text_config.layer_types": ["indexed_attention", "indexed_attention"], "text_config.per_layer_config": {}},
+        "images": {"temporal_patch_size": 1},
+        "videos": {"temporal_patch_size": 1},
+        "config": {
+            "vision_config.num_attention_heads": 4,
+            "audio_config.adapter_input_size": 160,
+            "text_config.num_hidden_layers": 2,
+            "text_config.layer_types": ["indexed_attention", "indexed_attention"],
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "text_config.per_layer_config": {},
+        },
     },
-    "ernie4_5_vl_moe": {"config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)}},
+    "emu3": {
+        "images": {"min_pixels": 4096, "max_pixels": 9216},
+        "tokens": {"image_token": "<image>"},
+        "more_tokens": ("<|extra_200|>", *(f"<|visual token {code:06}|>" for code in range(8))),
+        "config": {"vq_config.codebook_size": 8},
+    },
+    "ernie4_5_vl_moe": {
+        "videos": {"draw_on_frames": False},
+        "config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)},
+    },
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
-    "fast_vlm": {"like": "llava", "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
-        "processor": {"patch_size": 64, "vision_feature_select_strategy": "full"}},
-    "fuyu": {
-        "more_tokens": ("|SPEAKER|", "|NEWLINE|"),
-        "images": {"size": {"height": 120, "width": 180}},
-        "text": "",
+    "fast_vlm": {
+        "like": "llava",
+        "images": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
+        "processor": {"patch_size": 64, "vision_feature_select_strategy": "full"},
+        "config": {
+            "vision_config.architecture": "fastvit_mci3",
+            "vision_config.hidden_size": 256,
+            "vision_config.global_pool": "avg",
+            "vision_config.model_args": {"inference_mode": True, "layers": [1, 1, 1, 1, 1]}
+            | {"embed_dims": [8, 16, 32, 64, 128]},
+        },
     },
     "gemma3": _GEMMA3,
-    "gemma3n": {"config": {"vision_config.hidden_size": 2048}},
-    "gemma4": {
-        "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
-        "images": {"max_soft_tokens": 70},
-        "config": {"vision_config.model_type": "gemma4_vision"},
+    "gemma3n": {
+        "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
+        | {"vision_config.model_args": {"channel_multiplier": 0.25}}
     },
-    "gemma4_unified": {"like": "gemma4", "config": {"vision_config.model_type": "gemma4_unified_vision"}},
+    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision"}},
+    "gemma4_unified": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_unified_vision"}},
     "glm4v": _QWEN2,
     "glm5_next": {
         "config": {"vision_config.num_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 4},
@@ -167,13 +206,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glmga": {"like": "glm46v", **_QWEN2},
     "got_ocr2": {
         "images": {"size": {"height": 256, "width": 256}},
-        "config": {"vision_config.image_size": 256, "vision_config.patch_size": 4},
+        "config": {
+            "vision_config.image_size": 256,
+            "vision_config.patch_size": 4,
+            "vision_config.num_attention_heads": 1,
+        },
         "attention": "eager",
     },
     "granite4_vision": {
         **_LLAVA_NEXT,
         "processor": {**_CLIP, "downsample_rate": "1/2"},
-        "config": {**_LLAVA_NEXT["config"], "downsample_rate": "1/2", "spatial_target_layers": [-1], "deepstack_layer_map": [[-1, 0]]},
+        "config": {
+            **_LLAVA_NEXT["config"],
+            "downsample_rate": "1/2",
+            "spatial_target_layers": [-1],
+            "deepstack_layer_map": [[-1, 0]],
+        },
     },
     "granite_docling": {
         "images": {"size": {"height": 128, "width": 128}},
@@ -181,22 +229,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vision_config.image_size": 128, "vision_config.deepstack_visual_indexes": [0, 1]},
     },
     "hunyuan_vl": {
-        "tokens": {"image_token": "<|image|>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"},
+        "tokens": {
+            "image_token": "<|image|>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+        },
         "images": {"size": {"shortest_edge": 4096, "longest_edge": 65536}},
         "text": "<|image_start|><|image|><|image_end|>",
-        "config": {"text_config.head_dim": 16},
+        "config": {"text_config.head_dim": 16, **_mrope(2, 2, 2, 2)},
     },
     "hyperclovax_vision_v2": _WINDOWS,
     "idefics3": _IDEFICS3,
+    "inkling2": {"attention": "eager"},
     "internvl": {**_INTERNVL, "text": "<IMG_CONTEXT>"},
-    "janus": {"images": {"size": _SIDE}, "processor": {}, "config": {**_TOWER, "vision_config.num_image_tokens": 16}},
-    "kimi_k25": {"config": {"vision_config.max_position_embeddings": 4096}},
+    "janus": {
+        "images": {"size": {"height": 96, "width": 96}},
+        "config": {"vision_config.image_size": 96, "vision_config.patch_size": 4, "vision_config.projection_dim": 512},
+    },
+    "kimi_k25": {"config": {"vision_config.pos_emb_width": 64, "vision_config.num_attention_heads": 4}},
     "lfm3_vl": {"images": {"patch_size": 16}, "videos": {"patch_size": 16}},
     "lighton_ocr": _PIXTRAL,
     "llama4": {
         "images": {"size": _SIDE},
         "processor": {"patch_size": 14},
-        "config": {"vision_config.image_size": 56, "vision_config.patch_size": 14},
+        "config": {**_TOWER, "vision_config.intermediate_size": 384, "vision_config.vision_output_dim": 512},
     },
     "llava": _LLAVA,
     "llava_next": _LLAVA_NEXT,
@@ -206,23 +262,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
     },
-    "minicpm_ocr": {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
-    "minicpmv4_6": {"images": {}, "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
-    "minicpmv4_7": {"like": "minicpmv4_6", "config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}},
+    "minicpm_ocr": _MINICPM,
+    "minicpmv4_6": _MINICPM,
+    "minicpmv4_7": _MINICPM,
     "minimax_m3_vl": {
         "more_tokens": ("]<]image[>[", "]<]video[>[", "]<]start of image[>[", "]<]end of image[>["),
     },
     "mistral3": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "molmo2": {
-        "images": {"size": _SIDE},
-        "config": {**_TOWER, "vision_config.image_size": [56, 56], "vision_config.num_position_embeddings": 16}
-        | {"adapter_config.vision_feature_layer": [1, 0]},
+        "images": {"size": _SIDE, "overlap_margins": [1, 1]},
+        "tokens": {"image_patch_token": "<im_patch>"},
+        "config": {
+            **_TOWER,
+            "vision_config.image_size": [56, 56],
+            "vision_config.num_position_embeddings": 16,
+            "vision_config.num_key_value_heads": 4,
+            "adapter_config.vision_feature_layer": [1, 0],
+        },
     },
-    "muse_glimmer": {"config": {"vision_config.max_position_embeddings": 1024}},
-    "muse_spark": {"config": {"vision_config.max_position_embeddings": 1024}},
-    "nemotron_h_omni": {"parts": {"feature_extractor": "ParakeetFeatureExtractor"}},
-    "ovis2": {"images": {"size": _SIDE}, "processor": {"image_seq_length": 4}, "config": {**_TOWER, "vision_config.hidden_stride": 2}},
+    "muse_glimmer": {"config": {"vision_config.pos_emb_width": 32}},
+    "muse_spark": {"config": {"vision_config.pos_emb_width": 32, "audio_config.out_hidden_size": 1024}},
+    "nemotron_h_omni": {
+        "parts": {"feature_extractor": "ParakeetFeatureExtractor"},
+        "images": {"min_num_patches": 16},
+        "config": {"vision_config.video_temporal_patch_size": 2, "text_config.moe_intermediate_size": 64},
+    },
+    "ovis2": {
+        "images": {"size": _SIDE},
+        "processor": {"image_seq_length": 4},
+        "config": {**_TOWER, "vision_config.hidden_stride": 2, "hidden_size": 512},
+    },
+    "paddleocr_vl": {
+        "images": {"size": {"shortest_edge": 3136, "longest_edge": 65536}},
+        "config": {"vision_config.num_attention_heads": 4},
+    },
     "paligemma": {
         "images": {"size": _SIDE, "image_seq_length": 16},
         "config": {**_TOWER, "text_config.hidden_size": 256, "projection_dim": 256},
@@ -230,12 +304,24 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "perception_lm": {
         "images": {"size": _SIDE, "tile_size": 56},
         "processor": {"patch_size": 14},
-        "config": {"projector_pooling_ratio": 2},
+        "config": {
+            "projector_pooling_ratio": 2,
+            "vision_config.architecture": "vit_pe_core_large_patch14_336",
+            "vision_config.model_args": {"embed_dim": 64, "img_size": [56, 56], "depth": 2, "num_heads": 4}
+            | {"global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1, "ref_feat_shape": [4, 4]},
+        },
     },
-    "phi4_multimodal": {
-        "parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"},
-        "images": {"size": {"height": 56, "width": 56}},
-        "config": {"vision_config.image_size": 56, "vision_config.crop_size": 56},
+    "phi4_multimodal": {"parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"}},
+    "pp_chart2table": {
+        "images": {"size": {"height": 256, "width": 256}},
+        "more_tokens": ("<imgpad>",),
+        "text": "<imgpad>" * 256,
+        "config": {
+            "vision_config.image_size": 256,
+            "vision_config.patch_size": 4,
+            "vision_config.num_attention_heads": 1,
+        },
+        "attention": "eager",
     },
     "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
     "qwen2_5_omni_thinker": {
@@ -263,23 +349,65 @@ FAMILIES: dict[str, dict[str, Any]] = {
             **_QWEN3["config"],
             "text_config.indexer_n_heads": 2,
             "text_config.indexer_kv_heads": 1,
-            "text_config.indexer_head_dim": 16,
+            "text_config.indexer_head_dim": 32,
             "text_config.indexer_budget": 512,
             "text_config.indexer_compress_ratio": 4,
         },
     },
     "smolvlm": _IDEFICS3,
-    "step3p7": {"config": {"text_config.sliding_window": 16}},
-    "t5gemma2": _GEMMA3,
+    "step3p7": {
+        "images": {"size": {"height": 224, "width": 224}, "patch_size": 112},
+        "config": {"vision_config.image_size": 224, "text_config.sliding_window": 16},
+    },
+    "unlimited_ocr": {"config": {"vision_config.sam_config.num_attention_heads": 1}},
     "video_llama_3": {"config": {"vision_config.patch_size": 14}},
     "video_llava": _LLAVA,
     "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
 }
 
 # Families that do not apply to packed conversations, with the reason.
-NOT_CHAT: dict[str, str] = {}
+NOT_CHAT: dict[str, str] = {
+    "blip": "captions: the text decoder attends to the image by cross-attention, and the text has no image tokens",
+    "blip-2": "the processor writes the image in front of the text; a text cannot name the place of an image",
+    "diffusion_gemma": "block diffusion: the model denoises a canvas of the answer, and does not predict next tokens",
+    "evolla": "inputs are sequences of proteins and structures, not images; cross-attention",
+    "florence2": "encoder-decoder model: the image and the task are in the encoder, the answer in the decoder",
+    "fuyu": "the processor writes the image in front of the text; a text cannot name the place of an image",
+    "git": "captions: the model puts the image features in front of all tokens of a row, without image tokens",
+    "idefics": "cross-attention layers: `image_attention_mask` selects the images of a token; no image tokens",
+    "instructblip": "the Q-Former also reads the instruction, with its own tokenizer: one instruction per row",
+    "instructblipvideo": "the Q-Former also reads the instruction, with its own tokenizer: one instruction per row",
+    "kosmos-2": "AutoProcessor has no entry; the model needs the `image_embeds_position_mask` of Kosmos2Processor",
+    "kosmos-2.5": "AutoProcessor has no entry; the model needs the `image_embeds_position_mask` of Kosmos2_5Processor",
+    "mistral4": "a text model without images",
+    "mllama": "cross-attention layers: `cross_attention_mask` selects the tiles of a token; no features in tokens",
+    "pi0": "a policy of robots: the input has the state of the robot and noisy actions, the output is actions",
+    "pix2struct": "encoder-decoder model: the image with the rendered question is in the encoder",
+    "pp_formulanet": "encoder-decoder model: the image of a formula is in the encoder, without text",
+    "qwen2_5_omni": "no forward method: the thinker is trained alone, as model type qwen2_5_omni_thinker",
+    "qwen3_omni_moe": "no forward method: the thinker is trained alone, as model type qwen3_omni_moe_thinker",
+    "shieldgemma2": "a classifier of one image; its processor writes the prompt from a policy",
+    "t5gemma2": "encoder-decoder model: the image and the question are in the encoder",
+    "udop": "encoder-decoder model: the image, the words of a page and their boxes are in the encoder",
+    "vision-encoder-decoder": "encoder-decoder model: the image is in the encoder, the text in the decoder",
+}
+_AUDIO = (
+    "fun_asr_nano",
+    "glmasr",
+    "granite_speech",
+    "granite_speech_plus",
+    "kyutai_speech_to_text",
+    "moss_transcribe_diarize",
+    "nemo_speechlm",
+    "qwen2_audio",
+    "qwen3_asr",
+    "vibevoice_asr",
+    "voxtral",
+    "voxtral_realtime",
+)
+NOT_CHAT |= dict.fromkeys(_AUDIO, "a model of audio and text, without images")
 
-_SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<｜[^｜]+｜>|</?[A-Za-z_]+>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
+_SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
 _TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
 _CONFIG_TOKEN = re.compile(r"(\w+?)(?:_token)?_(?:id|index|idx)")
 _TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -321,34 +449,22 @@ def image_text(model_type: str, processor: Any) -> str:
     return str(_processor_family(model_type).get("text", getattr(processor, "image_token", "")))
 
 
+def model_inputs(model_type: str, processor: Any, text: str, images: list[Image.Image]) -> dict[str, Any]:
+    """Return the output of the processor as inputs of the model, with float32 tensors."""
+    settings = _processor_family(model_type).get("call", {})
+    inputs = processor(text=[text], images=images, return_tensors="pt", **settings)
+    floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    return {name: value.float() if name in floats else value for name, value in inputs.items()}
+
+
 def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any:
     """Create a tiny random float32 model whose token ids and image sizes fit the processor.
 
     Raises:
-        ValueError: Transformers has no model class of this type.
         Exception: the family does not support the attention implementation.
     """
-    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.get(model_type)
-    if name is None:
-        raise ValueError(f"Transformers has no vision-language model of model type {model_type!r}")
-    model_class = getattr(transformers, name if isinstance(name, str) else name[0])
-    family = FAMILIES.get(model_type, {})
-    settings: dict[str, Any] = {}
-    for path, value in family.get("config", {}).items():
-        *parents, last = path.split(".")
-        part = settings
-        for parent in parents:
-            part = part.setdefault(parent, {})
-        part[last] = value
-    config = tiny_config(model_type, None, settings)
-    width = config.get_text_config().hidden_size
-    for name in config.sub_configs:
-        if hasattr(getattr(config, name, None), "out_hidden_size"):
-            getattr(config, name).out_hidden_size = width
-    ids = _token_ids(processor)
-    ids["image"] = _image_token_id(model_type, processor)
-    _set_token_ids(config, ids, len(processor.tokenizer))
-    return tiny_model(model_class, config, family.get("attention", attention))
+    config = _config(model_type, processor)
+    return tiny_model(_model_class(model_type), config, FAMILIES.get(model_type, {}).get("attention", attention))
 
 
 def write_folder(folder: Path, model_type: str, text_tokenizer: Path) -> Path:
@@ -356,13 +472,14 @@ def write_folder(folder: Path, model_type: str, text_tokenizer: Path) -> Path:
     processor = build_processor(model_type, text_tokenizer)
     processor.save_pretrained(folder)
     processor.tokenizer.save_pretrained(folder)
-    build_model(model_type, processor).config.save_pretrained(folder)
+    _config(model_type, processor).save_pretrained(folder)
     return folder
 
 
 def picture(height: int = 90, width: int = 140, seed: int = 0) -> Image.Image:
-    """Create a random RGB image."""
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+    """Create an RGB image of random colours, as large areas that also a coarse encoder distinguishes."""
+    colours = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
+    return Image.fromarray(colours).resize((width, height))
 
 
 def _processor_family(model_type: str) -> dict[str, Any]:
@@ -398,10 +515,9 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
             match = _TOKEN_ATTRIBUTE.fullmatch(node.attr)
             names += [match[1]] if match else []
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("hasattr", "getattr") and len(node.args) > 1:
-            optional.add(re.sub(r"_ids?\W*$", "", ast.unparse(node.args[1]).strip("'")))
-    named = {
-        name: f"<{name}>" for name in names if name not in optional and not name.startswith("add_") and name not in _TEXT_TOKENS
-    } | family.get("tokens", {})
+            optional.add(re.sub(r"_ids?$", "", ast.unparse(node.args[1]).strip("'")))
+    names = [name for name in names if name not in (*optional, *_TEXT_TOKENS) and not name.startswith("add_")]
+    named = {name: f"<{name}>" for name in names} | family.get("tokens", {})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=named)
     texts = [text for text in dict.fromkeys([*texts, *family.get("more_tokens", ())]) if text not in named.values()]
     tokenizer.add_special_tokens({"extra_special_tokens": texts}, replace_extra_special_tokens=False)
@@ -411,22 +527,50 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
     return tokenizer
 
 
+def _model_class(model_type: str) -> Any:
+    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+    return getattr(transformers, name if isinstance(name, str) else name[0])
+
+
+def _config(model_type: str, processor: Any) -> Any:
+    """Create the configuration of the tiny model, with the token ids of the processor."""
+    settings: dict[str, Any] = {}
+    for path, value in FAMILIES.get(model_type, {}).get("config", {}).items():
+        *parents, last = path.split(".")
+        part = settings
+        for parent in parents:
+            part = part.setdefault(parent, {})
+        part[last] = value
+    config = tiny_config(model_type, None, settings)
+    config.architectures = [_model_class(model_type).__name__]
+    for part in (getattr(config, name, None) for name in config.sub_configs):
+        for name in ("out_hidden_size", "text_hidden_size"):  # the features have the width of the text
+            if hasattr(part, name):
+                setattr(part, name, config.get_text_config().hidden_size)
+    ids = _token_ids(processor)
+    ids["image"] = _image_token_id(model_type, processor)
+    _set_token_ids(config, ids, len(processor.tokenizer))
+    if hasattr(config, "vocabulary_map"):
+        config.vocabulary_map = processor.tokenizer.get_vocab()
+    return config
+
+
 def _image_token_id(model_type: str, processor: Any) -> int:
     """Return the token that the features of an image replace: the most frequent token of a large image."""
-    output = processor(text=[image_text(model_type, processor)], images=[picture()], return_tensors="pt")
+    output = model_inputs(model_type, processor, image_text(model_type, processor), [picture()])
     return int(Counter(output["input_ids"][0].tolist()).most_common(1)[0][0])
 
 
 def _token_ids(processor: Any) -> dict[str, int]:
     """Return the id of every special token by the name before `_token`."""
+    tokenizer = processor.tokenizer
+    names = {name for name in dir(processor) if name.endswith(("_token", "_token_id")) and not name.startswith("_")}
+    values = {name: getattr(processor, name, None) for name in names} | dict(tokenizer.special_tokens_map)
     ids: dict[str, int] = {}
-    for owner in (processor, processor.tokenizer):
-        for name in dir(owner):
-            if not name.startswith("_") and name.endswith(("_token", "_token_id")):
-                value = getattr(owner, name, None)
-                value = processor.tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
-                if isinstance(value, int):
-                    ids[re.sub(r"_token(_id)?$", "", name)] = value
+    for name, value in sorted(values.items()):
+        token = tokenizer.convert_tokens_to_ids(value) if isinstance(value, str) else value
+        if isinstance(token, int):
+            ids[re.sub(r"_token(_id)?$", "", name)] = token
     return ids
 
 
@@ -447,16 +591,19 @@ def _check(model_type: str, text_tokenizer: Path) -> str:
     """Run the model on a text with an image, and return the number of tokens and of features."""
     processor = build_processor(model_type, text_tokenizer)
     text = f"a {image_text(model_type, processor)} b"
-    inputs = processor(text=[text], images=[picture()], return_tensors="pt")
+    inputs, other = (model_inputs(model_type, processor, text, [picture(seed=seed)]) for seed in (0, 1))
     model = build_model(model_type, processor, "sdpa")
     tokens = int((inputs["input_ids"] == _image_token_id(model_type, processor)).sum())
-    other = processor(text=[text], images=[picture(seed=1)], return_tensors="pt")
     features: list[int] = []
     for module in model.modules():
         if hasattr(module, "get_image_features"):
             module.get_image_features = _counted(module.get_image_features, features)
     with torch.no_grad():
         logits, changed = (model(**batch, use_cache=False).logits for batch in (inputs, other))
+    with tempfile.TemporaryDirectory() as name:
+        loaded = transformers.AutoProcessor.from_pretrained(write_folder(Path(name), model_type, text_tokenizer))
+    if not torch.equal(model_inputs(model_type, loaded, text, [picture()])["input_ids"], inputs["input_ids"]):
+        raise ValueError("the processor of the folder returns other tokens")
     if torch.equal(logits, changed):
         raise ValueError("the image does not affect the logits")
     if features and tokens not in features:
@@ -467,7 +614,10 @@ def _check(model_type: str, text_tokenizer: Path) -> str:
 def _counted(function: Any, counts: list[int]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         output = function(*args, **kwargs)
-        features = getattr(output, "pooler_output", output)
+        features = getattr(output, "pooler_output", None)
+        features = features if features is not None else getattr(output, "last_hidden_state", output)
+        if features is None:  # features of several layers
+            return output
         if not isinstance(features, torch.Tensor):
             features = torch.cat([feature.reshape(-1, feature.shape[-1]) for feature in features])
         counts.append(features.numel() // features.shape[-1])
@@ -494,8 +644,8 @@ def main() -> None:
                     state, text = "ok", _check(model_type, tokenizer)
                 except Exception as error:  # every family is reported
                     where = traceback.extract_tb(error.__traceback__)[-1]
-                    state = "FAIL"
-                    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} @ {where.name} {where.lineno}"
+                    line = " ".join(str(error).split())[:300]
+                    state, text = "FAIL", f"{type(error).__name__}: {line} @ {where.name} {where.lineno}"
             counts[state] += 1
             print(state, model_type, text, f"{time.perf_counter() - start:.1f} s", flush=True)
     print(", ".join(f"{state} {count}" for state, count in sorted(counts.items())))
