@@ -36,9 +36,7 @@ def line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
 
 
-def _child(
-    pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: int, gigabytes: int
-) -> None:
+def _child(pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], seconds: int, gigabytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (gigabytes * 2**30,) * 2)
     resource.setrlimit(resource.RLIMIT_CPU, (seconds,) * 2)
     torch.set_num_threads(1)

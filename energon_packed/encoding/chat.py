@@ -301,8 +301,9 @@ class ChatEncoder(Processor):
             # M-RoPE positions of text are equal in all axes: 0, 1, 2 .. in each sample.
             positions = position_ids_from_cu_seqlens(batch.cu_seqlens)
             row.position_ids = np.broadcast_to(positions, (axes, len(row.input_ids)))
-        if self.vision is not None and self.vision.token_types:
-            row.token_type_ids, row.token_types = np.zeros_like(row.input_ids), self.vision.token_types
+        if self.vision is not None and self.vision.needs is not None:
+            row.needs = self.vision.needs
+            row.token_type_ids = None if row.needs.types is None else np.zeros_like(row.input_ids)
         return row
 
     @cached_property
@@ -333,8 +334,8 @@ class ChatEncoder(Processor):
             image_grid_thw=pixels.grids_tensor,
             patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
             vision_inputs=pixels.inputs,
-            token_type_ids=np.zeros(len(ids), dtype=np.int64) if vision.token_types else None,  # no attention
-            token_types=vision.token_types,
+            token_type_ids=np.zeros_like(ids) if vision.needs and vision.needs.types else None,  # no attention
+            needs=vision.needs,
         )
 
     def _dummy_audio(self, audio: AudioFamily) -> EncodedSample:
@@ -529,11 +530,23 @@ class ChatEncoder(Processor):
                 ]
         batch = batch.scaled([conversation.weight for conversation in conversations])
         batch, rejects = self.rules.check(batch, images, videos, spoken, in_vocabulary=in_vocabulary)
+        for index in self._joined_images(conversations, batch):
+            detail = "two images without a token between them, which its model cannot separate; add text between them"
+            rejects.setdefault(index, Reject(Reason.UNSUPPORTED_MEDIA, detail))
         for index, reject in rejects.items():
             roles = [message.role for message in conversations[index].messages]
             if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
                 rejects[index] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects
+
+    def _joined_images(self, conversations: Sequence[Conversation], batch: TokenBatch) -> list[int]:
+        """Conversations with two images next to each other, for models whose positions need a token between them."""
+        if self.vision is None or self.vision.adjacent_images or not any([len(c.images) > 1 for c in conversations]):
+            return []
+        is_image = batch.input_ids == self.image_token_id
+        is_pair = np.flatnonzero(is_image[1:] & is_image[:-1]) + 1
+        found = np.unique(np.searchsorted(batch.cu_seqlens, is_pair[~np.isin(is_pair, batch.cu_seqlens)], "right") - 1)
+        return [index for index in found.tolist() if conversations[index].input_ids is None]
 
     def _features(self, size: MediaSize, *, is_video: bool) -> int:
         """Number of image tokens, or of video tokens, that the media of a conversation need."""
@@ -567,7 +580,7 @@ class ChatEncoder(Processor):
             video_token_id=self.rules.video_token_id,
             audio_token_id=audio_token,
             token_type_ids=None if self.vision is None else self.vision.token_type_ids(ids),
-            token_types=None if self.vision is None else self.vision.token_types,
+            needs=None if self.vision is None else self.vision.needs,
         )
 
     @cached_property

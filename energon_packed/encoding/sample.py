@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.vision.positions import TokenTypes, VisionInputs
+from energon_packed.encoding.vision.positions import ModelNeeds, VisionInputs
 from energon_packed.errors import BatchError, Reason, RecordError
 from energon_packed.seqlens import cu_seqlens_from_lengths
 
@@ -124,7 +124,7 @@ class EncodedSample:
         audio_token_id: token that represents features of audio, or None.
         audio_inputs: arguments of the audio encoder, such as input_features, or None.
         token_type_ids: int64 (L,), 1 at image tokens, for models with such an argument, or None.
-        token_types: the argument, or None.
+        needs: what its model needs of a row with images, or None.
         source: dataset that it comes from, or None.
         dummy: a minimal image sample of its encoder's vision family, which a collator puts into rows without images,
             or None.
@@ -151,7 +151,7 @@ class EncodedSample:
     audio_token_id: int | None = None
     audio_inputs: VisionInputs | None = None
     token_type_ids: npt.NDArray[np.int64] | None = None
-    token_types: TokenTypes | None = None
+    needs: ModelNeeds | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
     source: SampleSource | None = None
     dummy: "EncodedSample | None" = None
@@ -241,7 +241,7 @@ class EncodedRow(Sequence[EncodedSample]):
         cu_seqlens: integers (S+1,), boundaries of the samples.
         position_ids: int64 (axes, T), M-RoPE positions, or None.
         token_type_ids: int64 (T,), 1 at image tokens, or None.
-        token_types: the argument of the model for them, or None.
+        needs: what the model needs of a row with images, or None.
         loss_weights: float32 (T,), loss weight of each token, which counts only at targets; None if all weights are 1.
         image_token_id: token that represents image features, or None.
         video_token_id, audio_token_id: tokens that represent features of videos and audio, or None.
@@ -255,7 +255,7 @@ class EncodedRow(Sequence[EncodedSample]):
     cu_seqlens: npt.NDArray[np.integer]
     position_ids: npt.NDArray[np.int64] | None = None
     token_type_ids: npt.NDArray[np.int64] | None = None
-    token_types: TokenTypes | None = None
+    needs: ModelNeeds | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
     image_token_id: int | None = None
     video_token_id: int | None = None
@@ -306,7 +306,7 @@ class EncodedRow(Sequence[EncodedSample]):
             return self._joined
         shared = {
             name: getattr(self, name)
-            for name in ("image_token_id", "video_token_id", "audio_token_id", "token_types", "dummy")
+            for name in ("image_token_id", "video_token_id", "audio_token_id", "needs", "dummy")
         }
         samples = []
         bounds = pairwise(self.cu_seqlens.tolist())
@@ -388,6 +388,6 @@ def _joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, An
         "image_token_id": _first(part.image_token_id for part in parts),
         "video_token_id": _first(part.video_token_id for part in parts),
         "audio_token_id": _first(part.audio_token_id for part in parts),
-        "token_types": _first(part.token_types for part in parts),
+        "needs": _first(part.needs for part in parts),
         "dummy": _first(part.dummy for part in parts),
     }

@@ -191,5 +191,5 @@ def test_text_without_images_has_token_types(encoder: ChatEncoder) -> None:
     sample = encoder.encode(talk("What?", []))
     rows: list[EncodedSample] = encoder.encode_row(["a"], sample.input_ids, sample.labels, [0, len(sample)])
     for one in (sample, *rows):
-        assert (one.token_type_ids is not None) == (vision_of(encoder).token_types is not None)
+        assert (one.token_type_ids is not None) == (vision_of(encoder).needs is not None)
         assert one.num_images == 0

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, TokenTypes, mrope_positions
+from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, ModelNeeds, Pixels, mrope_positions
 from energon_packed.encoding.vision.video_file import MAX_FRAME_PIXELS
 from energon_packed.encoding.vision.video_sampling import (
     FRAME_SETTINGS,
@@ -64,8 +64,9 @@ class VisionFamily(ABC):
         image_token: token whose run represents an image.
         placeholder: text of an image in a conversation, with a single `image_token`.
         reserved: tokens that text must not contain.
-        token_types: argument of the model for types of tokens, or None.
+        needs: what the model needs of a row with images, or None.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
+        adjacent_images: whether the positions of two images without a token between them are right.
         writes_timestamps: whether `fps` of a record with images becomes timestamps in its text.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
             no processor folder; limits as in the preprocessor_config.json of the published models.
@@ -92,8 +93,9 @@ class VisionFamily(ABC):
     image_token: ClassVar[str] = "<|image_pad|>"
     placeholder: ClassVar[str] = "<|vision_start|><|image_pad|><|vision_end|>"
     reserved: ClassVar[tuple[str, ...]] = ("<|image_pad|>", "<|video_pad|>")
-    token_types: TokenTypes | None = None
+    needs: ModelNeeds | None = None
     takes_patch_positions: ClassVar[bool] = False
+    adjacent_images: bool = True
     writes_timestamps: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
     default_merge: ClassVar[int] = 2
@@ -381,7 +383,7 @@ class VisionFamily(ABC):
         return None
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
-        """Types of the tokens of a sample, int64 (L,), for a model with `token_types`; else None."""
+        """Types of the tokens of a sample, int64 (L,), for a model with an argument for them; else None."""
         return None
 
     def frame_image(self, frames: FrameSelection, pixels: UInt8) -> "Image.Image":

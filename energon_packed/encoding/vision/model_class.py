@@ -20,6 +20,7 @@ class ModelClass:
     Attributes:
         model_type: its name in config.json.
         arguments: names of the arguments of its forward pass.
+        position_axes: number of axes of its M-RoPE positions; 0 if positions are 0..L-1.
     """
 
     def __init__(self, config: Any, model: type[Any]) -> None:
@@ -28,13 +29,20 @@ class ModelClass:
         self.model_type = str(config.model_type)
         self.arguments = frozenset(inspect.signature(model.forward).parameters)
         self._positions: Any = None
-        if (owner := _owner(config, model)) is not None:
-            # An instance without weights: the function of the class reads `config` alone.
-            self._positions = object.__new__(owner)
-            torch.nn.Module.__init__(self._positions)
-            self._positions.config = config
+        self.position_axes = 0
+        if (owner := _owner(config, model)) is None:
+            return
         token = np.zeros(1, dtype=np.int64)
-        self.position_axes = 0 if self._positions is None else len(self._rope_index(token, -1, NO_IMAGES))
+        # An instance without its parts: the function of most classes reads `config` alone.
+        self._positions = object.__new__(owner)
+        torch.nn.Module.__init__(self._positions)
+        self._positions.config = config
+        try:
+            self.position_axes = len(self._rope_index(token, -1, NO_IMAGES))
+        except AttributeError:
+            with torch.device("meta"):  # without memory for weights
+                self._positions = owner(config)
+            self.position_axes = len(self._rope_index(token, -1, NO_IMAGES))
 
     @classmethod
     def of(cls, folder: Path) -> "ModelClass | None":
@@ -84,6 +92,8 @@ class ModelClass:
         arguments: dict[str, Any] = {"image_grid_thw": torch.from_numpy(grids) if len(grids) else None}
         if "mm_token_type_ids" in taken:
             arguments["mm_token_type_ids"] = torch.from_numpy((input_ids == image_token_id).astype(np.int32))[None]
+        if "attention_mask" in taken:
+            arguments["attention_mask"] = torch.ones((1, len(input_ids)), dtype=torch.int64)
         positions, _ = self._positions.get_rope_index(torch.from_numpy(input_ids)[None], **arguments)
         return np.asarray(positions[:, 0].numpy(), dtype=np.int64)
 

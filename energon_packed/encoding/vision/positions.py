@@ -84,16 +84,16 @@ class VisionInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenTypes:
-    """Types of tokens that a model has an argument for.
+class ModelNeeds:
+    """What a model needs of a row with images, besides positions and boundaries.
 
     Attributes:
-        argument: name of the argument, such as `token_type_ids`.
-        one_sample: whether the model is wrong for rows of several samples with images.
+        types: name of its argument for the types of tokens, such as `token_type_ids`; None without such an argument.
+        one_sample: whether it is wrong for rows of several samples with images.
     """
 
-    argument: str
-    one_sample: bool
+    types: str | None = None
+    one_sample: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ from energon_packed.encoding.vision.positions import (
     Float64,
     ImageRun,
     Int64,
+    ModelNeeds,
     Pixels,
-    TokenTypes,
     VisionInputs,
     expanded,
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     import torch
     from PIL import Image
 
-_PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150))  # (height, width) in pixels
+_PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150), (64, 64))  # (height, width) in pixels
 _CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format interprets as a number of channels
 _CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
@@ -99,8 +99,11 @@ class ProcessorVision(VisionFamily):
         self._feature = feature
         self._constant = self._formula_constant(ids)
         self._dims = self._joins({size: set(out) for size, (out, _) in outputs.items()})
-        self._set_types({name for out, _ in outputs.values() for name in out})
+        self._set_needs({name for out, _ in outputs.values() for name in out})
         self._check_texts(_PROBES[0])
+        if model is not None and model.position_axes:
+            own = self._ids_of(self._texts[_PROBES[0]])
+            self.adjacent_images = not own[0] == own[-1] == feature
         self.warnings = self._notices(seconds)
 
     @classmethod
@@ -114,9 +117,8 @@ class ProcessorVision(VisionFamily):
         for name in ("tokenizer", "image_processor", "image_token"):
             if not getattr(processor, name, None):
                 raise ConfigError(f"{type(processor).__name__} of {folder} has no {name} for text with images")
-        model = ModelClass.of(folder)
         try:
-            return cls(processor, model)
+            return cls(processor, ModelClass.of(folder))
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
@@ -166,7 +168,8 @@ class ProcessorVision(VisionFamily):
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
         """Types of tokens, int64 (L,), for a model with an argument for them; else None."""
-        return None if self.token_types is None else np.isin(input_ids, self._typed).astype(np.int64)
+        has_types = self.needs is not None and self.needs.types is not None
+        return np.isin(input_ids, self._typed).astype(np.int64) if has_types else None
 
     def smallest(self) -> Pixels:
         """Return `preprocess` of a small black image."""
@@ -297,8 +300,8 @@ class ProcessorVision(VisionFamily):
                 raise self._unsupported(f"{name} of two images differs from {name} of each image alone")
         return dims
 
-    def _set_types(self, outputs: set[str]) -> None:
-        """Find the argument of the model for the types of tokens, and the tokens of type 1."""
+    def _set_needs(self, outputs: set[str]) -> None:
+        """Find the argument of the model for the types of tokens, the tokens of type 1, and whether rows are right."""
         arguments, has_axes = (None, False) if self.model is None else (self.model.arguments, self.model.position_axes)
         names = [name for name in _OF_TYPES if name in outputs and (arguments is None or name in arguments)]
         if has_axes and "mm_token_type_ids" in names:
@@ -312,7 +315,10 @@ class ProcessorVision(VisionFamily):
             out = self.processor(text=[text], images=[_blank(_PROBES[0])], add_special_tokens=False)
             ids, types = (np.asarray(out[name][0]) for name in ("input_ids", names[0]))
             self._typed = np.unique(ids[types != 0])
-            self.token_types = TokenTypes(names[0], one_sample=self._trial() != "packed")
+        # A model that attends within an image is wrong for several samples unless it was tested.
+        is_wrong = self._trial() != "packed" if names else self._trial() == "one sample"
+        if names or is_wrong:
+            self.needs = ModelNeeds(names[0] if names else None, one_sample=is_wrong)
 
     def _check_texts(self, size: tuple[int, int]) -> None:
         """Compare the tokens of text with an image with the tokens of the processor, for several strings around it.
@@ -329,9 +335,9 @@ class ProcessorVision(VisionFamily):
                 raise self._unsupported(
                     f"its tokens of {text!r} differ from the tokens of the text around the image's"
                 )
-            if self.token_types is None or (typed := self.token_type_ids(actual)) is None:
+            if self.needs is None or (typed := self.token_type_ids(actual)) is None:
                 continue
-            argument = self.token_types.argument
+            argument = self.needs.types
             if np.asarray(expected[argument][0]).tolist() != typed.tolist():
                 raise self._unsupported(f"its {argument} do not follow from the token ids")
 
@@ -346,7 +352,7 @@ class ProcessorVision(VisionFamily):
         """What a user must know of this family; `seconds` is the time of the processor for a blank image."""
         name = type(self.processor).__name__
         notices = []
-        if self.token_types is not None and self.token_types.one_sample:
+        if self.needs is not None and self.needs.one_sample:
             notices.append(
                 f"{name}: rows of several samples with images are refused; pack with max_samples_per_pack=1"
             )
@@ -392,4 +398,6 @@ def _tensor(value: Any, torch: Any) -> Any:
     """Convert an array, a list of arrays of the same shape, or numbers to a tensor."""
     if isinstance(value, torch.Tensor):
         return value
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return torch.stack(value)
     return torch.as_tensor(np.asarray(value))

@@ -22,7 +22,7 @@ import torch
 from megatron.energon import Batch, edataclass
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
-from energon_packed.encoding.vision.positions import TokenTypes, VisionInputs
+from energon_packed.encoding.vision.positions import ModelNeeds, VisionInputs
 from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.transport import send_by_value
 from energon_packed.loading.ranks import all_reduce_mean
@@ -79,7 +79,7 @@ class PackedBatch(Batch):
             None.
         audio_dims, audio_places: as `vision_dims` and `vision_places`, of `audio_inputs`.
         token_type_ids: int64 (1, T), 1 at image tokens, for models with an argument for them; or None.
-        token_types: the argument, or None.
+        needs: what the model needs of a row with images, or None.
         loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
             weights are 1.
         has_targets: False for a row of `without_targets`. Known without reading `loss_mask`, which may be on a device.
@@ -111,7 +111,7 @@ class PackedBatch(Batch):
     vision_dims: dict[str, int] = field(default_factory=dict)
     vision_places: list[dict[str, tuple[slice, ...]]] = field(default_factory=list)
     token_type_ids: torch.Tensor | None = None
-    token_types: TokenTypes | None = None
+    needs: ModelNeeds | None = None
     loss_weights: torch.Tensor | None = None
     loss_mask_scale: float = 1.0
     has_targets: bool = True
@@ -224,7 +224,7 @@ class PackedBatch(Batch):
 
         Raises:
             BatchError: targets have weights other than 1, and `weighted_loss` is not set; or several samples and an
-                image, for a model that needs types of tokens and is wrong for such rows (Gemma 3).
+                image, for a model that is wrong for such rows (Gemma 3).
         """
         if not weighted_loss and (self.loss_weights is not None or self.loss_mask_scale != 1):
             raise BatchError(
@@ -233,12 +233,11 @@ class PackedBatch(Batch):
                 "PackedTrainer."
             )
         bounds = self._bounds()
-        is_alone = self.token_types is not None and self.token_types.one_sample
-        if is_alone and len(bounds) > 2 and self.token_type_ids is not None and self.token_type_ids.any():
+        if self.needs is not None and self.needs.one_sample and len(bounds) > 2 and any(self.num_images):
             raise BatchError(
                 f"A row with images must have 1 segment for this model family, got {len(bounds) - 1}: Transformers "
-                "applies its attention within an image to the wrong tokens of a packed row. Pack with "
-                "`max_samples_per_pack=1`, and train with one pack per batch and without `pad_to`."
+                "does not keep the samples of such a row apart. Pack with `max_samples_per_pack=1`, and train with "
+                "one pack per batch and without `pad_to`."
             )
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids,
@@ -324,7 +323,7 @@ class PackedBatch(Batch):
                     audio_token_id=self.audio_token_id,
                     audio_inputs=self._audio_inputs_of(index),
                     token_type_ids=None if types is None else types[0, row].cpu().numpy(),
-                    token_types=self.token_types,
+                    needs=self.needs,
                     loss_weights=None if weights is None else weights[0, row].cpu().numpy(),
                     source=self.sources[index],
                 )
@@ -397,8 +396,8 @@ class PackedBatch(Batch):
     def _vision_arguments(self) -> dict[str, torch.Tensor | None]:
         """Arguments of vision-language and audio models, None for those that this row does not have."""
         arguments = {name: getattr(self, name) for name in _IMAGE_ARGUMENTS + _VIDEO_ARGUMENTS}
-        if self.token_types is not None:
-            arguments[self.token_types.argument] = self.token_type_ids
+        if self.needs is not None and self.needs.types is not None:
+            arguments[self.needs.types] = self.token_type_ids
         return arguments | (self.vision_inputs or {}) | (self.audio_inputs or {})
 
     def _in_one_call(self) -> dict[str, torch.Tensor | None]:

@@ -273,7 +273,7 @@ class PaddingFreeCollator(Collator):
             video_token_id=row.video_token_id,
             audio_token_id=row.audio_token_id,
             token_type_ids=_token_types(row, real, dummy, bounds),
-            token_types=row.token_types or (None if dummy is None else dummy.token_types),
+            needs=row.needs or (None if dummy is None else dummy.needs),
         )
 
     def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
