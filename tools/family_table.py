@@ -25,7 +25,6 @@ processors do not call, are declared if it has no build for this machine.
 """
 
 import argparse
-import inspect
 import io
 import json
 import logging
@@ -44,8 +43,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import torchvision_operators  # noqa: E402, F401, I001  before Transformers
+
 import tiny_families  # noqa: E402
-import torchvision_operators  # noqa: E402, F401  (before Transformers)
 import transformers  # noqa: E402
 from bounded import bounded, line  # noqa: E402
 from PIL import Image  # noqa: E402
@@ -56,9 +56,8 @@ from energon_packed.errors import EnergonPackedError, IsolationError, Reject  # 
 
 DATA = ROOT / "energon_packed" / "encoding" / "vision" / "vision_families.json"
 SECONDS, GIGABYTES = 240, 14  # of one type: processor time, memory
-TOLERANCE = (
-    2e-5  # of logits, loss and gradients, relative to the largest; float32 sums in another order differ by less
-)
+# Relative to the largest logit, or gradient of a parameter: float32 sums in another order differ by less.
+TOLERANCE = 2e-5
 _SIDES = (20, 33, 56, 90, 140, 250, 401)
 _ROW: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
     ("<image>What is a house?", ((90, 140),)),
@@ -84,8 +83,7 @@ class Family:
             {"role": "assistant", "content": "It is."},
         ]
         text = self.encoder.renderer.template.render(turns)
-        media = {"images": images} if images else {}
-        return dict(self.processor(text=[text], add_special_tokens=False, return_tensors="pt", **media))
+        return tiny_families.model_inputs(self.model_type, self.processor, text, images)
 
     def compare(self, conversations: int) -> int:
         """Compare ids, tensors and lengths of random conversations with the processor; return how many it accepts.
@@ -97,9 +95,7 @@ class Family:
         accepted = 0
         for seed in range(conversations):
             count = seed % 4
-            words = [
-                str(rng.choice(["What is it?", "\n", " a house ", "It is a drawing. "])) for _ in range(count + 1)
-            ]
+            words = rng.choice(["What is it?", "\n", " a house ", "It is a drawing. "], count + 1).tolist()
             question = "<image>".join(words) if seed % 3 else "<image>" * count + "What?"
             images = [_noise(*rng.choice(_SIDES, 2).tolist(), seed=seed) for _ in range(count)]
             try:
@@ -120,9 +116,9 @@ class Family:
                 raise ValueError(f"{measured.length} tokens are measured, {len(ours)} are encoded")
             inputs = PaddingFreeCollator(dummy_images="never").collate([ours]).transformers_inputs()
             for name, value in theirs.items():
-                if name in inputs and not torch.equal(torch.as_tensor(inputs[name]), torch.as_tensor(value)):
-                    if name not in ("attention_mask", "position_ids"):
-                        raise ValueError(f"{name} of {question!r} differs")
+                is_compared = name in inputs and name not in ("attention_mask", "position_ids")
+                if is_compared and not torch.equal(torch.as_tensor(inputs[name]), torch.as_tensor(value)):
+                    raise ValueError(f"{name} of {question!r} differs")
         return accepted
 
     def trial(self, attention: str = "sdpa") -> dict[str, str]:
@@ -137,11 +133,6 @@ class Family:
                 continue
             samples.append(self.encoder.encode(talk(question, images)))
         labels = [torch.from_numpy(sample.labels)[None] for sample in samples]
-        taken = inspect.signature(model.forward).parameters
-        if "mm_token_type_ids" in taken and not any("mm_token_type_ids" in inputs for inputs in alone):
-            # As `apply_chat_template` returns them.
-            for inputs in alone:
-                inputs["mm_token_type_ids"] = (inputs["input_ids"] == self.encoder.image_token_id).int()
         separate = [_run(model, inputs, of) for inputs, of in zip(alone, labels, strict=True)]
         collator = PaddingFreeCollator(dummy_images="never")
         for sample, expected in zip(samples, separate, strict=True):
@@ -186,7 +177,9 @@ def _noise(height: int, width: int, seed: int) -> Image.Image:
 
 def _run(model: Any, inputs: dict[str, Any], labels: torch.Tensor) -> tuple[torch.Tensor, float, dict[str, Any]]:
     """Logits (T, vocabulary), loss summed over the targets, and its gradients by parameter."""
-    inputs = {name: value for name, value in inputs.items() if name != "labels"}
+    tensors = {name: value for name, value in inputs.items() if name != "labels"}
+    floats = {n for n, value in tensors.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
+    inputs = {name: value.float() if name in floats else value for name, value in tensors.items()}
     model.zero_grad()
     logits = model(**{"use_cache": False} | inputs).logits.float()
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
@@ -271,9 +264,8 @@ def main() -> None:
     before = {row["model_type"]: row for row in json.loads(DATA.read_text(encoding="utf-8"))["families"]}
     print(", ".join(f"{result} {count}" for result, count in Counter(row["result"] for row in rows).most_common()))
     if options.check:
-        changed = [
-            row["model_type"] for row in rows if before.get(row["model_type"], {}).get("result") != row["result"]
-        ]
+        results = {name: row["result"] for name, row in before.items()}
+        changed = [row["model_type"] for row in rows if results.get(row["model_type"]) != row["result"]]
         raise SystemExit(f"other results than in {DATA.name}: {', '.join(changed)}" if changed else 0)
     found = before | {row["model_type"]: row for row in rows}
     order = [name for name in tiny_families.types() if name in found]

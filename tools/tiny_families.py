@@ -452,7 +452,8 @@ def image_text(model_type: str, processor: Any) -> str:
 def model_inputs(model_type: str, processor: Any, text: str, images: list[Image.Image]) -> dict[str, Any]:
     """Return the output of the processor as inputs of the model, with float32 tensors."""
     settings = _processor_family(model_type).get("call", {})
-    inputs = processor(text=[text], images=images, return_tensors="pt", **settings)
+    media = {"images": images} if images else {}
+    inputs = processor(text=[text], add_special_tokens=False, return_tensors="pt", **media, **settings)
     floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return {name: value.float() if name in floats else value for name, value in inputs.items()}
 
