@@ -116,7 +116,6 @@ PLACES = {
     "AUDIO_RULES": "encoding.audio.families:RULES",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
     "ProcessorVision": "encoding.vision.processors:ProcessorVision",
-    "processor_vision": "encoding.vision.processors",
     "ContentGuard": "encoding.skeleton:ContentGuard",
     "NotJoined": "encoding.tracer:NotJoined",
     "Tracer": "encoding.tracer:Tracer",

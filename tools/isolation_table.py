@@ -7,20 +7,16 @@ rows change. --dry-run prints the results without writing.
 
 A family counts as clean only if the same test detects leakage when boundaries are withheld (a positive control).
 
---images tests the families of tools/tiny_vision.py instead, on rows with images from their own processors, and writes
-the table of these families. If a processor does not load here, its row is kept.
+Rows with images are tested by tools/family_table.py.
 """
 
 import argparse
 import json
 import logging
-import multiprocessing
-import resource
 import sys
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,18 +25,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import make_tables  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from bounded import bounded, line  # noqa: E402
 from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
-from tiny_vision import MODELS, PROCESSORS, image_row, vision_model, write_processor  # noqa: E402
 
-from energon_packed import ChatEncoder, EnergonPackedError, PackedBatch  # noqa: E402
-from energon_packed.demo import write_tokenizer  # noqa: E402
-from energon_packed.errors import BatchError  # noqa: E402
+from energon_packed import PackedBatch  # noqa: E402
 from energon_packed.integrations.isolation import IsolationResult, measure, short_row  # noqa: E402
 
 DATA = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
 GPU = ROOT / "tools" / "gpu" / "isolation.json"
-# Limits of one family: processor time, wall time, memory.
-SECONDS, MAX_SECONDS, GIGABYTES = 60, 900, 12
+# Limits of one family: processor time, memory.
+SECONDS, GIGABYTES = 60, 12
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
@@ -54,26 +48,10 @@ def family(kind: str, model_type: str, class_name: str) -> dict[str, Any]:
         except Exception as error:
             if "does not support an attention implementation" in str(error):
                 continue  # the family has only eager attention
-            return row | {"not_tested": f"no tiny model: {_line(error)}"}
+            return row | {"not_tested": f"no tiny model: {line(error)}"}
         row |= result(model, attention)
         if "not_tested" in row:
             return row
-    return row
-
-
-def images(name: str) -> dict[str, Any]:
-    """Test a family with images, and return its results by attention implementation, or `not_tested`."""
-    row: dict[str, Any] = {"processor": PROCESSORS[name][0], "class": f"{MODELS[name][0]}ForConditionalGeneration"}
-    with TemporaryDirectory() as folder:
-        text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
-        try:
-            encoder = ChatEncoder.from_pretrained(write_processor(Path(folder, name), name, text))
-            for attention in ("sdpa", "eager"):
-                row |= result(vision_model(name, encoder, attention), attention, image_row(encoder))
-        except BatchError as error:
-            return row | {"sdpa": "refused", "eager": "refused", "reason": _line(error)}
-        except (EnergonPackedError, ImportError, AttributeError) as error:
-            return row | {"not_tested": _line(error)}
     return row
 
 
@@ -85,13 +63,13 @@ def result(model: Any, attention: str, batch: PackedBatch | None = None) -> dict
     try:
         results = measure(model, inputs, bounds)
     except Exception as error:
-        text = _line(error)
+        text = line(error)
         if "can't keep packed sequences apart without" in text:
             return {attention: "kernel", "needs": text.split("without `")[1].split("`")[0]}
         try:
             model(input_ids=inputs["input_ids"])
         except Exception as alone:
-            return {"not_tested": f"the tiny model fails without packing: {_line(alone)}"}
+            return {"not_tested": f"the tiny model fails without packing: {line(alone)}"}
         return {attention: "refuses", "reason": text}
     if results.leaks:
         return {attention: "leaks", "share": f"{results.later:.0e}"}
@@ -123,80 +101,29 @@ def with_kernels(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]
     return results
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-def _child(pipe: Any, arguments: tuple[str, str, str]) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (GIGABYTES * 2**30,) * 2)
-    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS,) * 2)
-    torch.set_num_threads(1)
-    try:
-        pipe.send(family(*arguments))
-    except Exception as error:
-        names = dict(zip(("kind", "model_type", "class"), arguments, strict=True))
-        pipe.send(names | {"not_tested": _line(error)})
-
-
-def bounded(arguments: tuple[str, str, str]) -> dict[str, Any]:
-    """Call `family` in a new process with limits on time and memory: some families never return."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(sender, arguments))
-    process.start()
-    sender.close()
-    row = dict(zip(("kind", "model_type", "class"), arguments, strict=True))
-    try:
-        if receiver.poll(MAX_SECONDS):
-            return dict(receiver.recv())
-        return row | {"not_tested": f"no result within {MAX_SECONDS} seconds"}
-    except EOFError:
-        return row | {"not_tested": f"more than {SECONDS} seconds of processor time or {GIGABYTES} GB of memory"}
-    finally:
-        process.kill()
-        process.join()
-
-
 def main() -> None:
     """Test the families, print the results, and write them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_types", nargs="*", metavar="MODEL_TYPE")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--images", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
-    if options.images:
-        results = {name: images(name) for name in MODELS}
-        print(json.dumps(results, indent=1))
-        return None if options.dry_run else write_images(results)
     chosen = [entry for entry in model_types() if not options.model_types or entry[1] in options.model_types]
     rows = []
+
+    def tried(entry: tuple[str, str, str]) -> dict[str, Any]:
+        found = bounded(family, entry, seconds=SECONDS, gigabytes=GIGABYTES)
+        names = dict(zip(("kind", "model_type", "class"), entry, strict=True))
+        return names | {"not_tested": found} if isinstance(found, str) else dict(found)
+
     with ThreadPoolExecutor(options.processes) as pool:
-        for row in pool.map(bounded, chosen):
+        for row in pool.map(tried, chosen):
             rows.append(row)
             print(json.dumps(row), flush=True)
     if not options.dry_run:
         write(rows, keep=bool(options.model_types))
-
-
-def write_images(results: dict[str, dict[str, Any]]) -> None:
-    """Write the table of families with images to the data file of the package and to the page."""
-    table = json.loads(DATA.read_text(encoding="utf-8"))
-    before = table.get("images", {})
-    rows = {name: before.get(name, row) if "not_tested" in row else row for name, row in results.items()}
-    _write_data(table, table["families"], rows)
-
-
-def _write_data(table: dict[str, Any], results: dict[str, Any], images: dict[str, Any]) -> None:
-    head = ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in ("transformers", "torch"))
-    parts = []
-    for key, rows in (("families", with_kernels(dict(sorted(results.items())))), ("images", images)):
-        lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
-        parts.append(f'"{key}": {{\n{lines}\n}}')
-    DATA.write_text("{\n" + ",\n".join([head, *parts]) + "\n}\n", encoding="utf-8")
-    make_tables.write_pages()
 
 
 def write(rows: list[dict[str, Any]], *, keep: bool) -> None:
@@ -210,8 +137,12 @@ def write(rows: list[dict[str, Any]], *, keep: bool) -> None:
         name = row["class"]
         if "not_tested" not in row or "not_tested" in results.get(name, row):
             results[name] = {key: value for key, value in row.items() if key != "class"}
-    table = {"transformers": transformers.__version__, "torch": torch.__version__.split("+")[0]}
-    _write_data(table, results, before.get("images", {}))
+    lines = ",\n".join(
+        f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in with_kernels(dict(sorted(results.items()))).items()
+    )
+    head = f'"transformers": "{transformers.__version__}",\n"torch": "{torch.__version__.split("+")[0]}"'
+    DATA.write_text(f'{{\n{head},\n"families": {{\n{lines}\n}}\n}}\n', encoding="utf-8")
+    make_tables.write_pages()
 
 
 if __name__ == "__main__":

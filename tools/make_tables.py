@@ -1,8 +1,8 @@
 """Write the tables of results in docs/ from their data files: `python tools/make_tables.py [--check]`.
 
 - docs/reliability.md: tests/trainers/NAME/result.json, which `make test-trainers` writes.
-- docs/isolation.md and docs/vision-families.md: energon_packed/integrations/isolation_table.json, which
-  tools/isolation_table.py writes.
+- docs/isolation.md: energon_packed/integrations/isolation_table.json, which tools/isolation_table.py writes.
+- docs/vision-families.md: energon_packed/encoding/vision/vision_families.json, which tools/family_table.py writes.
 - docs/index.md: tools/install_sizes.json, which tools/install_sizes.py writes.
 - docs/isolation.md and docs/performance.md: tools/gpu/PART.json, which tools/bench_gpu.py writes.
 - docs/comparison.md and README.md: tools/compare/result.json, which tools/bench_compare.py writes.
@@ -88,17 +88,16 @@ def _clean(row: dict[str, Any], flash: str | None) -> str:
     return next((result for result in ("leaks", "refuses") if result in results.values()), "")
 
 
-def images() -> str:
-    """Render the families with images that a processor of Transformers supports."""
+def vision_families() -> str:
+    """Render the results of the trial of every vision-language model type."""
+    file = ROOT / "energon_packed" / "encoding" / "vision" / "vision_families.json"
+    rows = json.loads(file.read_text(encoding="utf-8"))["families"]
+    order = ("packed", "one sample", "kernel", "refused", "wrong", "not tested")
     cells = [
-        [
-            f"`{row['processor']}`",
-            f"`{row['class']}`",
-            "yes" if row.get("sdpa") == "clean" else row.get("sdpa", "not tested"),
-        ]
-        for row in _isolation()["images"].values()
+        [f"`{row['model_type']}`", f"`{row['processor']}`" if row["processor"] else "", row["result"], row["reason"]]
+        for row in sorted(rows, key=lambda row: order.index(row["result"]))
     ]
-    return _table(["processor", "model", "several samples in a row"], cells)
+    return _table(["model type", "processor", "result", "reason"], cells)
 
 
 def _gpu(part: str) -> tuple[str, dict[str, list[dict[str, Any]]]]:
@@ -239,7 +238,7 @@ def _narrow_table(names: list[str], rows: list[list[str]]) -> str:
 TABLES = {
     "results of trainers": ("reliability.md", trainers, "end of results"),
     "sizes of extras": ("index.md", extras, "end of sizes"),
-    "images table": ("vision-families.md", images, "end of images table"),
+    "families table": ("vision-families.md", vision_families, "end of families table"),
     "comparison": ("comparison.md", comparison, "end of comparison"),
     "short comparison": ("../README.md", functools.partial(comparison, short=True), "end of short comparison"),
     "training on a GPU": ("performance.md", gpu_throughput, "end of training on a GPU"),

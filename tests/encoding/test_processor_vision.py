@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, ConfigError, Conversation, EncodedSample, MediaReference, Message, RecordError
-from tests.internals import ProcessorVision, processor_vision
+from tests.internals import ProcessorVision
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from tiny_vision import NEED_TORCHVISION, PROCESSORS, write_processor
@@ -180,11 +180,6 @@ def test_a_processor_that_does_more_than_images_is_refused(text_tokenizer_dir: P
     folder = write_processor(tmp_path / "paligemma", "paligemma", text_tokenizer_dir)
     with pytest.raises(ConfigError, match="PaliGemmaProcessor needs a custom VisionFamily: .* register a V"):
         ChatEncoder.from_pretrained(folder)
-
-
-def test_named_processors_are_those_of_the_tests() -> None:
-    named = {PROCESSORS[name][0] for name in PROCESSORS}
-    assert set(processor_vision.TESTED) <= named
 
 
 def test_text_without_images_has_token_types(encoder: ChatEncoder) -> None:

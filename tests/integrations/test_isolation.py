@@ -16,7 +16,7 @@ from tests.internals import isolation, isolation_table, measure, short_row
 from tests.loading.models import tiny_model
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from isolation_table import family, images, with_kernels
+from isolation_table import family, with_kernels
 
 _SMALL = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -81,13 +81,3 @@ def test_the_table_is_what_the_scripts_find(model_type: str, class_name: str, re
     assert {name: known.get(name) for name in ("sdpa", "eager", "with_kernel")} == {
         name: found.get(name) for name in ("sdpa", "eager", "with_kernel")
     }
-
-
-@pytest.mark.skipif(
-    transformers.__version__ != isolation_table()["transformers"], reason="the table is of another release"
-)
-@pytest.mark.parametrize(("name", "result"), [("idefics3", "clean"), ("gemma3", "refused")])
-def test_the_table_of_families_with_images_is_what_the_script_finds(name: str, result: str) -> None:
-    found = images(name)
-    assert found["sdpa"] == result
-    assert found == isolation_table()["images"][name]
