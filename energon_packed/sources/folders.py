@@ -1,8 +1,8 @@
 """Folders and Hugging Face Hub names in; the list of their data files, and of the entries that are not read, out.
 
     folder of data files   .tar, .parquet, .arrow, .jsonl ..., sorted, of a single format, subfolders included
-    imagefolder            its metadata.jsonl or metadata.csv, not the images
-images with captions   the folders with them, if there are no data files
+    imagefolder            its metadata.jsonl or metadata.csv, not the media files
+    media with captions    the folders with them, if there are no data files
     org/name               the dataset in the caches of `datasets` and `huggingface_hub`; nothing is downloaded
 
 If file or folder names contain train, validation or test, a single split is read.
@@ -98,7 +98,7 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
 
 
 def _captioned(skipped: Skipped) -> dict[str, list[str]]:
-    """Find images and videos with captions of the same name among the entries: name of the image -> its captions."""
+    """Find media files with captions of the same name among the entries: name of the file -> its captions."""
     texts: dict[str, list[str]] = defaultdict(list)
     for stem, name in _stems(skipped, _UNKNOWN, CAPTION_FILES):
         texts[stem].append(name)
@@ -110,7 +110,7 @@ def _stems(skipped: Skipped, reason: str, suffixes: tuple[str, ...]) -> list[tup
 
 
 def _remove_captioned(folders: set[str], captioned: Mapping[str, list[str]], skipped: Skipped) -> None:
-    """Remove captions, and the images and videos of their folders, from the entries that are not read."""
+    """Remove captions, and the media files of their folders, from the entries that are not read."""
     inside = {name for _, name in _stems(skipped, _MEDIA, CAPTIONED_FILES) if os.path.dirname(name) in folders}
     read = {*captioned, *inside, *(text for texts in captioned.values() for text in texts)}
     for reason in (_MEDIA, _UNKNOWN):
@@ -127,7 +127,7 @@ def _data_files(folder: Path, names: Sequence[str], skipped: Skipped) -> Sequenc
     by_format = {kind: files for kind, files in by_format.items() if files}
     if metadata and by_format:
         raise SourceError(
-            f"{folder} contains {metadata[0]}, which describes images, and {' and '.join(by_format)} files. "
+            f"{folder} contains {metadata[0]}, which describes media files, and {' and '.join(by_format)} files. "
             "Pass either of them."
         )
     if len(by_format) > 1:
@@ -137,7 +137,7 @@ def _data_files(folder: Path, names: Sequence[str], skipped: Skipped) -> Sequenc
     if not names:
         raise SourceError(
             f"{folder} is a folder without a Hugging Face state.json, an Energon .nv-meta, or files of "
-            f"{', '.join(_FORMATS)}, or images with captions of the same name in .txt files; pass files or a glob"
+            f"{', '.join(_FORMATS)}, or media files with captions of the same name in .txt files; pass files or a glob"
         )
     # .json files count only without other data files: beside them they are metadata.
     files: Sequence[str] = metadata or next(iter(by_format.values()), [*names])

@@ -61,7 +61,7 @@ def known_formats() -> str:
     """List the file extensions and folders that can be read, for messages."""
     suffixes = [suffix for source in SOURCES for suffix in source.suffixes]
     return (
-        f"{' '.join(suffixes)}, folders of them, folders of images with captions in .txt files, Hugging Face "
+        f"{' '.join(suffixes)}, folders of them, folders of media files with captions in .txt files, Hugging Face "
         "save_to_disk folders, Energon datasets and Metadatasets"
     )
 
