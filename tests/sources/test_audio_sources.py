@@ -1,5 +1,6 @@
 """Audio in the formats of other projects, read as they read it."""
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from energon_packed import Conversation, RecordError, normalize
 from tests import oldest
 from tests.audio import signal, write
-from tests.internals import open_sources
+from tests.internals import audio_clip, decode_audio, open_sources
 
 TEXTS = ["Hello world.", "  A second line. ", 'Third: ünïcode, "quoted".']
 
@@ -132,3 +133,146 @@ def test_file_names_of_an_audiofolder(clips: list[Path], tmp_path: Path) -> None
     assert isinstance(gone, Conversation)
     with pytest.raises(RecordError, match="No such file"):
         gone.audios[0].file.read()
+
+
+SPEECH = Path(__file__).parent / "speech"  # written by Lhotse and by soundfile: make.py
+
+
+def clips_of(path: Path, tmp_path: Path) -> list[dict[str, Any]]:
+    """Text and decoded samples of each record, as in speech/expected.json."""
+    out: list[dict[str, Any]] = []
+    for found in conversations(path, tmp_path):
+        assert isinstance(found, Conversation), found
+        [audio] = found.audios
+        clip, _ = audio_clip(audio)
+        data = decode_audio(audio.file, clip, clip.rate).astype("<f4")
+        assert len(data) == clip.samples
+        digest = hashlib.sha256(data.tobytes()).hexdigest()
+        text = found.messages[-1].content
+        out.append({"text": text, "start": clip.start, "samples": clip.samples, "sha256": digest})
+    return out
+
+
+def test_cuts_of_lhotse_have_the_samples_that_lhotse_loads(tmp_path: Path) -> None:
+    assert clips_of(SPEECH / "cuts.jsonl.gz", tmp_path) == json.loads((SPEECH / "expected.json").read_text())["lhotse"]
+
+
+def test_parts_of_a_nemo_manifest_have_the_samples_that_nemo_reads(tmp_path: Path) -> None:
+    """NeMo rounds down, so that the last bit of a product is a sample; all others are the same."""
+    ours = clips_of(SPEECH / "nemo.jsonl", tmp_path)
+    theirs = json.loads((SPEECH / "expected.json").read_text())["nemo"]
+    assert [row["text"] for row in ours] == [row["text"] for row in theirs]
+    lines = [json.loads(line) for line in (SPEECH / "nemo.jsonl").read_text().splitlines()]
+    for line, row, other in zip(lines, ours, theirs, strict=True):
+        start, stop = round(line["offset"] * 8000), round((line["offset"] + line["duration"]) * 8000)
+        assert (row["start"], row["samples"]) == (start, stop - start)
+        assert 0 <= row["start"] - other["start"] <= 1
+        assert 0 <= row["samples"] - other["samples"] <= 2
+        if (row["start"], row["samples"]) == (other["start"], other["samples"]):
+            assert row["sha256"] == other["sha256"]
+    assert ours[:30] == theirs[:30]  # multiples of a sample
+
+
+def lines(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_fields_of_a_nemo_manifest(clips: list[Path], tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "manifest.json",
+        [
+            {"audio_filepath": "clips/c0.wav", "duration": 0.5, "text": "One.", "speaker": "s", "lang": "en"},
+            {
+                "audio_filepath": "clips/c1.flac",
+                "offset": None,
+                "duration": None,
+                "answer": "Two.",
+                "context": "What?",
+            },
+            {"audio_filename": "clips/c2.opus", "normalized_text": "three", "text": ""},
+            {"audio_filepath": "clips/c0.wav", "text": "One.", "normalized_text": "one"},
+        ],
+    )
+    found = [row for row in conversations(path, tmp_path) if isinstance(row, Conversation)]
+    assert [tuple(message.content for message in row.messages) for row in found] == [
+        ("<audio>", "One."), ("<audio>What?", "Two."), ("<audio>", "three"), ("<audio>", "One.")
+    ]  # fmt: skip
+    assert [row.audios[0].duration for row in found] == [0.5, None, None, None]
+    assert [row.unused_fields for row in found] == [("lang", "speaker"), (), (), ("normalized_text",)]
+    assert [row.audios[0].file.read() for row in found[:3]] == [file.read_bytes() for file in clips]
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"offset": -1}, "unsupported_field: offset of an audio file must be seconds, not -1"),
+        ({"offset": "1"}, "unsupported_field: offset of an audio file must be seconds, not '1'"),
+        ({"duration": 0}, "unsupported_field: duration of an audio file must be above 0 seconds; remove the record"),
+        ({"duration": -2.5}, "unsupported_field: duration of an audio file must be seconds, not -2.5"),
+        ({"duration": True}, "unsupported_field: duration of an audio file must be seconds, not True"),
+        ({"duration": [1, 2]}, "unsupported_field: duration of an audio file must be seconds, not [1, 2]"),
+        ({"text": ""}, "empty: the transcript is empty"),
+        ({"answer": "B"}, "unsupported_field: text and answer have different values. Keep only one."),
+        ({"text_filepath": "a.txt"},
+         "unsupported_field: the field text_filepath of the record is not supported: write the transcript as text"),
+        ({"audio": "b.wav"}, "audio_count_mismatch: both audio and audio_filepath are in the record; use one"),
+        ({"audio_filepath": ["a.wav", "b.wav"]}, "missing_field: audio_filepath must be text, not list"),
+    ],
+)  # fmt: skip
+def test_damaged_lines_of_a_nemo_manifest(fields: dict[str, Any], detail: str) -> None:
+    with pytest.raises(RecordError) as raised:
+        normalize({"audio_filepath": "a.wav", "text": "A.", **fields})
+    assert f"{raised.value.reason.value}: {raised.value.detail}" == detail
+
+
+CUT = {
+    "id": "c", "start": 0.5, "duration": 1.0, "channel": 1, "type": "MonoCut",
+    "supervisions": [{"id": "s", "recording_id": "r", "start": 0, "duration": 1.0, "channel": 1, "text": "A."}],
+    "recording": {
+        "id": "r", "sampling_rate": 8000, "num_samples": 16000, "duration": 2.0, "channel_ids": [0, 1],
+        "sources": [
+            {"type": "file", "channels": [0], "source": "left.wav"},
+            {"type": "file", "channels": [1], "source": "right.wav"},
+        ],
+    },
+}  # fmt: skip
+
+
+def test_a_cut_has_the_file_of_its_channel() -> None:
+    [audio] = normalize(CUT).audios
+    assert (audio.file.path, audio.offset, audio.duration) == ("right.wav", 0.5, 1.0)
+    assert normalize(CUT).unused_fields == ()
+
+
+def source(**fields: Any) -> dict[str, Any]:
+    found = {"type": "file", "channels": [1], "source": "a.wav", **fields}
+    return {"recording": {**CUT["recording"], "sources": [found]}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("fields", "detail"),
+    [
+        ({"type": "MixedCut", "tracks": []}, "a MixedCut is not supported; save its audio with cuts.save_audios()"),
+        ({"supervisions": []}, "the cut has no supervision"),
+        ({"supervisions": CUT["supervisions"] * 2},  # type: ignore[operator]
+         "the cut has 2 supervisions; write a cut for each: cuts.trim_to_supervisions()"),
+        ({"supervisions": [{"text": None}]}, "text of the supervision must be text, not null"),
+        ({"recording": None}, "the cut has no recording; write cuts of recordings, and not of features alone"),
+        ({"recording": {**CUT["recording"], "transforms": [{"name": "Speed"}]}},  # type: ignore[dict-item]
+         "the recording has transforms, [{'name': 'Speed'}]; save its audio with cuts.save_audios()"),
+        (source(channels=[0, 1]),
+         "the cut has channel 1 of 2 channels of its file, and channels are averaged; save its audio with "
+         "cuts.save_audios()"),
+        (source(channels=[0]), "no source of the recording has channel 1"),
+        (source(type="command", source="sox a.wav -t wav - |"),
+         "the source 'sox a.wav -t wav - |' is a 'command', which is not run or read; save the audio with "
+         "cuts.save_audios()"),
+        ({"channel": [0, 1]}, "no source of the recording has channel [0, 1]"),
+        ({"duration": 0}, "duration of an audio file must be above 0 seconds; remove the record"),
+    ],
+)  # fmt: skip
+def test_cuts_that_are_not_read(fields: dict[str, Any], detail: str) -> None:
+    with pytest.raises(RecordError) as raised:
+        normalize({**CUT, **fields})
+    assert raised.value.detail == detail
