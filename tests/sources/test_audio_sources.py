@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from energon_packed import Conversation, RecordError, normalize
+from energon_packed import Conversation, RecordError, SourceConfig, normalize
 from tests import oldest
 from tests.audio import signal, write
 from tests.internals import audio_clip, decode_audio, open_sources
+from tests.sources.tars import write_tar
+from tests.storage import Store
 
 TEXTS = ["Hello world.", "  A second line. ", 'Third: ünïcode, "quoted".']
 
@@ -29,7 +31,7 @@ def clips(tmp_path: Path) -> list[Path]:
     ]
 
 
-def conversations(path: Path, tmp_path: Path, **options: Any) -> list[Conversation | str]:
+def conversations(path: Path | str, tmp_path: Path, **options: Any) -> list[Conversation | str]:
     """Conversations, and details of rejects."""
     found: list[Conversation | str] = []
     for source in open_sources([path], work_dir=tmp_path / "work", **options):
@@ -43,7 +45,7 @@ def conversations(path: Path, tmp_path: Path, **options: Any) -> list[Conversati
     return found
 
 
-def samples(path: Path, tmp_path: Path, **options: Any) -> list[Any]:
+def samples(path: Path | str, tmp_path: Path, **options: Any) -> list[Any]:
     """Bytes, offset and duration of the audio file and the transcript of each record."""
     out: list[Any] = []
     for found in conversations(path, tmp_path, **options):
@@ -266,7 +268,7 @@ def source(**fields: Any) -> dict[str, Any]:
          "cuts.save_audios()"),
         (source(channels=[0]), "no source of the recording has channel 1"),
         (source(type="command", source="sox a.wav -t wav - |"),
-         "the source 'sox a.wav -t wav - |' is a 'command', which is not run or read; save the audio with "
+         "the source 'sox a.wav -t wav - |' is a 'command', which is not run; save its audio with "
          "cuts.save_audios()"),
         ({"channel": [0, 1]}, "no source of the recording has channel [0, 1]"),
         ({"duration": 0}, "duration of an audio file must be above 0 seconds; remove the record"),
@@ -276,3 +278,113 @@ def test_cuts_that_are_not_read(fields: dict[str, Any], detail: str) -> None:
     with pytest.raises(RecordError) as raised:
         normalize({**CUT, **fields})
     assert raised.value.detail == detail
+
+
+SUFFIXES = ("wav", "flac", "mp3", "ogg", "m4a", "opus")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """An audio file for each suffix of `SUFFIXES`."""
+    kinds = {"wav": "wav16", "ogg": "opus"}
+    return {
+        suffix: write(folder / suffix, kinds.get(suffix, suffix), signal(9600, 48_000, place), 48_000).read_bytes()
+        for place, suffix in enumerate(SUFFIXES)
+    }
+
+
+def test_audio_members_of_webdataset(tmp_path: Path) -> None:
+    """Oracle: the writer and the reader of webdataset."""
+    import webdataset
+
+    files, path = contents(tmp_path), tmp_path / "a.tar"
+    with webdataset.TarWriter(str(path)) as out:
+        for place, (suffix, data) in enumerate(files.items()):
+            text = f"Text {place}."
+            parts = {"txt": text} if place % 2 else {"json": {"transcription": text, "duration": 0.2}}
+            out.write({"__key__": f"k{place}", suffix: data, **parts})
+    theirs = [
+        (next(sample[suffix] for suffix in SUFFIXES if suffix in sample), 0, None,
+         sample["txt"].decode() if "txt" in sample else json.loads(sample["json"])["transcription"])
+        for sample in webdataset.WebDataset(str(path), shardshuffle=False)
+    ]  # fmt: skip
+    assert samples(path, tmp_path) == theirs
+    assert len(theirs) == len(SUFFIXES)
+
+
+def test_audio_members_of_energon(tmp_path: Path) -> None:
+    """A CrudeWebdataset, which has no field_map, and an adapter, which gets the members by name."""
+    data = contents(tmp_path)["flac"]
+    folder = tmp_path / "d"
+    (folder / ".nv-meta").mkdir(parents=True)
+    (folder / ".nv-meta" / "dataset.yaml").write_text(
+        "__module__: megatron.energon\n__class__: CrudeWebdataset\nsubflavors: {}\n"
+    )
+    split = {"split_parts": {"train": ["a.tar"], "val": [], "test": []}, "exclude": []}
+    (folder / ".nv-meta" / "split.yaml").write_text(json.dumps(split))
+    write_tar(folder / "a.tar", [("0.flac", data), ("0.txt", "Hello.")])
+    assert samples(folder, tmp_path) == [(data, 0, None, "Hello.")]
+    config = SourceConfig(path=str(folder), adapter=f"{__name__}:transcribed")
+    [source] = open_sources([config], work_dir=tmp_path / "work")
+    [row] = source.scan(0, source.extent())
+    assert transcribed(row.record)["audio"] == row.record["flac"]
+    assert row.record["flac"].file.read() == data
+
+
+def transcribed(record: dict[str, Any]) -> dict[str, Any]:
+    return {"audio": record["flac"], "text": record["txt"]}
+
+
+TURNS = [{"role": "user", "content": "<audio>What?"}, {"role": "assistant", "content": "Hello."}]
+
+
+@pytest.mark.parametrize(
+    ("members", "names", "unused"),
+    [
+        ([("0.json", {"messages": TURNS})], ["0.a.wav", "0.b.wav"], ()),
+        ([("0.json", {"messages": TURNS, "audios": ["0.b.wav"]})], ["0.b.wav"], ()),
+        ([("0.json", {"messages": [{**TURNS[0], "content": [{"type": "audio", "audio": "b.wav"}]}, TURNS[1]]})],
+         ["0.b.wav"], ()),
+        ([("0.json", {"audio_filepath": "/old/x.wav", "text": "Hello.", "duration": 3.0})], ["0.a.wav", "0.b.wav"],
+         ("duration",)),
+        ([("0.json", {"messages": [{**TURNS[0], "content": "<image>Hi"}, TURNS[1]], "images": ["0.jpg"]}),
+          ("0.jpg", b"x")], [], ("a.wav", "b.wav")),
+    ],
+)  # fmt: skip
+def test_audio_members_that_a_json_part_names(
+    tmp_path: Path, members: list[tuple[str, Any]], names: list[str], unused: tuple[str, ...]
+) -> None:
+    content = {"0.a.wav": b"a" * 9, "0.b.wav": b"b" * 9}
+    path = write_tar(tmp_path / "a.tar", [*content.items(), *members])
+    [source] = open_sources([path], work_dir=tmp_path / "work")
+    [row] = source.scan(0, source.extent())
+    if names == ["0.a.wav", "0.b.wav"] and "messages" in row.record:
+        row.record["messages"][0]["content"] = "<audio><audio>What?"
+    found = normalize(row.record, image_root=source.media_folder)
+    assert [audio.file.read() for audio in found.audios] == [content[name] for name in names]
+    assert found.unused_fields == unused
+
+
+def test_the_path_from_before_a_tar_is_its_member(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "a.tar", [("0.wav", b"RIFF"), ("0.json", {"messages": TURNS, "audio": "/old/x.wav"})])
+    [found] = conversations(path, tmp_path)
+    assert isinstance(found, Conversation)
+    assert found.audios[0].file.read() == b"RIFF"
+
+
+def test_audio_in_object_stores(store: Store, tmp_path: Path) -> None:
+    data = contents(tmp_path)["flac"]
+    store.put("a/clips/x.flac", data)
+    tar = write_tar(tmp_path / "b.tar", [("0.flac", data), ("0.txt", "Hello.")])
+    store.put("a/b.tar", tar.read_bytes())
+    manifest = {"audio_filepath": "clips/x.flac", "offset": 0.1, "duration": 0.05, "text": "Hello."}
+    store.put("a/manifest.jsonl", json.dumps(manifest).encode())
+    url = {**manifest, "audio_filepath": store.url("a/clips/x.flac")}
+    (tmp_path / "local.jsonl").write_text(json.dumps(url))
+    part = (data, 0.1, 0.05, "Hello.")
+    assert samples(store.url("a/manifest.jsonl"), tmp_path) == [part]
+    assert samples(tmp_path / "local.jsonl", tmp_path, image_root=store.url("a")) == [part]
+    assert samples(store.url("a/b.tar"), tmp_path) == [(data, 0, None, "Hello.")]
+    [found] = conversations(store.url("a/manifest.jsonl"), tmp_path)
+    assert isinstance(found, Conversation)
+    clip, num_bytes = audio_clip(found.audios[0])
+    assert (clip.start, clip.samples, num_bytes) == (4800, 2400, len(data))

@@ -1,4 +1,4 @@
-"""Lines of speech manifests in; the audio file, or a part of it, as the question, and its transcript as the answer, out.
+"""Lines of speech manifests in; an audio file, or a part of it, as the question, and its transcript as the answer out.
 
     NeMoManifest   {"audio_filepath": "a.wav", "offset": 1.5, "duration": 2.0, "text": "..."}
     LhotseCut      {"type": "MonoCut", "start": 1.5, "duration": 2.0, "channel": 0, "recording": {"sources": [...]},
@@ -128,8 +128,8 @@ def _source(recording: Any, channel: Any) -> Any:
         if source.get("type") not in ("file", "url"):
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
-                f"the source {shown(source.get('source'))} is a {shown(source.get('type'))}, which is not run or read; "
-                "save the audio with cuts.save_audios()",
+                f"the source {shown(source.get('source'))} is a {shown(source.get('type'))}, which is not run; save "
+                "its audio with cuts.save_audios()",
             )
         return source.get("source")
     raise missing_field(f"no source of the recording has channel {shown(channel)}")

@@ -1,13 +1,14 @@
-"""Writes the files of this folder: `python make.py` with lhotse 1.33.0 and soundfile 0.14.0, which CI does not need.
+"""Writes the files of this folder: `python make.py` with lhotse 1.33.0 and soundfile 0.14.0.
 
 cuts.jsonl.gz          cuts of Lhotse: whole recordings, and a cut per supervision
 nemo.jsonl             a manifest of NeMo, with parts that are and are not multiples of a sample
-expected.json          text and samples (first, number, SHA-256 as float32) of each: of Lhotse by `cut.load_audio()`, of NeMo
-                       by the rule of `AudioSegment.from_file`, nemo/collections/asr/parts/preprocessing/segment.py:
+expected.json          text and samples (first, number, SHA-256 as float32): of Lhotse by `cut.load_audio()`, of
+                       NeMo by the rule of `AudioSegment.from_file`, in its asr/parts/preprocessing/segment.py:
                        seek(int(offset * rate)), read(int(duration * rate))
 """
 
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -37,7 +38,7 @@ def main():
     supervisions = []
     for recording in recordings:
         edges = sorted(rng.sample(range(400, 2 * RATE - 400), 5))
-        for start, stop in zip(edges, edges[1:]):
+        for start, stop in itertools.pairwise(edges):
             ident = f"{recording.id}-{start}"
             supervisions.append(
                 SupervisionSegment(
