@@ -44,7 +44,11 @@ _FORMATS = {
         *(f"{kind}{compression}" for kind in (".jsonl", ".ndjson", ".json") for compression in COMPRESSIONS),
     ),
     ".csv": (".csv", ".tsv"),
+    ".trans.txt": (".trans.txt",),  # LibriSpeech
+    "wav.scp": ("wav.scp",),  # Kaldi
 }
+_KALDI = "wav.scp"
+_OF_KALDI = ("text", "segments", "utt2spk", "spk2utt", "utt2dur", "reco2dur", "spk2gender", "utt2num_frames")
 _LAST_RESORT = ".json"  # beside other data files, it describes them
 _DATA = (*(end for ends in _FORMATS.values() for end in ends), _LAST_RESORT)
 _MEDIA, _UNKNOWN = "media", "unknown type"
@@ -88,6 +92,7 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
         else:
             unreadable[name] = command
     _refuse_unreadable(folder, unreadable)
+    _remove_kaldi(names, skipped)
     captioned = {} if names or is_remote(folder) else _captioned(skipped)
     files = _in_split(folder, sorted(captioned) or _data_files(folder, names, skipped), split, skipped)
     if captioned:
@@ -95,6 +100,16 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
         _remove_captioned({str(file.relative_to(folder)).removeprefix(".") for file in files}, captioned, skipped)
     log_skipped(folder, skipped)
     return files, skipped
+
+
+def _remove_kaldi(names: Sequence[str], skipped: Skipped) -> None:
+    """Remove the files beside a wav.scp, which are read with it or describe the speakers."""
+    folders = {os.path.dirname(name) for name in names if os.path.basename(name) == _KALDI}
+    others = {os.path.join(folder, name) for folder in folders for name in _OF_KALDI}
+    if folders and _UNKNOWN in skipped:
+        skipped[_UNKNOWN] = [name for name in skipped[_UNKNOWN] if name not in others]
+        if not skipped[_UNKNOWN]:
+            del skipped[_UNKNOWN]
 
 
 def _captioned(skipped: Skipped) -> dict[str, list[str]]:

@@ -28,6 +28,7 @@ from energon_packed.sources.imagefolder import (
     ImageFolderSource,
 )
 from energon_packed.sources.json import JsonlSource, JsonSource
+from energon_packed.sources.speech import CommonVoiceSource, KaldiSource, LibriSpeechSource
 from energon_packed.sources.webdataset import WebDatasetSource
 from energon_packed.storage import RemotePath, as_path, is_remote
 
@@ -38,7 +39,10 @@ SOURCES: list[type[Source]] = [
     JsonSource,
     ParquetSource,
     ArrowSource,
+    CommonVoiceSource,
     CsvSource,
+    LibriSpeechSource,
+    KaldiSource,
     WebDatasetSource,  # formats by suffix come first, as the others look for files inside the path
     HuggingFaceSource,
     EnergonSource,

@@ -1,5 +1,6 @@
 """Audio in the formats of other projects, read as they read it."""
 
+import csv
 import hashlib
 import json
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from energon_packed import Conversation, RecordError, SourceConfig, normalize
+from energon_packed import Conversation, RecordError, SourceConfig, SourceError, normalize
 from tests import oldest
 from tests.audio import signal, write
 from tests.internals import audio_clip, decode_audio, open_sources
@@ -388,3 +389,143 @@ def test_audio_in_object_stores(store: Store, tmp_path: Path) -> None:
     assert isinstance(found, Conversation)
     clip, num_bytes = audio_clip(found.audios[0])
     assert (clip.start, clip.samples, num_bytes) == (4800, 2400, len(data))
+
+
+def test_a_folder_of_librispeech(clips: list[Path], tmp_path: Path) -> None:
+    """LibriSpeech/dev-clean/SPEAKER/CHAPTER, as in its README.TXT."""
+    root = tmp_path / "LibriSpeech"
+    expected: list[Any] = []
+    for split, chapter in (("dev-clean", "84-121123"), ("dev-clean", "84-121550"), ("train-clean-100", "19-198")):
+        folder = root / split / chapter.replace("-", "/")
+        folder.mkdir(parents=True)
+        texts = {f"{chapter}-{number:04}": f"LINE {number} OF {chapter}" for number in range(2)}
+        (folder / f"{chapter}.trans.txt").write_text("".join(f"{name} {text}\n" for name, text in texts.items()))
+        for number, (name, text) in enumerate(texts.items()):
+            file = write(folder / name, "flac", signal(8000 + number, 16_000, len(expected)), 16_000)
+            if split == "dev-clean":
+                expected.append((file.read_bytes(), 0, None, text))
+    for name in ("README.TXT", "SPEAKERS.TXT", "LICENSE.TXT"):
+        (root / name).write_text("x")
+    assert samples(root, tmp_path, split="dev") == expected
+    assert samples(root / "dev-clean", tmp_path) == expected
+    assert samples(root / "dev-clean" / "84" / "121550" / "84-121550.trans.txt", tmp_path) == expected[2:]
+    with pytest.raises(SourceError, match="has the splits train, validation; set `source_split`"):
+        samples(root, tmp_path)
+
+
+def test_damaged_lines_of_librispeech(tmp_path: Path) -> None:
+    (tmp_path / "1-2.trans.txt").write_bytes(b"1-2-0000 A B\n1-2-0001\n1-2-0002 caf\xe9\n")
+    gone, empty, latin = conversations(tmp_path, tmp_path)
+    assert isinstance(gone, Conversation)
+    assert gone.id == "1-2-0000"
+    with pytest.raises(RecordError, match="No such file"):
+        gone.audios[0].file.read()
+    assert str(empty).startswith("missing_field: ")
+    assert "the byte 0xe9 is not UTF-8" in str(latin)
+
+
+@pytest.mark.parametrize("release", ["4", "17"])
+def test_a_table_of_common_voice(clips: list[Path], tmp_path: Path, release: str) -> None:
+    """Oracle: the rule of its dataset script, csv.DictReader with QUOTE_NONE; the columns are of the release."""
+    names = {"4": "client_id path sentence up_votes down_votes age gender accent",
+             "17": "client_id path sentence_id sentence sentence_domain up_votes down_votes age gender accents variant "
+                   "locale segment"}[release].split()  # fmt: skip
+    folder = tmp_path / "en"
+    (folder / "clips").mkdir(parents=True)
+    texts = ['"Hello," she said.', 'He said "no', "Zwei  Wörter."]
+    lines = ["\t".join(names)]
+    for number, text in enumerate(texts):
+        file = write(folder / "clips" / f"cv_{number}", "mp3", signal(9600, 48_000, number), 48_000)
+        name = file.stem if release == "4" else file.name
+        row = {"client_id": "ab", "path": name, "sentence": text, "up_votes": "2", "down_votes": "0", "locale": "en"}
+        lines.append("\t".join(row.get(name, "") for name in names))
+    for split in ("train", "test"):
+        (folder / f"{split}.tsv").write_text("\n".join(lines[: 4 if split == "train" else 2]) + "\n")
+    with (folder / "train.tsv").open(newline="") as stream:
+        expected = [
+            ((folder / "clips" / row["path"]).with_suffix(".mp3").read_bytes(), 0, None, row["sentence"])
+            for row in csv.DictReader(stream, delimiter="\t", quoting=csv.QUOTE_NONE)
+        ]
+    assert samples(folder / "train.tsv", tmp_path) == expected
+    assert samples(tmp_path / "en", tmp_path, split="train") == expected
+    assert [text for *_, text in expected] == texts
+
+
+def kaldi(folder: Path, **files: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("_", ".")).write_text(text)
+    return folder
+
+
+def test_a_kaldi_folder(clips: list[Path], tmp_path: Path) -> None:
+    folder = kaldi(
+        tmp_path / "clips",
+        wav_scp="r1 c0.wav\nr2  c1.flac \n",
+        text="r1 HELLO WORLD\nr2\tÜBER  UNS\n",
+        utt2spk="r1 s\n",
+    )
+    data = [file.read_bytes() for file in clips[:2]]
+    assert samples(folder, tmp_path) == [(data[0], 0, None, "HELLO WORLD"), (data[1], 0, None, "ÜBER  UNS")]
+    assert samples(folder / "wav.scp", tmp_path) == samples(folder, tmp_path)
+    kaldi(folder, segments="u1 r1 0.1 0.25\nu2 r1 0.25 -1\nu3 r2 0.0 0.5\n", text="u1 A\nu2 B\nu3 C\n")
+    assert samples(folder, tmp_path) == [
+        (data[0], 0.1, 0.15, "A"), (data[0], 0.25, None, "B"), (data[1], 0, 0.5, "C")
+    ]  # fmt: skip
+    ignored: list[Any] = []
+    list(open_sources([folder], work_dir=tmp_path / "work", ignored=ignored))
+    assert [entry.reason for entry in ignored] == ["media"]
+
+
+def test_a_changed_transcript_of_kaldi_is_another_input(clips: list[Path], tmp_path: Path) -> None:
+    prints = set()
+    for text in ("r1 A\n", "r1 B\n"):
+        folder = kaldi(tmp_path / "clips", wav_scp="r1 c0.wav\n", text=text)
+        prints |= {source.fingerprint() for source in open_sources([folder], work_dir=tmp_path / "work")}
+    assert len(prints) == 2
+
+
+def test_damaged_lines_of_kaldi(tmp_path: Path) -> None:
+    folder = kaldi(
+        tmp_path / "d",
+        wav_scp="r1 a.wav\nr2 sph2pipe -f wav b.sph |\nr3 -\n",
+        segments="u1 r1 0 1 0\nu2 r2 0 1\nu3 r1 2 1\nu4 r1 x 1\nu5 r1 nan 1\nu6 r1\nu7 r9 0 1\nu8 r1 0 1\nu9 r3 0 1\n",
+        text="".join(f"u{number} A\n" for number in (1, 2, 3, 4, 5, 6, 7, 9, 10)),
+    )
+    seconds = "unsupported_field: {}: segments must have a recording, a start and a later end in seconds, got {}"
+    command = "unsupported_media: wav.scp has a command for {}, which is not run; write its output to a file"
+    assert conversations(folder, tmp_path) == [
+        "unsupported_field: u1: segments names the channel '0', and channels are averaged; cut the file",
+        command.format("r2, 'sph2pipe -f wav b.sph |'"),
+        seconds.format("u3", "'r1 2 1'"),
+        seconds.format("u4", "'r1 x 1'"),
+        seconds.format("u5", "'r1 nan 1'"),
+        seconds.format("u6", "'r1'"),
+        "missing_audio: the recording r9 has no line in wav.scp",
+        "missing_field: u8 has no line in text",
+        command.format("r3, '-'"),
+        "missing_audio: u10 of text has no line in segments",
+    ]
+    kaldi(folder, text="u1 A\nu1 B\n")
+    with pytest.raises(SourceError, match=r"text has u1 twice\. Fix it with utils/fix_data_dir\.sh\."):
+        conversations(folder, tmp_path)
+    (folder / "text").unlink()
+    with pytest.raises(SourceError, match=r"text cannot be read: No such file or directory\. wav\.scp of Kaldi needs"):
+        conversations(folder, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"client_id": "a", "path": "/x/en_train_0/c.mp3", "sentence": "Hi.", "locale": "en"},  # Common Voice
+        {"file": "/x/84-1-0000.flac", "text": "Hi.", "speaker_id": 84, "chapter_id": 1, "id": "84-1-0000"},  # LibriSpeech
+        {"segment_id": "P", "text": "Hi.", "audio_id": "Y", "begin_time": 1.0, "end_time": 2.0, "title": "t",
+         "url": "http://x/y", "original_full_path": "audio/x.opus"},  # GigaSpeech
+        {"num_samples": 9, "path": "/x/a.wav", "transcription": "Hi.", "raw_transcription": "Hi"},  # FLEURS
+        {"original_path": "http://x/y.mp3", "audio_duration": 2.0, "transcript": "Hi.", "file": "a.flac"},  # MLS
+    ],
+)  # fmt: skip
+def test_columns_of_public_datasets(record: dict[str, Any]) -> None:
+    found = normalize({"audio": {"bytes": b"RIFF", "path": "a.wav"}, **record})
+    assert [audio.file.data for audio in found.audios] == [b"RIFF"]
+    assert [message.content for message in found.messages] == ["<audio>", "Hi."]
