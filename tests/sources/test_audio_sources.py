@@ -426,10 +426,10 @@ def test_damaged_lines_of_librispeech(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("release", ["4", "17"])
 def test_a_table_of_common_voice(clips: list[Path], tmp_path: Path, release: str) -> None:
-    """Oracle: the rule of its dataset script, csv.DictReader with QUOTE_NONE; the columns are of the release."""
+    """Oracle: the rule of its dataset script, csv.DictReader with QUOTE_NONE."""
     names = {"4": "client_id path sentence up_votes down_votes age gender accent",
-             "17": "client_id path sentence_id sentence sentence_domain up_votes down_votes age gender accents variant "
-                   "locale segment"}[release].split()  # fmt: skip
+             "17": "client_id path sentence_id sentence sentence_domain up_votes down_votes age gender accents "
+                   "variant locale segment"}[release].split()  # fmt: skip
     folder = tmp_path / "en"
     (folder / "clips").mkdir(parents=True)
     texts = ['"Hello," she said.', 'He said "no', "Zwei  Wörter."]
@@ -518,7 +518,7 @@ def test_damaged_lines_of_kaldi(tmp_path: Path) -> None:
     "record",
     [
         {"client_id": "a", "path": "/x/en_train_0/c.mp3", "sentence": "Hi.", "locale": "en"},  # Common Voice
-        {"file": "/x/84-1-0000.flac", "text": "Hi.", "speaker_id": 84, "chapter_id": 1, "id": "84-1-0000"},  # LibriSpeech
+        {"file": "/x/84-1-0000.flac", "text": "Hi.", "speaker_id": 84, "id": "84-1-0000"},  # LibriSpeech
         {"segment_id": "P", "text": "Hi.", "audio_id": "Y", "begin_time": 1.0, "end_time": 2.0, "title": "t",
          "url": "http://x/y", "original_full_path": "audio/x.opus"},  # GigaSpeech
         {"num_samples": 9, "path": "/x/a.wav", "transcription": "Hi.", "raw_transcription": "Hi"},  # FLEURS
