@@ -110,6 +110,7 @@ PLACES = {
     "av_file": "encoding.av_file",
     "read_audio_info": "encoding.audio.audio_file:read_audio_info",
     "check_audio": "encoding.audio.audio_file:check_audio",
+    "audio_clip": "encoding.audio.media:clip_of",
     "decode_audio": "encoding.audio.audio_file:decode_audio",
     "audio_file": "encoding.audio.audio_file",
     "AudioFamily": "encoding.audio.families:AudioFamily",

@@ -32,6 +32,7 @@ class CsvSource(ArrowSource):
 
     Attributes:
         json_columns: columns whose cells contain JSON.
+        quoting: of the csv module.
     """
 
     suffixes: ClassVar[tuple[str, ...]] = (".csv", ".tsv")
@@ -39,13 +40,14 @@ class CsvSource(ArrowSource):
         *("messages", "conversations", "images", "videos", "video", "tools", "input_ids", "labels", "loss_mask"),
         "patch_positions",
     )
+    quoting: ClassVar[int] = python_csv.QUOTE_MINIMAL
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
         """Rewrite the file in `work_dir`."""
 
         def convert(source: Path, out: BinaryIO) -> None:
-            _to_arrow(source, local_copy(source, work_dir), out)
+            _to_arrow(source, local_copy(source, work_dir), out, cls.quoting)
 
         return cls(path, data=converted(path, work_dir, ".arrow", convert), image_root=image_root)
 
@@ -75,11 +77,11 @@ class CsvSource(ArrowSource):
         return out
 
 
-def _to_arrow(path: Path, data: Path, out: BinaryIO) -> None:
+def _to_arrow(path: Path, data: Path, out: BinaryIO, quoting: int) -> None:
     """Write the rows of `data`, which is `path` or its local copy."""
     check_text(path, data)
     with arrow_errors(path, "cannot be read as CSV in UTF-8 with a header line"):
-        rows = _rows(data, "\t" if path.suffix.lower() == ".tsv" else ",")
+        rows = _rows(data, "\t" if path.suffix.lower() == ".tsv" else ",", quoting)
         _, names = next(rows, (0, []))
         if not names:
             raise ValueError("the file is empty")
@@ -102,7 +104,7 @@ def _bounded(stream: TextIO) -> Iterator[str]:
         yield line
 
 
-def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: Path, delimiter: str, quoting: int) -> Iterator[tuple[int, list[str]]]:
     """Yield the first line and the cells of each row; bytes that are not UTF-8 are surrogates.
 
     A stray quote at the start of a cell is refused: everything up to the next quote would become a single cell. RFC
@@ -111,7 +113,8 @@ def _rows(path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         # The limit is global in the csv module, so it is restored afterwards.
         before = python_csv.field_size_limit(_LARGEST_CELL)
-        rows = python_csv.reader(_bounded(stream), delimiter=delimiter, strict=True)
+        quotes: Any = quoting  # typeshed has its values alone
+        rows = python_csv.reader(_bounded(stream), delimiter=delimiter, quoting=quotes, strict=True)
         line = 1
         try:
             for row in rows:

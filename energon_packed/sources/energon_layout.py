@@ -282,8 +282,8 @@ def _value(group: KeyMembers, field: str, description: str, *, is_required: bool
 
 
 def _decoded(group: KeyMembers, member: Member) -> Any:
-    """Decode a part like Energon's default decoder; an image or video stays a member."""
-    if member.extension in IMAGE_PARTS or group.is_video(member):
+    """Decode a part like Energon's default decoder; an image, video or audio file stays a member."""
+    if group.is_media(member):
         return member
     if member.extension in JSON_PARTS:
         return group.json(member)

@@ -1,8 +1,8 @@
 """Folders and Hugging Face Hub names in; the list of their data files, and of the entries that are not read, out.
 
     folder of data files   .tar, .parquet, .arrow, .jsonl ..., sorted, of a single format, subfolders included
-    imagefolder            its metadata.jsonl or metadata.csv, not the images
-images with captions   the folders with them, if there are no data files
+    imagefolder            its metadata.jsonl or metadata.csv, not the media files
+    media with captions    the folders with them, if there are no data files
     org/name               the dataset in the caches of `datasets` and `huggingface_hub`; nothing is downloaded
 
 If file or folder names contain train, validation or test, a single split is read.
@@ -44,7 +44,11 @@ _FORMATS = {
         *(f"{kind}{compression}" for kind in (".jsonl", ".ndjson", ".json") for compression in COMPRESSIONS),
     ),
     ".csv": (".csv", ".tsv"),
+    ".trans.txt": (".trans.txt",),  # LibriSpeech
+    "wav.scp": ("wav.scp",),  # Kaldi
 }
+_KALDI = "wav.scp"
+_OF_KALDI = ("text", "segments", "utt2spk", "spk2utt", "utt2dur", "reco2dur", "spk2gender", "utt2num_frames")
 _LAST_RESORT = ".json"  # beside other data files, it describes them
 _DATA = (*(end for ends in _FORMATS.values() for end in ends), _LAST_RESORT)
 _MEDIA, _UNKNOWN = "media", "unknown type"
@@ -88,6 +92,7 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
         else:
             unreadable[name] = command
     _refuse_unreadable(folder, unreadable)
+    _remove_kaldi(names, skipped)
     captioned = {} if names or is_remote(folder) else _captioned(skipped)
     files = _in_split(folder, sorted(captioned) or _data_files(folder, names, skipped), split, skipped)
     if captioned:
@@ -97,8 +102,18 @@ def folder_files(folder: Path, split: str | None) -> tuple[list[Path], Skipped]:
     return files, skipped
 
 
+def _remove_kaldi(names: Sequence[str], skipped: Skipped) -> None:
+    """Remove the files beside a wav.scp, which are read with it or describe the speakers."""
+    folders = {os.path.dirname(name) for name in names if os.path.basename(name) == _KALDI}
+    others = {os.path.join(folder, name) for folder in folders for name in _OF_KALDI}
+    if folders and _UNKNOWN in skipped:
+        skipped[_UNKNOWN] = [name for name in skipped[_UNKNOWN] if name not in others]
+        if not skipped[_UNKNOWN]:
+            del skipped[_UNKNOWN]
+
+
 def _captioned(skipped: Skipped) -> dict[str, list[str]]:
-    """Find images and videos with captions of the same name among the entries: name of the image -> its captions."""
+    """Find media files with captions of the same name among the entries: name of the file -> its captions."""
     texts: dict[str, list[str]] = defaultdict(list)
     for stem, name in _stems(skipped, _UNKNOWN, CAPTION_FILES):
         texts[stem].append(name)
@@ -110,7 +125,7 @@ def _stems(skipped: Skipped, reason: str, suffixes: tuple[str, ...]) -> list[tup
 
 
 def _remove_captioned(folders: set[str], captioned: Mapping[str, list[str]], skipped: Skipped) -> None:
-    """Remove captions, and the images and videos of their folders, from the entries that are not read."""
+    """Remove captions, and the media files of their folders, from the entries that are not read."""
     inside = {name for _, name in _stems(skipped, _MEDIA, CAPTIONED_FILES) if os.path.dirname(name) in folders}
     read = {*captioned, *inside, *(text for texts in captioned.values() for text in texts)}
     for reason in (_MEDIA, _UNKNOWN):
@@ -127,7 +142,7 @@ def _data_files(folder: Path, names: Sequence[str], skipped: Skipped) -> Sequenc
     by_format = {kind: files for kind, files in by_format.items() if files}
     if metadata and by_format:
         raise SourceError(
-            f"{folder} contains {metadata[0]}, which describes images, and {' and '.join(by_format)} files. "
+            f"{folder} contains {metadata[0]}, which describes media files, and {' and '.join(by_format)} files. "
             "Pass either of them."
         )
     if len(by_format) > 1:
@@ -137,7 +152,7 @@ def _data_files(folder: Path, names: Sequence[str], skipped: Skipped) -> Sequenc
     if not names:
         raise SourceError(
             f"{folder} is a folder without a Hugging Face state.json, an Energon .nv-meta, or files of "
-            f"{', '.join(_FORMATS)}, or images with captions of the same name in .txt files; pass files or a glob"
+            f"{', '.join(_FORMATS)}, or media files with captions of the same name in .txt files; pass files or a glob"
         )
     # .json files count only without other data files: beside them they are metadata.
     files: Sequence[str] = metadata or next(iter(by_format.values()), [*names])

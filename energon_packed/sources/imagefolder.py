@@ -1,7 +1,8 @@
-"""Folders of Hugging Face datasets in; records with image or video paths, or the rows of Arrow files, out.
+"""Folders of Hugging Face datasets in; records with paths of media, or the rows of Arrow files, out.
 
-imagefolder    metadata.jsonl or metadata.csv beside images or videos (videofolder), which `file_name` refers to
-captions       `x.png` or `x.mp4` with its caption in `x.txt`, `x.caption` or `x.text`, as in kohya's scripts
+imagefolder    metadata.jsonl or metadata.csv beside images, videos (videofolder) or audio files (audiofolder), which
+               `file_name` refers to
+captions       `x.png`, `x.mp4` or `x.wav` with its text in `x.txt`, `x.caption` or `x.text`, as in kohya's scripts
 save_to_disk   the Arrow streams that state.json lists
 """
 
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import check_inner, of_type
+from energon_packed.records.audio import has_audio_suffix
 from energon_packed.records.video import has_video_suffix
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord
@@ -23,7 +25,7 @@ from energon_packed.sources.folder_entries import CAPTION_FILES, CAPTIONED_FILES
 from energon_packed.sources.json import ELEMENTS, JsonlSource
 from energon_packed.system import raise_resource_error
 
-_FIELDS = {"file_name": ("image", "video"), "file_names": ("images", "videos")}
+_FIELDS = {"file_name": "", "file_names": "s"}
 _SUFFIX = "_file_name"
 
 
@@ -58,19 +60,20 @@ class ImageFolderCsvSource(CsvSource):
 
 
 def _with_images(row: SourceRecord) -> SourceRecord:
-    """Rename file name columns to media columns: `file_name` to `image` or `video`, `x_file_name` to `x`."""
+    """Rename file name columns to media columns: `file_name` to `image`, `video` or `audio`, `x_file_name` to `x`."""
     record = row.record
     if not isinstance(record, dict):
         return row
     out: dict[str, Any] = {}
     for name, value in record.items():
         if name in _FIELDS:
-            target = _FIELDS[name][_is_video(value)]
+            target = _kind(value) + _FIELDS[name]
         else:
             target = name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) else name
         # Neither column is preferred silently.
         if target != name and (target in record or target in out):
-            detail = f"{name} and {target} both name {'videos' if 'video' in target else 'images'}; keep one"
+            kind = "videos" if "video" in target else "audio files" if "audio" in target else "images"
+            detail = f"{name} and {target} both name {kind}; keep one"
             return row._replace(record=None, reject=Reject(Reason.IMAGE_COUNT_MISMATCH, detail))
         out[target] = value
     # The imagefolder reader of Hugging Face documents a text column as the caption of the image.
@@ -82,10 +85,12 @@ def _with_images(row: SourceRecord) -> SourceRecord:
     return row._replace(record=out)
 
 
-def _is_video(value: Any) -> bool:
-    """Whether a file name, or the first of a list, is a video file."""
+def _kind(value: Any) -> str:
+    """Return the field of a file name, or of the first of a list: `image`, `video` or `audio`."""
     first = value[0] if isinstance(value, list) and value else value
-    return isinstance(first, str) and has_video_suffix(first)
+    if not isinstance(first, str):
+        return "image"
+    return "video" if has_video_suffix(first) else "audio" if has_audio_suffix(first) else "image"
 
 
 def _has_turns(record: dict[str, Any]) -> bool:
@@ -93,13 +98,13 @@ def _has_turns(record: dict[str, Any]) -> bool:
 
 
 class CaptionFolderSource(JsonlSource):
-    """The images and videos of a folder, each with its caption in a text file of the same name; without subfolders."""
+    """The images, videos and audio files of a folder, each with its text in a file of the same name; no subfolders."""
 
     suffixes = ()
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Write a line per image or video to a copy in `work_dir`, named after its content."""
+        """Write a line per media file to a copy in `work_dir`, named after its content."""
         digest = hashlib.sha256()
         for line in _captioned(path):
             digest.update(line)
@@ -120,7 +125,7 @@ class CaptionFolderSource(JsonlSource):
 
 
 def _captioned(folder: Path) -> Iterator[bytes]:
-    """Yield a record per image or video of a folder, in the order of the names, as lines of JSON.
+    """Yield a record per media file of a folder, in the order of the names, as lines of JSON.
 
     Raises:
         SourceError: a name is not UTF-8, or a caption cannot be read.
@@ -133,7 +138,7 @@ def _captioned(folder: Path) -> Iterator[bytes]:
     for name in names:
         if name.lower().endswith(CAPTIONED_FILES) and not name.startswith("."):
             stem = os.path.splitext(name)[0]
-            record = {"id": name, "video" if has_video_suffix(name) else "image": name}
+            record = {"id": name, _kind(name): name}
             try:
                 record |= _caption(folder, name, captions.get(stem, []))
                 yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
@@ -144,7 +149,7 @@ def _captioned(folder: Path) -> Iterator[bytes]:
 
 
 def _caption(folder: Path, name: str, files: list[str]) -> dict[str, str]:
-    """Read the caption of an image or video, or say why it has none."""
+    """Read the caption of a media file, or say why it has none."""
     if not files:
         return {"fault": f"{name} has no caption; write it to {os.path.splitext(name)[0]}.txt"}
     if len(files) > 1:

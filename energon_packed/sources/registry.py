@@ -28,6 +28,7 @@ from energon_packed.sources.imagefolder import (
     ImageFolderSource,
 )
 from energon_packed.sources.json import JsonlSource, JsonSource
+from energon_packed.sources.speech import CommonVoiceSource, KaldiSource, LibriSpeechSource
 from energon_packed.sources.webdataset import WebDatasetSource
 from energon_packed.storage import RemotePath, as_path, is_remote
 
@@ -38,7 +39,10 @@ SOURCES: list[type[Source]] = [
     JsonSource,
     ParquetSource,
     ArrowSource,
+    CommonVoiceSource,
     CsvSource,
+    LibriSpeechSource,
+    KaldiSource,
     WebDatasetSource,  # formats by suffix come first, as the others look for files inside the path
     HuggingFaceSource,
     EnergonSource,
@@ -61,7 +65,7 @@ def known_formats() -> str:
     """List the file extensions and folders that can be read, for messages."""
     suffixes = [suffix for source in SOURCES for suffix in source.suffixes]
     return (
-        f"{' '.join(suffixes)}, folders of them, folders of images with captions in .txt files, Hugging Face "
+        f"{' '.join(suffixes)}, folders of them, folders of media files with captions in .txt files, Hugging Face "
         "save_to_disk folders, Energon datasets and Metadatasets"
     )
 

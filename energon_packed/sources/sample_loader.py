@@ -3,8 +3,8 @@
 Energon calls `sample_loader(raw)` with the decoded parts of a key whose names pass `part_filter`, and makes a sample
 of the dictionary that it returns (megatron/energon/flavors/webdataset/default_generic_webdataset.py). Here an image
 part is a PIL image that is not decoded before its pixels are used. If the code returns it unchanged, it becomes a
-reference to the bytes in the tar; an image that the code creates becomes a PNG. A video part is a VideoReference,
-which the code can only return: Energon's AVDecoder is not created.
+reference to the bytes in the tar; an image that the code creates becomes a PNG. A video part is a VideoReference, and
+an audio part an AudioReference, which the code can only return: Energon's AVDecoder is not created.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from PIL import Image
 
 from energon_packed.errors import ConfigError, Reason, RecordError, SourceError
 from energon_packed.libraries import calls
-from energon_packed.records import MediaReference, VideoReference
+from energon_packed.records import AudioReference, MediaReference, VideoReference
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.tar_records import IMAGE_PARTS, INTEGER_PARTS, JSON_PARTS, KeyMembers
 from energon_packed.system import raise_resource_error
@@ -120,8 +120,6 @@ class SampleLoader:
 def _decoded(group: KeyMembers, member: Member) -> Any:
     """Decode a part like Energon's default decoder, with PIL images."""
     kind = member.extension
-    if group.is_video(member):
-        return group.media(member)
     if kind in IMAGE_PARTS:
         try:
             with calls("pillow", is_parser=True):
@@ -131,6 +129,8 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
         except Exception as error:
             raise_resource_error(error, group.path)
             raise RecordError(Reason.CORRUPT_IMAGE, f"{member.name}: {error}") from error
+    if group.is_media(member):
+        return group.media(member)
     if kind in JSON_PARTS:
         return group.json(member)
     if kind in _TEXT_TYPES:
@@ -153,7 +153,7 @@ def _plain(group: KeyMembers, value: Any, originals: Mapping[int, Member]) -> An
     """Convert a returned value to plain types and image references."""
     if id(value) in originals:
         return group.reference(originals[id(value)])
-    if value is None or isinstance(value, str | bool | int | float | VideoReference):
+    if value is None or isinstance(value, str | bool | int | float | VideoReference | AudioReference):
         return value
     if isinstance(value, Mapping):
         return {str(name): _plain(group, item, originals) for name, item in value.items()}
@@ -167,8 +167,7 @@ def _plain(group: KeyMembers, value: Any, originals: Mapping[int, Member]) -> An
         return value.tolist()
     raise RecordError(
         Reason.ADAPTER_FAILED,
-        f"the sample loader returned a {type(value).__name__}; return texts, numbers, lists, and images and videos as "
-        "they are",
+        f"the sample loader returned a {type(value).__name__}; return texts, numbers, lists, and media as they are",
     )
 
 

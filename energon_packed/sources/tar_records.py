@@ -2,9 +2,10 @@
 
     images (jpg png webp ...)   references to byte ranges of the tar, in natural order of their names
     videos (mp4 mkv webm ...)   the same
-    txt, caption, text          the caption; without an image or video, a document
-    json                        a conversation of any known record format, with images and videos among the members of
-                                the key; or metadata with a caption
+    audio (wav flac mp3 ...)    the same
+    txt, caption, text          the caption or transcript; without media, a document
+    json                        a conversation of any known record format, with media among the members of the key; or
+                                metadata with a caption or transcript
     packs of energon-packed     a Conversation per sample
 
 A text part overrides a caption in the json. Other parts become unused fields, so that a run counts them by name.
@@ -22,6 +23,7 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import AudioReference, Conversation, MediaReference, VideoReference
+from energon_packed.records.audio import AUDIO_PLACEHOLDER, AUDIO_SUFFIXES
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import is_given
 from energon_packed.records.record_formats import RECORD_FORMATS
@@ -35,15 +37,23 @@ JSON_PARTS = ("json", "jsn")
 INTEGER_PARTS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # of Energon's default decoder
 VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO_SUFFIXES)
 _SOURCE_CODE = ("ts", "mts")  # extensions of TypeScript, too: the content of such a member decides
-_AUDIO_PARTS = ("wav", "mp3", "flac", "m4a", "aac", "wma", "ogg", "oga", "opus", "aif", "aiff")
+_AUDIO_PARTS = tuple(suffix[1:] for suffix in AUDIO_SUFFIXES)
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 _MEMBER_LISTS = {"image_keys": "images", "patch_positions_keys": "patch_positions"}  # of LLaVA-OneVision-2
 _CAPTION_FIELDS = ("caption", "text", "captions")
+_TRANSCRIPT_FIELDS = (*_CAPTION_FIELDS, "transcription", "transcript", "sentence")
 _VIDEO_FIELDS = ("videos", "video", "frames")
-_MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path")
+_AUDIO_FIELDS = ("audios", "audio")
+_MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path", *_AUDIO_FIELDS)
 # Paths from before the tar was written.
-_PATH_FIELDS = (*_MEDIA_FIELDS, "image_path", "image_file", "img", "file_name", "video_file", "video_name")
-_NESTED_FIELDS = ("image", "image_url", "path", "url", "file_name", "video", "video_url", "frames", "images", "videos")
+_PATH_FIELDS = (
+    *(*_MEDIA_FIELDS, "image_path", "image_file", "img", "file_name", "video_file", "video_name"),
+    *("audio_filepath", "audio_filename", "audio_path", "audio_file", "audio_name"),
+)
+_NESTED_FIELDS = (
+    *("image", "image_url", "path", "url", "file_name", "video", "video_url", "frames", "images", "videos"),
+    *("audio", "audio_url", "audios"),
+)
 _TURN_FIELDS = ("messages", "conversations", "conversation", "contents", "parts", "content", "texts", "value")
 _PACKED_FILE = re.compile(r"(?:img\w*|vid\w*|aud\w*|s\d{3}_.*)\.\w+")  # as in `part_filter` of the codecs
 _MEMBER_TAG = b"\0member of the tar: "
@@ -77,10 +87,6 @@ class KeyMembers:
         for member, fault in key_faults(self.members):
             raise RecordError(Reason.MISSING_IMAGE if member.fault == fault else Reason.MISSING_FIELD, fault)
         for member in self.members:
-            if member.extension in _AUDIO_PARTS and not _PACKED_FILE.fullmatch(member.part):
-                raise RecordError(
-                    Reason.UNSUPPORTED_MEDIA, f"{member.name} is audio, which is not supported; convert it to text"
-                )
             if member.extension in _PICKLES:
                 raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{member.name} is a pickle, which is never loaded")
 
@@ -100,6 +106,14 @@ class KeyMembers:
             return True
         with self.reference(member).open() as stream:
             return is_video_content(stream.read(SIGNATURE_BYTES))
+
+    def audios(self) -> list[Member]:
+        """List the audio members, in natural order of their parts."""
+        return sorted((m for m in self.members if m.extension in _AUDIO_PARTS), key=lambda m: _natural(m.part))
+
+    def is_media(self, member: Member) -> bool:
+        """Whether a member is an image, video or audio file."""
+        return member.extension in (*IMAGE_PARTS, *_AUDIO_PARTS) or self.is_video(member)
 
     def find(self, name: str) -> Member | None:
         """Find the member that a record refers to by full name, base name, or part."""
@@ -126,13 +140,15 @@ class KeyMembers:
         """Make a reference to the byte range of a member."""
         return MediaReference(path=str(self.path), offset=member.offset, size=member.size)
 
-    def media(self, member: Member) -> MediaReference | VideoReference:
-        """Make a reference to an image or video member."""
+    def media(self, member: Member) -> MediaReference | VideoReference | AudioReference:
+        """Make a reference to an image, video or audio member."""
         reference = self.reference(member)
+        if member.extension in _AUDIO_PARTS:
+            return AudioReference(file=reference)
         return VideoReference(file=reference) if self.is_video(member) else reference
 
     def content(self, member: Member) -> bytes:
-        """Read the bytes of a member that is no image or video.
+        """Read the bytes of a member that is not media.
 
         Raises:
             RecordError: the member is too large.
@@ -140,7 +156,7 @@ class KeyMembers:
         if member.size >= LONGEST_RECORD:
             raise RecordError(
                 Reason.BAD_JSON,
-                f"{member.name} has {member.size / 1e6:,.0f} MB; a part that is no image or video must be shorter "
+                f"{member.name} has {member.size / 1e6:,.0f} MB; a part that is not media must be shorter "
                 f"than {LONGEST_RECORD / 1e6:,.0f} MB. Split the record.",
             )
         return read_content(self.path, member)
@@ -190,8 +206,8 @@ def read_records(group: KeyMembers) -> list[Any]:
 def raw_records(group: KeyMembers) -> list[Any]:
     """Read a key for an adapter: its parts by name and its `id`; or the samples of a pack.
 
-    Images become MediaReferences, videos VideoReferences, JSON is decoded, text parts become strings, and other parts
-    bytes.
+    Images become MediaReferences, videos VideoReferences, audio files AudioReferences, JSON is decoded, text parts
+    become strings, and other parts bytes.
 
     Raises:
         RecordError: the key cannot be used.
@@ -199,7 +215,7 @@ def raw_records(group: KeyMembers) -> list[Any]:
     group.check()
     values: dict[str, Any] = {}
     for member in group.members:
-        if member.extension in IMAGE_PARTS or group.is_video(member):
+        if group.is_media(member):
             values[member.part] = group.media(member)
         elif member.extension in JSON_PARTS:
             values[member.part] = group.json(member)
@@ -278,41 +294,56 @@ def caption_record(
     images: Sequence[MediaReference],
     metadata: Mapping[str, Any] | None = None,
     videos: Sequence[VideoReference] = (),
+    audios: Sequence[AudioReference] = (),
 ) -> dict[str, Any]:
-    """Make a record of images and videos with a caption; without both, a document. `metadata` are its other fields."""
-    record = {"id": group.key, **(metadata or {}), **_media_fields(images, videos)}
-    return {**record, "captions": [text]} if images or videos else {**record, "text": text}
+    """Make a record of media with a caption; without media, a document. `metadata` are its other fields."""
+    media = _media_fields(images, videos, audios)
+    record = {"id": group.key, **(metadata or {}), **media}
+    return {**record, "captions": [text]} if media else {**record, "text": text}
 
 
-def _media_fields(images: Sequence[MediaReference], videos: Sequence[VideoReference]) -> dict[str, Any]:
-    return {name: list(media) for name, media in (("images", images), ("videos", videos)) if media}
+def _media_fields(
+    images: Sequence[MediaReference], videos: Sequence[VideoReference], audios: Sequence[AudioReference] = ()
+) -> dict[str, Any]:
+    return {name: list(media) for name, media in (("images", images), ("videos", videos), ("audios", audios)) if media}
 
 
 def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
     images = [group.reference(member) for member in group.images()]
     videos = [VideoReference(file=group.reference(member)) for member in group.videos()]
-    media: list[MediaReference | VideoReference] = [*images, *videos]
+    audios = [AudioReference(file=group.reference(member)) for member in group.audios()]
+    media: list[MediaReference | VideoReference | AudioReference] = [*images, *videos, *audios]
     value = _with_member_lists(group, value)
     positions = [group.find(str(name)) for name in _list(value.get("patch_positions"))]
     others = {m.part or m.name: m.name for m in group.members if not _is_known(group, m) and m not in positions}
-    if _is_conversation(value):
+    texts = _TRANSCRIPT_FIELDS if audios else _CAPTION_FIELDS
+    if _is_conversation(value, (*texts, *_PATH_FIELDS) if audios else texts):
         placer = _Placer(group)
         record = placer.walk(value)
         # The record names no images or videos: all members of these types belong to it.
         if media and placer.named == 0:
             record = {k: v for k, v in record.items() if k not in _MEDIA_FIELDS or v is True}
-            record |= _media_fields(images, videos)
+            record |= _media_fields(images, videos, audios)
         elif len(media) == 1 and placer.named == 1 and not _names_members(record):
             record = _Placer(group, only=media[0]).walk(value)  # its path from before the tar was written
-        elif not _names_videos(record):
-            if any(isinstance(item, str) and VIDEO_PLACEHOLDER in item for item in _leaves(record)):
-                record |= _media_fields((), videos)
-            else:  # a run counts them by name
-                others |= {member.part: member.name for member in group.videos()}
+        else:
+            for fields, mark, members in (
+                (_media_fields((), videos), VIDEO_PLACEHOLDER, group.videos()),
+                (_media_fields((), (), audios), AUDIO_PLACEHOLDER, group.audios()),
+            ):
+                if _names_files(record, mark):
+                    continue
+                if any(isinstance(item, str) and mark in item for item in _leaves(record)):
+                    record |= fields
+                else:  # a run counts them by name
+                    others |= {member.part: member.name for member in members}
         return {"id": group.key, **others, **record}
-    unread = (*_CAPTION_FIELDS, *(_PATH_FIELDS if media else ()))
+    if videos and audios:  # of video2dataset
+        detail = f"{group.audios()[0].name} is audio beside a video, whose sound is not used; remove it"
+        raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
+    unread = (*texts, *(_PATH_FIELDS if media else ()))
     metadata = {**others, **{name: item for name, item in value.items() if name not in unread}}
-    text = _text(group, value)
+    text = _text(group, value, texts)
     if text is None:
         parts = ", ".join(member.part or member.name for member in group.members)
         raise RecordError(
@@ -320,7 +351,7 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             f"{group.key} has the parts {parts} and no text; add a txt part, or a json part with a caption or a "
             "conversation",
         )
-    return caption_record(group, text, images, metadata, videos)
+    return caption_record(group, text, images, metadata, videos, audios)
 
 
 def _with_member_lists(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,11 +371,11 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _text(group: KeyMembers, value: Mapping[str, Any]) -> str | None:
+def _text(group: KeyMembers, value: Mapping[str, Any], fields: Sequence[str]) -> str | None:
     member = group.part(*TEXT_PARTS)
     if member is not None:
         return group.text(member).strip()
-    for name in _CAPTION_FIELDS:
+    for name in fields:
         caption = value.get(name)
         if isinstance(caption, list) and len(caption) == 1:
             caption = caption[0]
@@ -355,30 +386,32 @@ def _text(group: KeyMembers, value: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_conversation(value: Mapping[str, Any]) -> bool:
-    """Whether a json part is a conversation, rather than metadata with a caption."""
+def _is_conversation(value: Mapping[str, Any], texts: Sequence[str]) -> bool:
+    """Whether a json part is a conversation, rather than metadata with one of the fields `texts`."""
     if "captions" in value and isinstance(value["captions"], list) and len(value["captions"]) != 1:
         return True
     if "prompts" in value:
         return True
     # Without these fields, because metadata with a caption would match the caption formats.
-    plain = {name: item for name, item in value.items() if name not in _CAPTION_FIELDS}
+    plain = {name: item for name, item in value.items() if name not in texts}
     return any(record_format.matches(plain) for record_format in RECORD_FORMATS)
 
 
 def _is_known(group: KeyMembers, member: Member) -> bool:
-    is_media = member.extension in IMAGE_PARTS or group.is_video(member)
-    return is_media or member.part.lower() in (*TEXT_PARTS, "json")
+    return group.is_media(member) or member.part.lower() in (*TEXT_PARTS, "json")
 
 
 def _names_members(record: Any) -> bool:
-    return any(isinstance(item, MediaReference | VideoReference) for item in _leaves(record))
+    return any(isinstance(item, MediaReference | VideoReference | AudioReference) for item in _leaves(record))
 
 
-def _names_videos(record: Mapping[str, Any]) -> bool:
-    if any(isinstance(item, VideoReference) for item in _leaves(record)):
+def _names_files(record: Mapping[str, Any], mark: str) -> bool:
+    """Whether a record names its videos or audio files, by their placeholder."""
+    is_video = mark == VIDEO_PLACEHOLDER
+    if any(isinstance(item, VideoReference if is_video else AudioReference) for item in _leaves(record)):
         return True
-    return any(is_given(record.get(name)) and record[name] is not True for name in (*_VIDEO_FIELDS, "video_path"))
+    names = (*_VIDEO_FIELDS, "video_path") if is_video else _AUDIO_FIELDS
+    return any(is_given(record.get(name)) and record[name] is not True for name in names)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -395,7 +428,9 @@ class _Placer:
     Only media fields are changed: a text that equals the name of a member stays text. `named` counts the names.
     """
 
-    def __init__(self, group: KeyMembers, only: MediaReference | VideoReference | None = None) -> None:
+    def __init__(
+        self, group: KeyMembers, only: MediaReference | VideoReference | AudioReference | None = None
+    ) -> None:
         self._group = group
         self._only = only
         self.named = 0

@@ -200,13 +200,15 @@ def test_parts_of_files(encoder: ChatEncoder, tmp_path: Path) -> None:
         ({"offset": 1.5}, whole[24_000:]),
         ({"duration": 2}, whole[:32_000]),
         ({"offset": 0.1, "duration": 0.7}, whole[1600:12_800]),
-        ({"offset": 4.0, "duration": 1.005}, whole[64_000:]),
+        ({"offset": 0.10004, "duration": 0.7}, whole[1601:12_801]),
+        ({"offset": 0.10003, "duration": 0.70002}, whole[1600:12_801]),
+        ({"offset": 4.0, "duration": 1.5}, whole[64_000:]),
     ):
         sample = encoder.encode(part(**values))
         alone = encoder.audio.preprocess([expected])[0]
         assert sample.audio_inputs is not None
         assert torch.equal(sample.audio_inputs.values["input_features"], alone.values["input_features"]), values
-    for values in ({"offset": 5.0}, {"offset": 4.0, "duration": 1.1}, {"offset": 9.0}):
+    for values in ({"offset": 5.0}, {"offset": 4.0, "duration": 1.51}, {"offset": 9.0}):
         with pytest.raises(RecordError, match=r"unsupported_audio: .* has 5.000 s, so that the part from"):
             encoder.encode(part(**values))
 

@@ -274,6 +274,44 @@ def test_clips_of_a_file_are_stored_with_their_place(speech: Speech, tmp_path: P
     assert {int(sample.audio_inputs.values["feature_attention_mask"].sum()) for sample in samples} == {250}
 
 
+@pytest.mark.parametrize("kind", ["wav16", "wav24", "flac", "mp3", "m4a"])
+def test_parts_of_a_long_file_are_stored_alone(speech: Speech, tmp_path: Path, kind: str) -> None:
+    """500 parts of a recording must not store it 500 times, and train on the same samples."""
+    channels = 2 if kind in ("flac", "mp3") else 1
+    file = write(tmp_path / "long", kind, signal(40 * 16_000, 16_000), 16_000, channels=channels)
+    short = write(tmp_path / "short", "flac", signal(16_000, 16_000), 16_000)
+    records = [
+        {"id": f"{place}", "audio_filepath": file.name, "offset": place * 0.7, "duration": 0.4001, "text": "hello"}
+        for place in range(25)
+    ]
+    records.append({"id": "s", "audio_filepath": short.name, "offset": 0.1, "duration": 0.8, "text": "hello"})
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)) + "\n")
+    result = pack(path, **speech.options(tmp_path / "out", check_images="full", max_packs_per_shard=100))
+    assert result.manifest.rejects == {}
+    size = 2 if kind == "wav16" else 4
+    found = {}
+    for raw in ShardReader(sorted(result.shards.glob("*.tar"))):
+        content = json.loads(raw["json"])
+        for ident, [entry] in zip(content["ids"], content["audio_files"], strict=True):
+            found[ident] = entry, raw[entry["part"]]
+    for ident, (entry, data) in found.items():
+        if ident == "s":
+            assert data == short.read_bytes()
+            assert (entry["start"], entry["samples"], entry["total"]) == (1600, 12_800, 16_000)
+        else:
+            assert entry["part"].endswith(".wav")
+            assert len(data) <= 44 + size * 6402
+            assert (entry["start"], entry["samples"]) == (0, entry["total"])
+    expected = {}
+    for record in records:
+        sample = speech.encoder.encode(normalize(record, image_root=str(tmp_path)))
+        assert sample.audio_inputs is not None
+        values = [sample.audio_inputs.values[name] for name in sorted(sample.audio_inputs.values)]
+        expected[str(record["id"])] = (sample.input_ids.tolist(), sample.labels.tolist(), *values)
+    assert same(features(PackedDataset(result.shards, speech.encoder)), expected)
+
+
 def test_a_text_encoder_stops_with_the_remedy(speech: Speech, tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "text", TEXTS, vision=False)
     arguments = ["pack", str(speech.jsonl), "--tokenizer", str(tokenizer), "-o", str(tmp_path / "out")]

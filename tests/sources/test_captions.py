@@ -80,7 +80,7 @@ def test_subfolders_and_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture)
 def test_data_files_come_first_and_text_alone_is_refused(tmp_path: Path) -> None:
     picture(tmp_path / "d" / "a.png")
     (tmp_path / "d" / "b.txt").write_text("not of a.png")
-    with pytest.raises(SourceError, match="or images with captions of the same name in .txt files"):
+    with pytest.raises(SourceError, match="or media files with captions of the same name in .txt files"):
         rows(tmp_path / "d", tmp_path)
     (tmp_path / "d" / "a.txt").write_text("A.")
     assert rows(tmp_path / "d", tmp_path)[0][0]["caption"] == "A."

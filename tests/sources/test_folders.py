@@ -148,7 +148,9 @@ def test_a_folder_of_images_and_other_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}\n')
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(SourceError, match=r"contains images/metadata.jsonl, which describes images, and .jsonl files"):
+    with pytest.raises(
+        SourceError, match=r"contains images/metadata.jsonl, which describes media files, and .jsonl files"
+    ):
         open_sources([tmp_path], work_dir=tmp_path / "work")
 
 

@@ -147,7 +147,7 @@ def test_source_code_is_not_a_video(tmp_path: Path) -> None:
     [
         (
             [("0.mp4", b"x"), ("0.m4a", b"x"), ("0.txt", "a")],
-            "unsupported_media: 0.m4a is audio, which is not supported",
+            "unsupported_media: 0.m4a is audio beside a video, whose sound is not used; remove it",
         ),
         ([("0.mp4", b"x"), ("0.mp4", b"x"), ("0.txt", "a")], "missing_field: "),
         ([("0.mp4", b"x")], "missing_field: 0 has the parts mp4 and no text"),

@@ -149,7 +149,7 @@ def test_long_names_hidden_files_and_metadata(tmp_path: Path) -> None:
         ([("0.json", '{"text": "a"}'), ("0.JSON", '{"text": "b"}'), ("1.txt", "b")], ["0"], r"0\.json and 0\.JSON"),
         ([("0.json", b"{"), ("1.txt", "b")], ["0"], r"bad_json: 0\.json"),
         ([("0.txt", b"\xff"), ("1.txt", "b")], ["0"], r"0\.txt is not UTF-8"),
-        ([("0.wav", b"x"), ("0.txt", "a"), ("1.txt", "b")], ["0"], "0.wav is audio, which is not supported"),
+        ([("0.wav", b"x"), ("1.txt", "b")], ["0"], "has the parts wav and no text; add a txt part"),
         ([("0.pyd", b"x"), ("0.txt", "a"), ("1.txt", "b")], ["0"], "is a pickle, which is never loaded"),
         ([("README", b"x"), ("1.txt", "b")], ["README"], "no text"),
     ],

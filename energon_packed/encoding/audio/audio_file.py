@@ -3,6 +3,7 @@
     read_audio_info    demultiplexes: the samples are counted, and not decoded
     decode_audio       decodes a clip
     check_audio        decodes all
+    cut_audio          decodes a clip and writes it as a WAV file, which decodes to the same samples
 
 A decoder returns as many samples as `read_audio_info` counts. PCM and FLAC packets have their number of samples. The
 packets of MP3, AAC and Opus have the same number each (MP3, AAC), or show it in their first bytes (Opus); FFmpeg
@@ -19,6 +20,7 @@ other frequencies near half of the lower rate: speech-like audio differs by less
 1.3 % (from 48 kHz to 16 kHz) to 3.4 % (from 8 kHz) of its level. As in librosa, n samples become ceil(n * to / from).
 """
 
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +51,8 @@ _SCALES = {"u8": 1 << 7, "s16": 1 << 15, "s32": 1 << 31, "flt": 1, "dbl": 1}  # 
 _AS_COUNTED = "as it had when it was measured; restore the file, or pack again"
 _CHUNK = 1 << 15  # samples that are resampled at once, or a frame if it is longer
 _OPUS_RATE = 48_000
+_WAV_HEADER = struct.Struct("<4sI8sIHHIIHH4sI")
+_FLOAT = np.dtype("<f4")
 _AAC_FRAMES = 8  # that are decoded: the delay of an encoder is at most 3 frames
 
 Samples = NDArray[np.float32]
@@ -125,6 +129,31 @@ def decode_audio(reference: MediaReference, clip: AudioClip, rate: int) -> Sampl
     joined = np.concatenate(parts)[: len(samples)] if parts else samples[:0]
     samples[: len(joined)] = joined
     return samples
+
+
+def is_cut(clip: AudioClip, num_bytes: int) -> bool:
+    """Whether a clip of a file of `num_bytes` bytes is stored alone, as it needs fewer bytes than the file."""
+    return not clip.is_whole and cut_bytes(clip) < num_bytes
+
+
+def cut_bytes(clip: AudioClip) -> int:
+    """Most bytes of `cut_audio`."""
+    return _WAV_HEADER.size + clip.samples * _FLOAT.itemsize
+
+
+def cut_audio(reference: MediaReference, clip: AudioClip) -> bytes:
+    """Return a clip of an audio file as a mono WAV file, which decodes to the same samples as the clip.
+
+    Its samples are int16 if that is exact, as for 16-bit mono files; else float32. Raises as `decode_audio`.
+    """
+    samples = decode_audio(reference, clip, clip.rate)
+    whole = samples * np.float32(_SCALES["s16"])
+    is_float = not bool(np.all((whole == np.rint(whole)) & (-_SCALES["s16"] <= whole) & (whole < _SCALES["s16"])))
+    data = samples.astype(_FLOAT) if is_float else whole.astype("<i2")
+    size, kind = data.itemsize, 3 if is_float else 1  # WAVE_FORMAT_IEEE_FLOAT, WAVE_FORMAT_PCM
+    format_ = (kind, 1, clip.rate, clip.rate * size, size, 8 * size)
+    sizes = (_WAV_HEADER.size - 8 + data.nbytes, data.nbytes)
+    return _WAV_HEADER.pack(b"RIFF", sizes[0], b"WAVEfmt ", 16, *format_, b"data", sizes[1]) + data.tobytes()
 
 
 def resampled_length(samples: int, rate: int, to: int) -> int:
@@ -219,8 +248,11 @@ class _Audio:
     def seek(self, sample: int) -> int:
         """Go to a packet at or before a sample; return its first sample."""
         container, base = self._file.container, self.stream.time_base
-        container.seek(int(sample / self.rate / base), stream=self.stream)
-        time = next((packet.pts for packet in self.packets()), None)
+        try:
+            container.seek(int(sample / self.rate / base), stream=self.stream)
+            time = next((packet.pts for packet in self.packets()), None)
+        except PermissionError:  # AVERROR(1): FFmpeg finds no packet in some FLAC files of a few packets
+            time = None
         place = sample + 1 if time is None else round(time * base * self.rate)
         is_before = place <= sample
         container.seek(time if is_before else 0, stream=self.stream)

@@ -12,8 +12,9 @@ digest, as a copy would.
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,7 +28,7 @@ from energon_packed.records import MediaReference
 from energon_packed.records.audio import stored_extension
 from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 from energon_packed.shards.tar import ShardSummary
-from energon_packed.storage import absolute_name, as_path, is_remote
+from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 
 Media = Literal["copy", "reference"]
 MEDIA: tuple[Media, ...] = get_args(Media)
@@ -94,9 +95,8 @@ class MediaLocator:
         file = absolute_name(reference.file or "")
         if self.check == "digest":
             start = time.perf_counter()
-            data = reference.read()
-            extension = stored_extension(data) if is_audio else sniff_extension(data)
-            size, digest, changed = len(data), media_digest(data), None
+            extension, size, digest = _audio_content(reference) if is_audio else _content(reference, sniff_extension)
+            changed = None
             self.seconds += time.perf_counter() - start
         else:
             status = as_path(file).stat()
@@ -120,6 +120,23 @@ class MediaLocator:
         file = f"../{STORED}/{tar}"  # relative to the dataset, so that the output folder can be moved
         locator = Locator(file, offset, len(data), digest, None, STORED, f"{digest}.{extension}")
         return StoredImage(extension, b"", locator=locator)
+
+
+def _content(reference: MediaReference, extension_of: Callable[[bytes], str]) -> tuple[str, int, str]:
+    """File extension by content, bytes and digest."""
+    data = reference.read()
+    return extension_of(data), len(data), media_digest(data)
+
+
+def _audio_content(reference: MediaReference) -> tuple[str, int, str]:
+    """Return `_content` of an audio file; of the last few files, it is kept, as a file may have thousands of parts."""
+    status = recent_status(as_path(reference.resolved()))
+    return _kept_content(reference, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _kept_content(reference: MediaReference, size: int, changed: int) -> tuple[str, int, str]:
+    return _content(reference, stored_extension)
 
 
 def _type_and_size(reference: MediaReference, *, is_audio: bool) -> tuple[str, int]:

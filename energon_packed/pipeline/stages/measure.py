@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
-from energon_packed.encoding.audio.audio_file import check_audio
+from energon_packed.encoding.audio.audio_file import check_audio, decode_audio, is_cut
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
@@ -277,10 +277,13 @@ class Measurer:
             if len(measurement.clips) != len(conversation.audios):
                 detail = "its encoder counts no samples of audio; use a ChatEncoder"
                 raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
-            for audio in conversation.audios if self.check_images == "full" else ():
-                check_audio(audio.file)
-            for audio in conversation.audios if measurement.media_bytes > MOST_BYTES else ():
-                _check_size(audio.file, "cut it")
+            for audio, clip in zip(conversation.audios, measurement.clips, strict=True):
+                if self.check_images == "full" and clip.is_whole:
+                    check_audio(audio.file)
+                elif self.check_images == "full":  # a file may have thousands of parts
+                    decode_audio(audio.file, clip, clip.rate)
+                if measurement.media_bytes > MOST_BYTES and not is_cut(clip, audio.file.num_bytes()):
+                    _check_size(audio.file, "cut it")
         except RecordError as error:
             return Measurement.rejected(error.reject)
         if not conversation.videos:

@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from energon_packed.encoding.audio.audio_file import cut_audio, is_cut
+from energon_packed.encoding.audio.media import stored_bytes
 from energon_packed.encoding.fragments import fragment_id
 from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_extension
 from energon_packed.encoding.vision.media import with_image_counts
@@ -144,9 +146,9 @@ class SampleReader:
             conversation = conversation if self.tokens is None else with_image_counts(conversation)
             videos = tuple([self._stored_video(video) for video in conversation.videos])
             media_bytes += sum(map(_read_bytes, conversation.videos, videos))
-            files = [self._stored_file(audio.file, is_audio=True) for audio in conversation.audios]
-            audios = tuple(map(StoredAudio, clips, files))
-            media_bytes += sum([file.num_bytes for file in files])
+            stored = [self._stored_audio(*pair) for pair in zip(conversation.audios, clips, strict=True)]
+            audios = tuple([audio for audio, _ in stored])
+            media_bytes += sum([num_bytes for _, num_bytes in stored])
         if media_bytes != record.media_bytes:
             raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
         # After the files are read, so that no change is missed. A digest of the content would have to read all media
@@ -193,6 +195,16 @@ class SampleReader:
         if is_audio:
             return StoredImage(stored_extension(data), data)
         return StoredImage("jpg" if self.reader.layout else sniff_extension(data), data)
+
+    def _stored_audio(self, audio: AudioReference, clip: AudioClip) -> tuple[StoredAudio, int]:
+        """Return an audio file, or only the clip of a much longer file, and the bytes that were measured for it."""
+        num_bytes = audio.file.num_bytes()
+        if self.settings.locator is None and is_cut(clip, num_bytes):
+            alone = AudioClip(rate=clip.rate, start=0, samples=clip.samples, total=clip.samples)
+            stored = StoredAudio(alone, StoredImage("wav", cut_audio(audio.file, clip)))
+        else:
+            stored = StoredAudio(clip, self._stored_file(audio.file, is_audio=True))
+        return stored, stored_bytes(clip, num_bytes)
 
     def _with_frames(
         self, conversation: Conversation, record: RecordEntry

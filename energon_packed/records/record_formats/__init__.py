@@ -1,7 +1,7 @@
 """Record formats: a raw record in, a PartialConversation out, made by the first format of RECORD_FORMATS that matches.
 
-base.py has the base class RecordFormat; messages.py, caption.py, question_answer.py, video_datasets.py and document.py
-have the formats.
+base.py has the base class RecordFormat; messages.py, caption.py, question_answer.py, video_datasets.py, speech.py and
+document.py have the formats.
 To add a record format, write a subclass of `RecordFormat` with `@register_record_format`.
 """
 
@@ -29,6 +29,7 @@ from energon_packed.records.record_formats.question_answer import (
     QuestionAnswer,
     ReasonedAnswer,
 )
+from energon_packed.records.record_formats.speech import LhotseCut, NeMoManifest
 from energon_packed.records.record_formats.video_datasets import KeyframeCaptions, QuestionList, VideoProblem
 from energon_packed.records.unlisted_media import refers_to_media
 from energon_packed.records.unused_fields import check_preference
@@ -46,6 +47,8 @@ _ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assist
 # messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
 # sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
 # contents           {"contents": [{"role", "parts": [{"text"}, {"inline_data"}]}]}                 Gemini
+# audio_filepath     {"audio_filepath", "offset", "duration", "text"}                               NeMo
+# cut                {"type": "MonoCut", "start", "duration", "recording", "supervisions"}          Lhotse
 # keyframe_captions  {"video_path", "captions": [{"idx", "content"}]}                              ShareGPT4Video
 # captions           {"images": [...], "prompts": [...], "captions": [...]}  flat or list of lists, several turns
 # tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
@@ -69,6 +72,8 @@ RECORD_FORMATS: list[RecordFormat] = [
     Messages(),
     ShareGPT(),
     Contents(),
+    NeMoManifest(),
+    LhotseCut(),
     KeyframeCaptions(),
     Captions(),
     Tokens(),
