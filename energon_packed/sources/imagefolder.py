@@ -19,7 +19,7 @@ from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.convert import converted, not_utf8
 from energon_packed.sources.csv import CsvSource
-from energon_packed.sources.folder_entries import CAPTION_FILES, CAPTIONED_FILES, ignored_kind
+from energon_packed.sources.folder_entries import CAPTIONED_FILES, ignored_kind, is_caption
 from energon_packed.sources.json import ELEMENTS, JsonlSource
 from energon_packed.system import raise_resource_error
 
@@ -93,13 +93,16 @@ def _has_turns(record: dict[str, Any]) -> bool:
 
 
 class CaptionFolderSource(JsonlSource):
-    """The images and videos of a folder, each with its caption in a text file of the same name; without subfolders."""
+    """The images and videos of a folder, each with its caption in a text file of the same name; without subfolders.
+
+    An image without a caption is a record that is rejected, and so is a caption without an image.
+    """
 
     suffixes = ()
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Write a line per image or video to a copy in `work_dir`, named after its content."""
+        """Write a line per image, video or caption without them to a copy in `work_dir`, named after its content."""
         digest = hashlib.sha256()
         for line in _captioned(path):
             digest.update(line)
@@ -113,34 +116,39 @@ class CaptionFolderSource(JsonlSource):
         return self.data.name.removesuffix(ELEMENTS)
 
     def row(self, entry: tuple[int, bytes]) -> SourceRecord:
-        """Parse a line; one without a caption is rejected."""
+        """Parse a line; one without a caption, or without an image or video, is rejected."""
         row = super().row(entry)
-        fault = row.record.get("fault")
-        return row if fault is None else row._replace(record=None, reject=Reject(Reason.MISSING_FIELD, fault))
+        if (fault := row.record.get("fault")) is None:
+            return row
+        reason = Reason.MISSING_FIELD if row.record.keys() & {"image", "video"} else Reason.MISSING_IMAGE
+        return row._replace(record=None, reject=Reject(reason, fault))
 
 
 def _captioned(folder: Path) -> Iterator[bytes]:
-    """Yield a record per image or video of a folder, in the order of the names, as lines of JSON.
+    """Yield a record per image, video or caption without them, in the order of the names, as lines of JSON.
 
     Raises:
         SourceError: a name is not UTF-8, or a caption cannot be read.
     """
     names = sorted(os.listdir(folder))
+    media = [name for name in names if name.lower().endswith(CAPTIONED_FILES) and not name.startswith(".")]
     captions: dict[str, list[str]] = {}
     for name in names:
-        if name.lower().endswith(CAPTION_FILES):
+        if is_caption(name):
             captions.setdefault(os.path.splitext(name)[0], []).append(name)
-    for name in names:
-        if name.lower().endswith(CAPTIONED_FILES) and not name.startswith("."):
-            stem = os.path.splitext(name)[0]
-            record = {"id": name, "video" if has_video_suffix(name) else "image": name}
-            try:
+    alone = {files[0] for stem, files in captions.items() if stem not in {os.path.splitext(name)[0] for name in media}}
+    for name in sorted([*media, *alone]):
+        record = {"id": name}
+        try:
+            if name in alone:
+                record["fault"] = f"{name} is a caption, and no image or video has its name; add the image"
+            else:
+                stem = os.path.splitext(name)[0]
+                record |= {"video" if has_video_suffix(name) else "image": name}
                 record |= _caption(folder, name, captions.get(stem, []))
-                yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
-            except UnicodeEncodeError as error:
-                raise SourceError(
-                    f"{folder} has the file name {name!r}, which is not UTF-8. Rename the file."
-                ) from error
+            yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError as error:
+            raise SourceError(f"{folder} has the file name {name!r}, which is not UTF-8. Rename the file.") from error
 
 
 def _caption(folder: Path, name: str, files: list[str]) -> dict[str, str]:
