@@ -125,7 +125,8 @@ def test_another_transformers_rejects_no_record(encoder: ChatEncoder, monkeypatc
 
 
 def test_trainer_without_the_methods_that_packed_trainer_replaces(monkeypatch: Patch) -> None:
-    for name in ("_save_checkpoint", "_issue_warnings_after_load"):
+    resume = ("_inner_training_loop", "_init_training_state", "_run_epoch")
+    for name in ("_save_checkpoint", "_issue_warnings_after_load", *resume):
         with monkeypatch.context() as patch:
             patch.delattr(transformers.Trainer, name)
             with pytest.raises(ConfigError, match=line("transformers", f"in which Trainer has no `{name}`")):

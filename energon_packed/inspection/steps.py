@@ -5,6 +5,7 @@
 """
 
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +52,8 @@ class ExpectedSteps:
         ranks: data-parallel ranks.
         micro_batch_size: packs of a micro batch.
         accumulation: micro batches of a step on each rank.
-        steps: full steps.
-        rest: packs that do not fill the last step.
+        steps: optimizer steps; the last step may have fewer packs.
+        rest: packs of the last step if it is not full, otherwise 0.
         shuffled, aligned: imbalance of the full steps.
     """
 
@@ -143,8 +144,7 @@ def expected_steps(
             raise ConfigError(f"`{name}` must be at least 1, got {value}.")
     order = Order(_Rows(sizes), cost=cost, accumulation=accumulation)
     segment = order.segment(ranks, micro_batch_size)
-    steps, rest = divmod(len(order), segment.aligned_width)
-    if not steps:
+    if len(order) < segment.aligned_width:
         raise ConfigError(
             f"a step has {segment.aligned_width:,} packs ({ranks} ranks x {accumulation} micro batches x "
             f"{micro_batch_size}), but an epoch has {len(order):,}. Use fewer ranks or micro batches."
@@ -155,8 +155,8 @@ def expected_steps(
         ranks=ranks,
         micro_batch_size=micro_batch_size,
         accumulation=accumulation,
-        steps=steps,
-        rest=rest,
+        steps=ceil(order.steps(segment) / accumulation),
+        rest=len(order) % segment.aligned_width,
         shuffled=shuffled,
         aligned=aligned,
     )

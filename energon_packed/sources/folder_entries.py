@@ -157,6 +157,11 @@ def ignored_kind(name: str, *, is_data: bool) -> str | None:
     return next((kind for kind, pattern in _NAMES.items() if pattern.fullmatch(name)), None)
 
 
+def is_caption(name: str) -> bool:
+    """Whether a file of this name may have the caption of an image or video: text, but not a README."""
+    return name.lower().endswith(CAPTION_FILES) and ignored_kind(name, is_data=False) is None
+
+
 def conversion_command(name: str) -> str | None:
     """Command that converts a compressed or archived file that may contain records; None for other files."""
     stem, suffix = os.path.splitext(name.lower())

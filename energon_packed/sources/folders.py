@@ -126,7 +126,8 @@ def _stems(skipped: Skipped, reason: str, suffixes: tuple[str, ...]) -> list[tup
 
 def _remove_captioned(folders: set[str], captioned: Mapping[str, list[str]], skipped: Skipped) -> None:
     """Remove captions, and the media files of their folders, from the entries that are not read."""
-    inside = {name for _, name in _stems(skipped, _MEDIA, CAPTIONED_FILES) if os.path.dirname(name) in folders}
+    entries = [*_stems(skipped, _MEDIA, CAPTIONED_FILES), *_stems(skipped, _UNKNOWN, CAPTION_FILES)]
+    inside = {name for _, name in entries if os.path.dirname(name) in folders}
     read = {*captioned, *inside, *(text for texts in captioned.values() for text in texts)}
     for reason in (_MEDIA, _UNKNOWN):
         skipped[reason] = [name for name in skipped[reason] if name not in read]

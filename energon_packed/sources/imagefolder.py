@@ -21,7 +21,7 @@ from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.convert import converted, not_utf8
 from energon_packed.sources.csv import CsvSource
-from energon_packed.sources.folder_entries import CAPTION_FILES, CAPTIONED_FILES, ignored_kind
+from energon_packed.sources.folder_entries import CAPTIONED_FILES, ignored_kind, is_caption
 from energon_packed.sources.json import ELEMENTS, JsonlSource
 from energon_packed.system import raise_resource_error
 
@@ -98,13 +98,16 @@ def _has_turns(record: dict[str, Any]) -> bool:
 
 
 class CaptionFolderSource(JsonlSource):
-    """The images, videos and audio files of a folder, each with its text in a file of the same name; no subfolders."""
+    """The images, videos and audio files of a folder, each with its text in a file of the same name; no subfolders.
+
+    A media file without a text is a record that is rejected, and so is a text without a media file.
+    """
 
     suffixes = ()
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Write a line per media file to a copy in `work_dir`, named after its content."""
+        """Write a line per media file or text without one to a copy in `work_dir`, named after its content."""
         digest = hashlib.sha256()
         for line in _captioned(path):
             digest.update(line)
@@ -118,34 +121,40 @@ class CaptionFolderSource(JsonlSource):
         return self.data.name.removesuffix(ELEMENTS)
 
     def row(self, entry: tuple[int, bytes]) -> SourceRecord:
-        """Parse a line; one without a caption is rejected."""
+        """Parse a line; one without a caption, or without an image or video, is rejected."""
         row = super().row(entry)
-        fault = row.record.get("fault")
-        return row if fault is None else row._replace(record=None, reject=Reject(Reason.MISSING_FIELD, fault))
+        if (fault := row.record.get("fault")) is None:
+            return row
+        reason = Reason.MISSING_FIELD if row.record.keys() & {"image", "video", "audio"} else Reason.MISSING_IMAGE
+        return row._replace(record=None, reject=Reject(reason, fault))
 
 
 def _captioned(folder: Path) -> Iterator[bytes]:
-    """Yield a record per media file of a folder, in the order of the names, as lines of JSON.
+    """Yield a record per media file or text without one, in the order of the names, as lines of JSON.
 
     Raises:
         SourceError: a name is not UTF-8, or a caption cannot be read.
     """
     names = sorted(os.listdir(folder))
+    media = [name for name in names if name.lower().endswith(CAPTIONED_FILES) and not name.startswith(".")]
     captions: dict[str, list[str]] = {}
     for name in names:
-        if name.lower().endswith(CAPTION_FILES):
+        if is_caption(name):
             captions.setdefault(os.path.splitext(name)[0], []).append(name)
-    for name in names:
-        if name.lower().endswith(CAPTIONED_FILES) and not name.startswith("."):
-            stem = os.path.splitext(name)[0]
-            record = {"id": name, _kind(name): name}
-            try:
+    stems = {os.path.splitext(name)[0] for name in media}
+    alone = {files[0] for stem, files in captions.items() if stem not in stems}
+    for name in sorted([*media, *alone]):
+        record = {"id": name}
+        try:
+            if name in alone:
+                record["fault"] = f"{name} is a caption, and no media file has its name; add the file"
+            else:
+                stem = os.path.splitext(name)[0]
+                record |= {_kind(name): name}
                 record |= _caption(folder, name, captions.get(stem, []))
-                yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
-            except UnicodeEncodeError as error:
-                raise SourceError(
-                    f"{folder} has the file name {name!r}, which is not UTF-8. Rename the file."
-                ) from error
+            yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError as error:
+            raise SourceError(f"{folder} has the file name {name!r}, which is not UTF-8. Rename the file.") from error
 
 
 def _caption(folder: Path, name: str, files: list[str]) -> dict[str, str]:

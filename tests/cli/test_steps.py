@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from energon_packed import BalancedSampler, ChatEncoder, CostModel, PackedDataset, PackOptions, pack
+from energon_packed import BalancedSampler, ChatEncoder, CostModel, PackedDataset, PackOptions, pack, steps_per_epoch
 from tests.cli.test_cli import run
 from tests.conftest import Packer
 from tests.internals import StoredTokens, expected_steps, read_sizes, steps_inspection
@@ -32,7 +33,7 @@ def test_the_imbalance_is_that_of_the_sampler(tail: Path) -> None:
     value = json.loads(done.stdout)
     dataset = PackedDataset(tail)
     assert value["packs"] == value["read"] == len(dataset)
-    assert (value["steps"], value["rest"]) == divmod(len(dataset), 8)
+    assert (value["steps"], value["rest"]) == (steps_per_epoch(tail, world_size=8), len(dataset) % 8)
     sampler = BalancedSampler(dataset, 8, 0)
     # The same packs in another seeded order: steps are not the same, but as balanced.
     assert value["shuffled"]["mean"] == pytest.approx(sampler.imbalance.before, rel=0.05)
@@ -49,7 +50,9 @@ def test_parallelism_and_a_model_count(tail: Path, tmp_path: Path) -> None:
     done = run("steps", tail, "--world-size", "32", *parallel, "--model-config", tmp_path, "--json")
     value = json.loads(done.stdout)
     assert (value["ranks"], value["accumulation"]) == (4, 4)
-    assert value["steps"] == value["packs"] // 16
+    assert value["rest"] == value["packs"] % 16 > 0
+    assert value["steps"] == ceil(steps_per_epoch(tail, world_size=4) / 4) == value["packs"] // 16 + 1
+    assert f" x accumulation 4), and {value['rest']} in the last step\n" in done.stderr
     assert value["cost"]["token"] > 1000
     plain, padded = (read_sizes(tail, multiple=multiple).sizes for multiple in (1, 4))
     assert plain.tokens.sum() < padded.tokens.sum() < plain.tokens.sum() * 1.01

@@ -140,7 +140,7 @@ def normalized(text: str) -> str:
     text = re.sub(r"│ (\w+ seconds|size) .*", r"│ \1", text)
     text = re.sub(r"[\d.]+ [KMG]iB", "SIZE", text)
     text = re.sub(r" in Transformers [\d.]+", "", text)
-    text = re.sub(r"[1-9]\d* batches repeated by resuming", "BATCHES repeated by resuming", text)  # until a kill
+    text = re.sub(r"[1-9]\d* batches replaced after a resume", "BATCHES replaced after a resume", text)  # until a kill
     text = re.sub(r"loss \d+\.\d+", "loss", text)
     text = re.sub(
         r"'(train_runtime|train_\w+_per_second|(?:\w+_)?loss|grad_norm|entropy|mean_token_accuracy)': '?[^',}]+'?",

@@ -46,7 +46,7 @@ def test_a_resumed_training_logs_each_sample_once(text_packs: list[Path], tmp_pa
     packs = len(PackedDataset(text_packs[0]))
     assert report.problems == []
     # The last step of a TrainerStream has a batch of the next epoch.
-    assert (report.complete, report.steps - packs % 2 * (kind == "TrainerStream"), report.repeated) == ([0], packs, 2)
+    assert (report.complete, report.steps - packs % 2 * (kind == "TrainerStream"), report.replaced) == ([0], packs, 2)
     assert report.processes == ["1 rank", "1 rank after epoch 0, step 4"]
 
 

@@ -1,6 +1,7 @@
 """transformers.Trainer in two processes of one group: epochs, resume, streams, blends, evaluation, refusals."""
 
 from collections import Counter
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from energon_packed import (
     steps_per_epoch,
 )
 from tests.integrations.launched import run_script, tiny_qwen2
-from tests.integrations.trainer_runs import QUIET, Recording
+from tests.integrations.trainer_runs import ONE_EPOCH, QUIET, Recording, train
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,10 @@ def ranks(
 ) -> list[Any]:
     out = tmp_path_factory.mktemp("runs")
     data = (text_packs[0], text_packs[2], text_tokenizer_dir, image_packs, tokenizer_dir)
-    return run_script("tests.integrations.trainer_runs", *data, out=out)
+    steps = ONE_EPOCH | {"num_train_epochs": 2}
+    alone = train(out / "alone", PackedDataset(text_packs[0]), stop=3, packed=True, **steps)
+    found = run_script("tests.integrations.trainer_runs", *data, out / "alone" / "checkpoint-3", out=out)
+    return [rank | {"alone": alone} for rank in found]
 
 
 @pytest.mark.parametrize("kind", ["grouped", "ordered"])
@@ -100,6 +104,18 @@ def test_one_process_continues_the_checkpoint_of_two(
         batch for step in zip(*(one["seen"][3 : one["used"]] for one in complete), strict=True) for batch in step
     ]
     assert collator.seen[: len(expected)] == expected
+
+
+def test_two_processes_continue_the_checkpoint_of_one(ranks: list[Any], text_packs: list[Path]) -> None:
+    """A step then has twice as many packs; the last step is that of the second epoch."""
+    data, alone = PackedDataset(text_packs[0]), ranks[0]["alone"]
+    batches = alone["seen"][: alone["used"]]
+    for rank in ranks:
+        batches += rank["continued"]["seen"][: rank["continued"]["used"]]
+    seen = Counter(name for batch in batches for name in batch if name)  # a row without targets has no name
+    count = len(data)
+    assert seen == {sample.id: 2 for number in range(count) for sample in data[number]}
+    assert {rank["continued"]["steps"] for rank in ranks} == {3 + ceil((count - 3) / 2) + ceil(count / 2)}
 
 
 def test_evaluation_while_training_changes_no_batch(ranks: list[Any]) -> None:

@@ -2,7 +2,7 @@
 
 tests/trainers/huggingface has the stock Trainer over a PackedDataset, and over a TrainerStream of one epoch.
 
-ARGUMENTS: OUT PACKS BLEND TOKENIZER IMAGES IMAGE_TOKENIZER
+ARGUMENTS: OUT PACKS BLEND TOKENIZER IMAGES IMAGE_TOKENIZER CHECKPOINT
 """
 
 import hashlib
@@ -240,7 +240,7 @@ def sft_images(folder: Path, packs: Path, tokenizer: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    out, packs, blend, tokenizer, images, image_tokenizer = sys.argv[1], *map(Path, sys.argv[2:])
+    out, packs, blend, tokenizer, images, image_tokenizer, checkpoint = sys.argv[1], *map(Path, sys.argv[2:])
     folder = Path(out)
     torch.set_num_threads(1)
     map_style = {"per_device_train_batch_size": 1, "num_train_epochs": 2}
@@ -270,6 +270,14 @@ def main() -> None:
         ),
         "sft": sft(folder / "sft", PackedDataset(packs), tiny_qwen2, str(tokenizer), **ONE_EPOCH),
         "sft_images": sft_images(folder / "sft_images", images, image_tokenizer),
+        "continued": train(
+            folder / "continued",
+            PackedDataset(packs),
+            resume=str(checkpoint),
+            packed=True,
+            save_strategy="no",
+            **map_style,
+        ),
         "folder": str(folder),
         "evaluation": evaluation(folder / "evaluation", packs),
         "refusals": refusals(folder / "refusals", packs),

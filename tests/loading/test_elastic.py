@@ -351,7 +351,7 @@ def test_an_order_log_of_a_stream_goes_on_with_other_ranks(tmp_path: Path) -> No
     two.take(1)  # after the checkpoint: the resumed run logs these steps again, by another rank
     Ranks(new_loader, 1, state).take()
     report = check_order(tmp_path)
-    assert (report.problems, report.samples, report.complete, report.repeated) == ([], ITEMS, [0], 2)
+    assert (report.problems, report.samples, report.complete, report.replaced) == ([], ITEMS, [0], 2)
     file = tmp_path / "order-00000-000.jsonl"
     file.write_text(file.read_text().replace('"s2"', '"s0"', 1))
     assert check_order(tmp_path).problems

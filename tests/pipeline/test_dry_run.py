@@ -47,6 +47,22 @@ def test_numbers_are_those_of_the_run(demo: DemoDataset, tokenizer_dir: Path, tm
     assert (again.to_measure, again.sampled) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("flavor", "most"), [("PackedCaptioningSample", 1.5), ("PackedMultiMixQASample", 1.2), ("PackedTokensSample", 1.2)]
+)
+def test_the_size_of_short_texts(
+    demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path, flavor: str, most: float
+) -> None:
+    """Keys, ids and lengths are a large part of them; the flavor of captions has no keys for each turn."""
+    from energon_packed import pack
+
+    lines = [line for line in demo.jsonl.read_text().splitlines() if "demo-" in line and "image" not in line]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines * 4))
+    run = options(demo, tokenizer_dir, tmp_path / "out", inputs=str(tmp_path / "text.jsonl"), sample_class=flavor)
+    estimate, written = dry_run(run).num_bytes, pack(run).bytes
+    assert written - 10_240 < estimate < most * written, "a tar is filled up to a multiple of 10 KiB"
+
+
 def test_references_need_less_space_in_as_many_shards(demo: DemoDataset, tokenizer_dir: Path, tmp_path: Path) -> None:
     from energon_packed import pack
 

@@ -168,7 +168,7 @@ def test_sizes_of_shards_are_the_sum_of_their_members(sample_class: str, media: 
         if media == "frames":
             stored = of["extracted_bytes"] if of["num_videos"] else stored
             files = of["num_images"] + of["num_frames"]
-        text = 4 * of["length"] + 200 if tokens else of["text_bytes"]
+        text = 4 * of["length"] + 80 if tokens else of["text_bytes"]
         copied = stored + 1024 * files + of["frames_bytes"] + text
         return copied, of["frames_bytes"] + text + 400 * files if media == "reference" else copied
 

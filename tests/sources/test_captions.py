@@ -61,6 +61,21 @@ def test_an_image_without_one_caption_rejects_only_itself(tmp_path: Path) -> Non
     ]
 
 
+def test_a_caption_without_an_image_is_a_rejected_record(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    picture(tmp_path / "d" / "b.png")
+    for name in ("a.caption", "a.txt", "b.txt", "c.txt", "README.txt", ".hidden.txt"):
+        (tmp_path / "d" / name).write_text("A dog.")
+    with caplog.at_level(logging.WARNING):
+        sources = open_sources([tmp_path / "d"], work_dir=tmp_path / "work")
+        found = [row for source in sources for row in source.scan(0, source.extent())]
+    assert [str(row.reject) for row in found] == [
+        "missing_image: a.caption is a caption, and no media file has its name; add the file",
+        "None",
+        "missing_image: c.txt is a caption, and no media file has its name; add the file",
+    ]
+    assert caplog.text == ""
+
+
 def test_subfolders_and_splits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("train/1_cat/x", "train/1_dog/x", "test/y"):
         picture(tmp_path / "d" / f"{name}.png")

@@ -49,13 +49,14 @@ def _data_option(text: str) -> Callable[..., Any]:
 def check(folder: Path, data: Path | None, output: Output) -> None:
     """Check the files of `order_log=DIR`; exit with status 1 if there is a problem.
 
-    No sample may be lost or repeated, and steps that were repeated after a resume must have the same samples.
+    No sample may be lost or repeated, and steps that are read again after a resume must have the same samples. Of an
+    epoch that is not complete, the batches in the log are checked.
     """
     summary = check_order(folder, None if data is None else LoggedData(data))
     output.console.print(
         f"{summary.steps:,} batches, {summary.samples:,} samples, {summary.dropped:,} dropped items, "
-        f"{summary.repeated:,} batches repeated by resuming; epochs {', '.join(map(str, summary.epochs))}, complete: "
-        f"{', '.join(map(str, summary.complete)) or 'none'}",
+        f"{summary.replaced:,} batches replaced after a resume; epochs {', '.join(map(str, summary.epochs))}, "
+        f"complete: {', '.join(map(str, summary.complete)) or 'none'}",
         soft_wrap=True,
     )
     if summary.left_out:
@@ -69,7 +70,11 @@ def check(folder: Path, data: Path | None, output: Output) -> None:
     output.result(asdict(summary))
     if summary.problems:
         sys.exit(1)
-    output.console.print("no sample lost or repeated, equal after every resume")
+    checked = "no sample lost or repeated, equal after every resume"
+    if rest := [str(epoch) for epoch in summary.epochs if epoch not in summary.complete]:
+        # The samples that these epochs have not used yet are neither lost nor used.
+        checked += f"; up to the last batch in the log, as these epochs are not complete: {', '.join(rest)}"
+    output.console.print(checked, soft_wrap=True)
 
 
 @command.command(name="find", cls=GroupedCommand)

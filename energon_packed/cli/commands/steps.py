@@ -86,9 +86,10 @@ def _lines(steps: ExpectedSteps) -> Iterator[str]:
     for name, values in rows.items():
         yield f"{name:24}" + "".join(f"{value:9.3f}" for value in values.values())
     width = steps.ranks * steps.micro_batch_size * steps.accumulation
+    last = f", and {steps.rest:,} in the last step" if steps.rest else ""
     yield (
         f"{steps.packs:,} packs: {steps.steps:,} steps of {width:,} packs ({steps.ranks:,} ranks x micro batch size "
-        f"{steps.micro_batch_size} x accumulation {steps.accumulation}), and {steps.rest:,} further packs"
+        f"{steps.micro_batch_size} x accumulation {steps.accumulation}){last}"
     )
 
 

@@ -49,15 +49,19 @@ class CheckpointCallback(TrainerCallback, ABC):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Restore the state of a checkpoint that training resumes from."""
-        if not state.global_step:
-            return
-        saved = (state.stateful_callbacks or {}).get(self.key)
-        if saved is None or saved["step"] != state.global_step:
+        if state.global_step:
+            self.restore(self.saved(state), args, state)
+
+    def saved(self, trainer_state: Any) -> dict[str, Any]:
+        """Return the state in the TrainerState of a checkpoint."""
+        saved = (trainer_state.stateful_callbacks or {}).get(self.key)
+        if saved is None or saved["step"] != trainer_state.global_step:
             raise BatchError(
-                f"the checkpoint of step {state.global_step} has no loader state; {self.remedy}, or resume from "
-                "another checkpoint"
+                f"the checkpoint of step {trainer_state.global_step} has no loader state; {self.remedy}, or resume "
+                "from another checkpoint"
             )
-        self.restore(saved["state"], args, state)
+        state: dict[str, Any] = saved["state"]
+        return state
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the state to the checkpoint; every rank must call it."""

@@ -5,8 +5,11 @@
    issue 1763, ms-swift issue 7947). `names_of_model` saves the names of the model.
 2. `Trainer._issue_warnings_after_load` only logs a warning if a checkpoint did not restore all weights.
    PackedTrainerMixin overrides it and raises.
+3. A Trainer that resumes computes the epoch, the batches to skip and the last step from the packs of a step now. If
+   the steps before the checkpoint had another number of packs, `_inner_training_loop` (path of the checkpoint),
+   `_init_training_state` (epoch, batches to skip) and `_run_epoch` (batches of the continued epoch) change them.
 
-Needed until a Trainer restores every weight that it saved. Then
+1 and 2 are needed until a Trainer restores every weight that it saved. Then
 `test_a_stock_trainer_that_would_lose_weights_is_refused` in `tests/integrations/test_checkpoints.py` fails.
 """
 
@@ -19,7 +22,13 @@ from transformers import PreTrainedModel, Trainer
 
 from energon_packed.libraries import private
 
-_OVERRIDDEN = ("_save_checkpoint", "_issue_warnings_after_load")
+_OVERRIDDEN = (
+    "_save_checkpoint",
+    "_issue_warnings_after_load",
+    "_inner_training_loop",
+    "_init_training_state",
+    "_run_epoch",
+)
 
 
 def check_trainer() -> None:

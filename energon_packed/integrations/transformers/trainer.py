@@ -8,11 +8,12 @@ with few targets has the same weight as a row with many targets, and with severa
 from collections.abc import Callable, Iterator, Sequence
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import PreparedLoader
@@ -95,10 +96,13 @@ class PackedTrainerMixin(Trainer):
         if data is not None:
             check_training_arguments(self.args, data, lengths_known=hasattr(data, "lengths"))
         self._loader: Any = None
+        self._order_state = _OrderState(self)
+        self._checkpoint: str | None = None
+        self._continued: _Continued | None = None
         if isinstance(data, TrainerStream):
             self.add_callback(TrainerStreamCallback(data))
         elif self._has_order(data):
-            self.add_callback(_OrderState(self))
+            self.add_callback(self._order_state)
         if balance is not None and not self._has_order(data):
             raise ConfigError(
                 f"`balance` needs a PackedDataset or PlannedDataset with a collator of this package, got "
@@ -138,6 +142,57 @@ class PackedTrainerMixin(Trainer):
         )
         self._loader = PreparedLoader(self.accelerator, consumed)
         return self._loader
+
+    def _inner_training_loop(self, *args: Any, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+        """Train as in Trainer; the path of the checkpoint is needed before the number of steps is computed."""
+        self._checkpoint = resume_from_checkpoint
+        return super()._inner_training_loop(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
+        """Compute the numbers of steps and epochs as in Trainer, and restore the loader.
+
+        Trainer assumes that the steps before the checkpoint had as many packs as the steps after it. If they had not,
+        the last step is moved, so that every pack is used in each epoch; `max_steps` is not changed.
+        """
+        epochs, per_epoch, *others, last = super().set_initial_training_values(args, dataloader)
+        self._continued = None
+        path = None if self._checkpoint is None else Path(self._checkpoint, TRAINER_STATE_NAME)
+        if dataloader is self._loader and self._loader is not None and path is not None and path.is_file():
+            state = TrainerState.load_from_json(str(path))
+            if state.global_step:
+                self._order_state.restore(self._order_state.saved(state), args, state)
+                epoch, batches = self._left()
+                steps = ceil(batches / args.gradient_accumulation_steps)
+                # Steps to this position if all of them had as many packs as a step has now.
+                done = (epoch + 1) * per_epoch - steps
+                last += 0 if args.max_steps > 0 else state.global_step - done
+                epochs = ceil((last - state.global_step + done) / per_epoch)
+                self._continued = _Continued(epoch, (per_epoch - steps) * args.gradient_accumulation_steps, batches)
+        return (epochs, per_epoch, *others, last)
+
+    def _left(self) -> tuple[int, int]:
+        """Return the epoch of the next batch, and the batches of a process that are left in it."""
+        loader = self._loader.dataset.loader
+        position, order = loader.position(), loader.roles.distributor.order
+        left = order.steps(position.parts[-1], drop=self.args.dataloader_drop_last) - position.step
+        epoch, left = (position.epoch, left) if left else (position.epoch + 1, len(loader))
+        return epoch, left * self.get_sp_size()
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Initialize the state as in Trainer; return the epoch of the loader, and the empty batches to skip in it."""
+        epoch, skipped = super()._init_training_state(*args, **kwargs)
+        if self._continued is not None:
+            epoch, skipped = self._continued.epoch, 0 if self.args.ignore_data_skip else self._continued.skipped
+            self._loader.dataset.placeholders = skipped
+        return epoch, skipped
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        """Train an epoch as in Trainer; a continued epoch ends with the batches that are left in it."""
+        if self._continued is not None and arguments["epoch"] == self._continued.epoch:
+            batches = arguments["steps_trained_in_current_epoch"] + self._continued.batches
+            steps = ceil(batches / self.args.gradient_accumulation_steps)
+            arguments |= {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps}
+        super()._run_epoch(**arguments)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the packs of one epoch, for the log of the Trainer."""
@@ -333,7 +388,8 @@ class PackedTrainer(PackedTrainerMixin):
 
     A PackedDataset or PlannedDataset is read in its global order (`MapDistributor`): each epoch has every pack once,
     with any number of processes, a blend is drawn in each epoch, and a checkpoint continues exactly, also with another
-    number of processes. If the last step has no pack for a process, that process gets a row without targets.
+    number of processes: the last step is then moved, unless `max_steps` is set. If the last step has no pack for a
+    process, that process gets a row without targets.
     `balance` aligns the packs of a step by cost, with the accumulated rows of all processes; so does
     `train_sampling_strategy="group_by_length"`, with the default costs. The state of a TrainerStream is saved and
     restored.
@@ -468,19 +524,31 @@ class _OrderState(CheckpointCallback):
     def __init__(self, trainer: PackedTrainerMixin) -> None:
         self._trainer = trainer
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Do nothing: the state was restored before the number of steps was computed."""
+
     def restore(self, state: dict[str, Any], args: Any, trainer_state: Any) -> None:
-        """Move the loader to a saved state, and add the empty batches that the Trainer skips in this epoch."""
-        loader = self._trainer._loader
-        loader.load_state_dict(state)
-        if not args.ignore_data_skip:
-            accumulated = args.gradient_accumulation_steps
-            steps = max(1, ceil(len(loader) / accumulated))
-            loader.dataset.placeholders = trainer_state.global_step % steps * accumulated
+        """Move the loader to a saved state."""
+        self._trainer._loader.load_state_dict(state)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the loader, the same on all ranks."""
         state: dict[str, Any] = self._trainer._loader.state_dict()
         return state
+
+
+class _Continued(NamedTuple):
+    """The epoch that a resumed training continues.
+
+    Attributes:
+        epoch: from 0.
+        skipped: empty batches that the Trainer skips at its start, a multiple of the accumulated batches.
+        batches: batches of a process that are left in it.
+    """
+
+    epoch: int
+    skipped: int
+    batches: int
 
 
 class _TrainerRows(Consumed):

@@ -21,7 +21,7 @@ class OrderReport:
 
     Attributes:
         steps: batches of all ranks, each counted once.
-        repeated: batches that a resumed run trained on again, in place of batches that were lost with a kill.
+        replaced: batches after the checkpoint of a resume, which are read again; they do not count as steps.
         samples: samples in these batches.
         dropped: items that were read or left out, but are in no batch.
         left_out: samples of the data that are missing because their items were dropped; 0 without data.
@@ -33,7 +33,7 @@ class OrderReport:
     """
 
     steps: int
-    repeated: int
+    replaced: int
     samples: int
     dropped: int
     left_out: int
@@ -77,7 +77,7 @@ def check_order(folder: Path, data: LoggedData | None = None) -> OrderReport:
             total.update(epoch.totals)
             sources.update(epoch.sources)
     return OrderReport(
-        **{name: total[name] for name in ("steps", "repeated", "samples", "dropped", "left_out")},
+        **{name: total[name] for name in ("steps", "replaced", "samples", "dropped", "left_out")},
         complete=complete,
         epochs=list(files.epochs),
         sources=dict(sources),

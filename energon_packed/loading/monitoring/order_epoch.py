@@ -31,7 +31,7 @@ class Epoch:
 
     Attributes:
         facts: header of the latest process with a line that counts; {} without such a line.
-        totals: `steps`, `repeated`, `samples` and `dropped`, as in OrderReport.
+        totals: `steps`, `replaced`, `samples` and `dropped`, as in OrderReport.
         sources: samples of each dataset.
         unnamed: samples without an id.
     """
@@ -59,7 +59,7 @@ class Epoch:
         content = hash((*ids, *map(str, line.items), *line.packs))
         if not line.counts:
             if line.ids is not None:
-                self.totals["repeated"] += 1
+                self.totals["replaced"] += 1
                 self._replaced[key] = content
             return
         if len(process.starts) >= len(self.facts.get("starts", ())):

@@ -61,7 +61,7 @@ from energon_packed.sources import SourceRecord
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
 _ENCODED_FRAMES = 4  # at least this many frames of a video, if it has them: encoding all is as slow as decoding
-_JSON_OVERHEAD = 200  # bytes of keys, id and length of a stored sample
+_JSON_OVERHEAD = 60  # bytes of keys and length of a stored sample, beside its id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -457,11 +457,12 @@ def _id(record: _Record) -> str | None:
 
 def _text_bytes(conversation: Conversation) -> int:
     """Estimated bytes of a conversation in JSON, from which the planner cuts shards."""
+    overhead = _JSON_OVERHEAD + len(conversation.id or "")
     if conversation.input_ids is not None:
         # an id and a label, each of 6 digits and a comma, and a weight
-        return (14 if conversation.loss_weights is None else 24) * len(conversation.input_ids) + _JSON_OVERHEAD
+        return (14 if conversation.loss_weights is None else 24) * len(conversation.input_ids) + overhead
     strings = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
     extra = sum(len(str(m.extra)) for m in conversation.messages if m.extra) + len(str(conversation.tools or ""))
     size = sum(len(string) if string.isascii() else len(string.encode(errors="replace")) for string in strings)
-    # 5 % for escapes such as \n and \", 40 bytes for the keys of each message and the name of each image
-    return size + size // 20 + extra + _JSON_OVERHEAD + 40 * len(strings) + 40 * len(conversation.images)
+    # 5 % for escapes such as \n and \", 36 bytes for the keys of each message and the name of each image
+    return size + size // 20 + extra + overhead + 36 * len(strings) + 40 * len(conversation.images)

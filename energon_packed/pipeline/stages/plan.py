@@ -43,7 +43,7 @@ _OVERLONG_BATCH = 64  # records per task
 Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
 _MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
-_TOKENS_JSON = 200  # estimated bytes of JSON for a sample of tokens
+_TOKENS_JSON = 80  # estimated bytes of a sample of tokens beside its tokens: id, boundaries, supervised spans
 _LOCATOR = 400  # estimated bytes of a reference to an image or video
 
 

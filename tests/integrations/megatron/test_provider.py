@@ -95,7 +95,7 @@ def test_tensor_parallel_ranks_get_the_same_rows_or_leave_loading_to_the_first(
     same = run_ranks(tmp_path, shards, tokenizer_dir, "bridge", tensor=2, pipeline=1)
     assert same[0] == same[1]
     report = check_order(tmp_path / "store-log", LoggedData(shards))
-    assert (report.problems, report.steps, report.repeated) == ([], 2, 1)
+    assert (report.problems, report.steps, report.replaced) == ([], 2, 1)
     first, second = run_ranks(tmp_path, shards, tokenizer_dir, "megatron-lm", tensor=2, pipeline=1)
     assert "first" in first
     assert "first" not in second

@@ -27,7 +27,7 @@ def test_four_kills_and_three_changes_of_ranks(tmp_path: Path) -> None:
         report = check_order(tmp_path / kind, data)
         assert report.problems == [], kind
         if not kind.startswith("joint"):
-            assert report.repeated > 0
+            assert report.replaced > 0
             assert [text.split()[0] for text in report.processes] == ["2", "3", "1", "1"], kind
         assert kind == "megatron" or 0 in report.complete, kind
         assert report.samples >= PACKS

@@ -213,7 +213,7 @@ def test_the_log_of_an_energon_loader_continues_with_other_ranks(tmp_path: Path)
             next(batches)  # after the checkpoint
     report = check_order(log, LoggedData(packs))
     assert report.problems == []
-    assert (report.samples, report.repeated) == (2 * 4 + 5 + 2 * 7, 3)
+    assert (report.samples, report.replaced) == (2 * 4 + 5 + 2 * 7, 3)
     assert report.processes == ["2 ranks", "1 rank after epoch 0, step 4", "2 ranks after epoch 0, step 9"]
 
 
@@ -337,7 +337,7 @@ def test_a_run_without_a_saved_state_starts_again(tmp_path: Path) -> None:
     loaders = ranks(2, stop=None)
     report = check_order(tmp_path)
     assert (report.problems, report.samples, report.complete) == ([], 13, [0])
-    assert (report.processes, report.repeated) == (["2 ranks"], 2 + 6)
+    assert (report.processes, report.replaced) == (["2 ranks"], 2 + 6)
     loaders[0].state_dict()
     for rank in range(3):
         with pytest.raises(ConfigError, match="without the log of another run"):

@@ -57,11 +57,25 @@ def test_the_log_of_eight_ranks_stopped_three_times_proves_that_nothing_is_lost(
     assert found.problems == []
     assert found.samples == len(DATA)
     assert found.dropped == 1
-    assert found.repeated == 24
+    assert found.replaced == 24
     assert found.complete == [0]
     done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert "no sample lost or repeated, equal after every resume" in done.output
+
+
+def test_an_epoch_that_is_not_complete_is_checked_up_to_its_last_batch(tmp_path: Path) -> None:
+    """12 batches after the checkpoint are replaced by 8, and 4 items are left; nothing is known of these 4."""
+    loader = DataflowLoader(MapDistributor(FEATURES), order_log=tmp_path)
+    taken = iter(loader)
+    states = [(next(taken), loader.state_dict())[1] for _ in range(13)]
+    loader = DataflowLoader(MapDistributor(FEATURES), order_log=tmp_path)
+    loader.load_state_dict(states[0])
+    list(itertools.islice(loader, 8))
+    done = CliRunner().invoke(cli, ["order", "check", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert "12 batches replaced after a resume; epochs 0, complete: none" in done.output
+    assert done.output.endswith("up to the last batch in the log, as these epochs are not complete: 0\n")
 
 
 def test_a_row_without_targets_has_no_samples_in_the_log(tmp_path: Path) -> None:
