@@ -81,7 +81,6 @@ PLACES = {
     # encoding: what decides tokens, one step at a time, against Transformers and Jinja; limits against hostile images
     "EncodedRow": "encoding:EncodedRow",
     "StoredTokens": "encoding:StoredTokens",
-    "TESTED": "encoding.vision.processors:TESTED",
     "VisionInputs": "encoding.vision.positions:VisionInputs",
     "TokenizerParts": "encoding.pretrained:TokenizerParts",
     "TODAY": "encoding.template:TODAY",

@@ -28,6 +28,7 @@ import argparse
 import io
 import json
 import logging
+import re
 import sys
 import warnings
 from collections import Counter
@@ -148,6 +149,8 @@ class Family:
         except IsolationError as error:
             return {"result": "refused", "reason": str(error)}
         except Exception as error:
+            if "packed sequences apart without" in str(error):
+                raise
             return {"result": "one sample", "reason": f"the model refuses a row of several samples: {line(error)}"}
         if problem is not None:
             return {"result": "one sample", "reason": problem}
@@ -222,7 +225,9 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
         try:
             family = Family(model_type, Path(folder), text)
         except EnergonPackedError as error:
-            return row | {"result": "refused", "reason": " ".join(str(error).replace(folder, "").split())}
+            text = " ".join(str(error).replace(folder, "").split())
+            found = re.search(r"needs a custom VisionFamily: (.*)\)\. Set", text) or re.search(r"\((.*)\)\. Set", text)
+            return row | {"result": "refused", "reason": found[1] if found else text}
         except Exception as error:
             return row | {"result": "not tested", "reason": line(error)}
         row["processor"] = type(family.processor).__name__

@@ -20,10 +20,10 @@ from energon_packed import (
 )
 from tests import oldest
 from tests.encoding.test_processor_vision import pictures, talk
-from tests.internals import TESTED, megatron_batch
+from tests.internals import megatron_batch
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from tiny_vision import MODELS, NEED_TORCHVISION, PROCESSORS, vision_model, write_processor
+from tiny_vision import MODELS, NEED_TORCHVISION, vision_model, write_processor
 
 PACKED = [name for name in MODELS if name != "gemma3" and (has_torchvision() or name not in NEED_TORCHVISION)]
 
@@ -189,7 +189,3 @@ def test_gemma3_is_right_with_one_sample_in_a_row_and_refused_with_several(gemma
         wrong = model(**inputs, token_type_ids=types).logits[0, len(samples[1]) :]
         is_wrong = bool((wrong - found).abs().max() > 1e-3)
         assert is_wrong != oldest.TRANSFORMERS, "Transformers is right now: allow it"
-
-
-def test_every_named_processor_is_here() -> None:
-    assert {PROCESSORS[name][0] for name in MODELS if name != "gemma3"} == set(TESTED)
