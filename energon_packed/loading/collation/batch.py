@@ -233,7 +233,8 @@ class PackedBatch(Batch):
                 "PackedTrainer."
             )
         bounds = self._bounds()
-        if self.needs is not None and self.needs.one_sample and len(bounds) > 2 and any(self.num_images):
+        has_images = any(self.num_images) or (self.token_type_ids is not None and bool(self.token_type_ids.any()))
+        if self._needs.one_sample and len(bounds) > 2 and has_images:
             raise BatchError(
                 f"A row with images must have 1 segment for this model family, got {len(bounds) - 1}: Transformers "
                 "does not keep the samples of such a row apart. Pack with `max_samples_per_pack=1`, and train with "
@@ -344,6 +345,12 @@ class PackedBatch(Batch):
         values = {name: self.audio_inputs[name][part] for name, part in self.audio_places[index].items()}
         return VisionInputs(values, self.audio_dims, self.num_audios[index])
 
+    @property
+    def _needs(self) -> ModelNeeds:
+        """What the model needs of this row; samples of other encoders may have types of tokens alone."""
+        has_types = self.token_type_ids is not None
+        return self.needs or (ModelNeeds("token_type_ids", one_sample=True) if has_types else ModelNeeds())
+
     def _bounds(self) -> torch.Tensor:
         """Segment boundaries in the row, padding included."""
         return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
@@ -396,8 +403,8 @@ class PackedBatch(Batch):
     def _vision_arguments(self) -> dict[str, torch.Tensor | None]:
         """Arguments of vision-language and audio models, None for those that this row does not have."""
         arguments = {name: getattr(self, name) for name in _IMAGE_ARGUMENTS + _VIDEO_ARGUMENTS}
-        if self.needs is not None and self.needs.types is not None:
-            arguments[self.needs.types] = self.token_type_ids
+        if self._needs.types is not None:
+            arguments[self._needs.types] = self.token_type_ids
         return arguments | (self.vision_inputs or {}) | (self.audio_inputs or {})
 
     def _in_one_call(self) -> dict[str, torch.Tensor | None]:
