@@ -122,8 +122,9 @@ class PackingManifest:
         input_fingerprint: digest of the input files.
         tokenizer_engine: implementation used in this run, `tokenizers` or `fastokens`; "" without tokenization.
         encoder: options to recreate the encoder.
-        counters: records measured, strings tokenized, records whose length an earlier run had measured (`reused`),
-            `shards_written`, and `shards_reused` from an earlier run.
+        counters: records that were `measured`; of them, records that were `tokenized`, which are fewer if some are
+            rejected before (such as invalid JSON) or have tokens already; records whose length an earlier run had
+            measured (`reused`); `shards_written`, and `shards_reused` from an earlier run.
         loading_code: lines of Python that load the dataset; `path` is its folder. They are for people: nothing runs or
             prints them, and commands make them again from the settings.
         sources: all inputs, in order.

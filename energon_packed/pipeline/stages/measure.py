@@ -205,7 +205,7 @@ class ChunkReport:
     Attributes:
         chunk: the chunk.
         records: number of records.
-        tokenized: records that went through the tokenizer.
+        tokenized: records that went through the tokenizer: not records that were rejected before, or have tokens.
         first_reject: address, id, reason and detail of the first rejected record, or None.
         tokenizer_engine: the engine in use; "" for an encoder without a tokenizer.
     """
