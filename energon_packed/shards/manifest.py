@@ -103,7 +103,7 @@ class PackingManifest:
         extract_frames: packs have the frames of the videos as images, in place of the files.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
             and structure.
-        check_images: `header`, or `full`, which decodes all images.
+        check_media: `header`, or `full`, which decodes all images.
         supervised_tokens: tokens that are targets; None if the encoder does not count them.
         weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; 0 if all
             loss weights are 1.
@@ -163,7 +163,7 @@ class PackingManifest:
     audio_seconds: float = 0.0
     extract_frames: bool = False
     images_decoded: int = 0
-    check_images: str = "header"
+    check_media: str = "header"
     seq_len: int
     algorithm: str
     max_samples_per_pack: int | None = None

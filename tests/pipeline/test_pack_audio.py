@@ -251,7 +251,7 @@ def test_full_checks_decode_and_reject_damage_inside(speech: Speech, tmp_path: P
     write(tmp_path / "b", "flac", signal(16_000, 16_000), 16_000)
     lines = [json.dumps({"id": name, "audio": f"{name}.flac", "text": "hello"}) for name in ("a", "b")]
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-    result = pack(tmp_path / "data.jsonl", **speech.options(tmp_path / "out", check_images="full"))
+    result = pack(tmp_path / "data.jsonl", **speech.options(tmp_path / "out", check_media="full"))
     assert result.manifest.rejects in ({"corrupt_audio": 1}, {})
     for samples in PackedDataset(result.shards, speech.encoder):
         assert samples

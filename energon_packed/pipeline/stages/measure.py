@@ -98,7 +98,7 @@ class MeasureStage:
         return Measurer(
             reader=self.reader,
             encoder=self.options.encoder_loader,
-            check_images=self.options.image_check,
+            check_media=self.options.image_check,
             check_frames=isinstance(self.options, PackOptions) and self.options.extract_frames,
         )
 
@@ -224,14 +224,14 @@ class Measurer:
     Attributes:
         reader: reads the input.
         encoder: loads the encoder in each process.
-        check_images: images to decode, as in `check_pixels`; `full` also compares the selected frames of video files
+        check_media: images to decode, as in `check_pixels`; `full` also compares the selected frames of video files
             with all frames.
         check_frames: decode the selected frames of videos, and estimate their bytes as images.
     """
 
     reader: RecordReader
     encoder: EncoderLoader
-    check_images: ImageCheck = "header"
+    check_media: ImageCheck = "header"
     check_frames: bool = False
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
@@ -252,7 +252,7 @@ class Measurer:
         try:
             conversation = self.reader.conversation(source, row)
             stamp = media.stamp((*conversation.media_files, *conversation.patch_positions))  # before a file is read
-            decoded = check_pixels(conversation, self.check_images)
+            decoded = check_pixels(conversation, self.check_media)
         except RecordError as error:
             return _Record(row, None, Measurement.rejected(error.reject), stamp)
         narrow = self.reader.fits_captioning(conversation)
@@ -277,7 +277,7 @@ class Measurer:
             if len(measurement.clips) != len(conversation.audios):
                 detail = "its encoder counts no samples of audio; use a ChatEncoder"
                 raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
-            for audio in conversation.audios if self.check_images == "full" else ():
+            for audio in conversation.audios if self.check_media == "full" else ():
                 check_audio(audio.file)
             for audio in conversation.audios if measurement.media_bytes > MOST_BYTES else ():
                 _check_size(audio.file, "cut it")
@@ -291,7 +291,7 @@ class Measurer:
         extracted = measurement.media_bytes
         try:
             for video, frames in zip(conversation.videos, measurement.frames, strict=True):
-                if video.file is not None and self.check_images == "full":
+                if video.file is not None and self.check_media == "full":
                     check_video(video.file, frames)
                 if video.file is not None and self.check_frames:
                     extracted += _extracted_bytes(video.file, frames) - video.file.num_bytes()
