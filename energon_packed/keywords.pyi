@@ -93,7 +93,7 @@ class PackKeywords(TypedDict, total=False):
     media_root: Mapping[str, str] | str | Sequence[str]
     no_links: bool
     trust_sample_loader: bool
-    check_images: Literal["header", "full"]
+    check_media: Literal["header", "full"]
     sample_class: str
     unpacked: bool
     layout: str | None

@@ -169,13 +169,13 @@ def turn_text(role: str, text: str) -> str:
 
 
 def _video_check(manifest: PackingManifest) -> str:
-    if manifest.check_images == "full":
+    if manifest.check_media == "full":
         return "checked by decoding"
     return "checked by decoding the selected frames" if manifest.extract_frames else "checked by packets"
 
 
 def _audio_check(manifest: PackingManifest) -> str:
-    return "checked by decoding" if manifest.check_images == "full" else "checked by header and packets"
+    return "checked by decoding" if manifest.check_media == "full" else "checked by header and packets"
 
 
 def _printable(name: str) -> str:

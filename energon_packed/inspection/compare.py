@@ -14,7 +14,7 @@ _COUNTS = (
 )  # fmt: skip
 _SETTINGS = (
     "tool_version", "sample_class", "layout", "shard_prefix", "seq_len", "algorithm", "max_samples_per_pack",
-    "group_by", "seed", "split", "pad_multiple", "overlong", "media", "media_check", "extract_frames", "check_images",
+    "group_by", "seed", "split", "pad_multiple", "overlong", "media", "media_check", "extract_frames", "check_media",
     "template_fingerprint", "tokenizer_fingerprint", "input_fingerprint",
 )  # fmt: skip
 _OF_SOURCES = ("image_root", "map", "adapter", "source_split", "weight")

@@ -84,8 +84,8 @@ def find_records(
     Args:
         folder: the dataset.
         ident: id of the samples.
-        location: FILE:LINE of the record, with lines from 1; FILE:ROW for formats without lines, with rows from 0.
-            FILE may be the end of the path, such as the file name.
+        location: FILE:LINE of the record, with lines from 1; FILE:ROW for formats without lines and folders of images,
+            with rows from 0. FILE may be the end of the path, such as the file name.
 
     Raises:
         ConfigError: there is no such record, it is in no pack, or the table has no places.
@@ -135,7 +135,10 @@ def _at_location(file: Any, location: str) -> list[FoundRecord]:
     """Find the record at FILE:LINE or FILE:ROW."""
     path, _, number = location.rpartition(":")
     if not path or not number.isdecimal():
-        raise ConfigError(f"`location` must be FILE:LINE, got {location}. Lines are counted from 1.")
+        raise ConfigError(
+            f"`location` must be FILE:LINE, got {location}. Lines are counted from 1; for tables and folders of "
+            "images, pass FILE:ROW, with rows from 0, or use `ident`."
+        )
     source = _source_of(file, path)
 
     def is_match(rows: Any) -> Any:
@@ -178,7 +181,8 @@ def _source_of(file: Any, path: str) -> str:
                 f"`location` must name one input, got {path}, which is {_listed(matches)}. Pass more of its path."
             )
     raise ConfigError(
-        f"`location` must be in an input of the dataset, got {path}. Its inputs are {_listed(list(names))}."
+        f"`location` must be in an input of the dataset, got {path}. Its inputs are {_listed(list(names))}. "
+        "Pass one of them with the line or row of the record, or use `ident`."
     )
 
 

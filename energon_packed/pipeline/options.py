@@ -54,7 +54,7 @@ AUTO, CAPTIONING, MULTI_MIX = "auto", "PackedCaptioningSample", "PackedMultiMixQ
 SINGLE, TOKENS = "MultiMixQASample", "PackedTokensSample"
 Overlong = Literal["drop", "error", "truncate", "split"]
 GroupBy = Literal["none", "media"]
-CheckImages = Literal["header", "full"]
+CheckMedia = Literal["header", "full"]
 _log = logging.getLogger(__name__)
 
 
@@ -339,9 +339,9 @@ class InputOptions(EncoderSettings):
         False, help="Run the sample_loader.py of Energon datasets to read them.", group=INPUT
     )
     encoder: Processor | None = None
-    check_images: CheckImages = option(
-        "header", help="How to check images and videos: by header and structure, or by decoding all of them.",
-        group=IMAGES, choices=("header", "full"), flags=("--check-images", "--check-media"), decides="tars",
+    check_media: CheckMedia = option(
+        "header", help="How to check images, videos and audio: by header and structure, or by decoding all of them.",
+        group=IMAGES, choices=("header", "full"), decides="tars",
     )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto chooses PackedCaptioningSample if it can store every record, otherwise "
@@ -435,10 +435,10 @@ class InputOptions(EncoderSettings):
 
     @property
     def image_check(self) -> ImageCheck:
-        """`check_images`, or `convert` if the layout converts images when they are written."""
+        """`check_media`, or `convert` if the layout converts images when they are written."""
         # An image that cannot be converted must be rejected while measuring: after planning, its pack would lack a
         # sample.
-        return "convert" if self.check_images == "header" and self.layout is not None else self.check_images
+        return "convert" if self.check_media == "header" and self.layout is not None else self.check_media
 
     @property
     def processes(self) -> int:
@@ -633,7 +633,7 @@ class PackOptions(RejectOptions):
     @property
     def image_check(self) -> ImageCheck:
         """The check of `lengths`, but with `keep_bytes` no image is converted."""
-        return self.check_images if self.keep_bytes else super().image_check
+        return self.check_media if self.keep_bytes else super().image_check
 
     @property
     def unfinished_bytes(self) -> int:

@@ -103,7 +103,7 @@ class PackingManifest:
         extract_frames: packs have the frames of the videos as images, in place of the files.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
             and structure.
-        check_images: `header`, or `full`, which decodes all images.
+        check_media: `header`, or `full`, which decodes all images.
         supervised_tokens: tokens that are targets; None if the encoder does not count them.
         weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; 0 if all
             loss weights are 1.
@@ -122,8 +122,9 @@ class PackingManifest:
         input_fingerprint: digest of the input files.
         tokenizer_engine: implementation used in this run, `tokenizers` or `fastokens`; "" without tokenization.
         encoder: options to recreate the encoder.
-        counters: records measured, strings tokenized, records whose length an earlier run had measured (`reused`),
-            `shards_written`, and `shards_reused` from an earlier run.
+        counters: records that were `measured`; of them, records that were `tokenized`, which are fewer if some are
+            rejected before (such as invalid JSON) or have tokens already; records whose length an earlier run had
+            measured (`reused`); `shards_written`, and `shards_reused` from an earlier run.
         loading_code: lines of Python that load the dataset; `path` is its folder. They are for people: nothing runs or
             prints them, and commands make them again from the settings.
         sources: all inputs, in order.
@@ -162,7 +163,7 @@ class PackingManifest:
     audio_seconds: float = 0.0
     extract_frames: bool = False
     images_decoded: int = 0
-    check_images: str = "header"
+    check_media: str = "header"
     seq_len: int
     algorithm: str
     max_samples_per_pack: int | None = None

@@ -17,6 +17,7 @@ import codecs
 import contextlib
 import gzip
 import io
+import json
 import logging
 import lzma
 import mmap
@@ -307,7 +308,26 @@ def _row(offset: int, line: bytes) -> SourceRecord:
     try:
         return SourceRecord(offset, len(line), parse_json(line.removeprefix(codecs.BOM_UTF8)))
     except orjson.JSONDecodeError as error:
-        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, _fault_of_encoding(line) or str(error)))
+        fault = _fault_of_encoding(line) or _fault_of_end(error) or str(error)
+        return SourceRecord(offset, len(line), None, Reject(Reason.BAD_JSON, fault))
+
+
+def _fault_of_end(error: orjson.JSONDecodeError) -> str:
+    """Describe a line that ends within a string, as in a file that was cut; "" for another line.
+
+    orjson reports its line end as a control character in the string.
+    """
+    text = error.doc.rstrip("\r\n")
+    if error.pos < len(text):
+        return ""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as exact:
+        if exact.msg.startswith("Unterminated string"):
+            return f"the line ends within the string that starts at column {exact.colno}; the file may be cut"
+    except RecursionError:
+        pass
+    return ""
 
 
 def _fault_of_encoding(line: bytes) -> str:

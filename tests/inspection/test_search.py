@@ -105,7 +105,12 @@ def test_split_repeated_and_table_records_are_found(out: Path) -> None:
         (["--source", "a.jsonl:3"], "got a.jsonl:3. The line is blank, or after the end of .*a.jsonl"),
         (["--source", "b.parquet:3"], "got b.parquet:3. The line is blank, or after the end of "),
         (["--source", "c.jsonl:1"], "an input of the dataset, got c.jsonl. Its inputs are .*a.jsonl, .*b.parquet."),
+        (["--source", "pictures/1.png:0"], "Pass one of them with the line or row of the record, or use `ident`"),
         (["--source", "a.jsonl"], "must be FILE:LINE, got a.jsonl"),
+        (
+            ["--source", "pictures/1.png"],
+            "for tables and folders of images, pass FILE:ROW, with rows from 0, or use `i",
+        ),
         (["--id", ""], "got ''"),
     ],
 )

@@ -251,7 +251,7 @@ def test_full_checks_decode_and_reject_damage_inside(speech: Speech, tmp_path: P
     write(tmp_path / "b", "flac", signal(16_000, 16_000), 16_000)
     lines = [json.dumps({"id": name, "audio": f"{name}.flac", "text": "hello"}) for name in ("a", "b")]
     (tmp_path / "data.jsonl").write_text("\n".join(lines) + "\n")
-    result = pack(tmp_path / "data.jsonl", **speech.options(tmp_path / "out", check_images="full"))
+    result = pack(tmp_path / "data.jsonl", **speech.options(tmp_path / "out", check_media="full"))
     assert result.manifest.rejects in ({"corrupt_audio": 1}, {})
     for samples in PackedDataset(result.shards, speech.encoder):
         assert samples
@@ -287,7 +287,7 @@ def test_parts_of_a_long_file_are_stored_alone(speech: Speech, tmp_path: Path, k
     records.append({"id": "s", "audio_filepath": short.name, "offset": 0.1, "duration": 0.8, "text": "hello"})
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(map(json.dumps, records)) + "\n")
-    result = pack(path, **speech.options(tmp_path / "out", check_images="full", max_packs_per_shard=100))
+    result = pack(path, **speech.options(tmp_path / "out", check_media="full", max_packs_per_shard=100))
     assert result.manifest.rejects == {}
     size = 2 if kind == "wav16" else 4
     found = {}

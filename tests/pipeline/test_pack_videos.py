@@ -122,7 +122,7 @@ def test_the_manifest_and_the_reports_count_videos_and_frames(data: VideoDemo) -
     ("options", "check"),
     [
         ({}, "checked by packets"),
-        ({"check_images": "full"}, "checked by decoding"),
+        ({"check_media": "full"}, "checked by decoding"),
         ({"extract_frames": True}, "checked by decoding the selected frames"),
     ],
 )
@@ -452,7 +452,7 @@ def test_a_damaged_frame_costs_one_sample_and_no_pack(data: VideoDemo, tmp_path:
     wrong_bytes(tmp_path / "bad.mp4", good.read_bytes())
     file = write_jsonl(tmp_path, [record("good", "good.mp4"), record("bad", "bad.mp4")])
     assert pack(file, **data.options(tmp_path / "by-header")).manifest.packed == 2
-    for options in ({"extract_frames": True}, {"check_images": "full"}):
+    for options in ({"extract_frames": True}, {"check_media": "full"}):
         result = pack(file, **data.options(tmp_path / next(iter(options)), **options))
         assert [sample.conversation.id for sample in stored(result)] == ["good"], options
         assert [json.loads(line)["id"] for line in result.rejects.read_text().splitlines()] == ["bad"]
@@ -466,13 +466,13 @@ def test_full_and_verify_compare_with_sequential_decoding(
     write_video(tmp_path / "a.mp4", pictures(90, 64, 48, 1), options=options)
     file = write_jsonl(tmp_path, [record("a", "a.mp4")])
     settings = {"num_frames": 4, "workers": 1}
-    good = pack(file, **data.options(tmp_path / "good", check_images="full", **settings))
+    good = pack(file, **data.options(tmp_path / "good", check_media="full", **settings))
     assert good.manifest.packed == 1
     assert invoke("verify", good.shards).exit_code == 0
     monkeypatch.setattr(video_file.Starts, "is_start", lambda self, packet: packet.is_keyframe)
     assert "differs if decoding starts at a keyframe" in invoke("verify", good.shards).output.replace("\n", " ")
     with pytest.raises(RejectLimitError, match="a frame 45 that differs if decoding starts at a keyframe; convert it"):
-        pack(file, **data.options(tmp_path / "bad", check_images="full", **settings))
+        pack(file, **data.options(tmp_path / "bad", check_media="full", **settings))
 
 
 @pytest.mark.parametrize("flavor", ["PackedCaptioningSample", "PackedTokensSample"])

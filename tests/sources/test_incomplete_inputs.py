@@ -363,3 +363,20 @@ def test_names_of_files_that_cannot_be_used(tmp_path: Path) -> None:
     latin.write_bytes(LINES)
     with pytest.raises(SourceError, match=r"n\\udce9\.jsonl' is not UTF-8; rename it"):
         records(latin)
+
+
+@pytest.mark.parametrize(
+    ("end", "says"),
+    [
+        ("", "the line ends within the string that starts at column 10; the file may be cut"),
+        ("\n", "the line ends within the string that starts at column 10; the file may be cut"),
+        ("\r\n", "the line ends within the string that starts at column 10; the file may be cut"),
+        ('"\n', "unexpected end of data: "),
+        ('\t"}\n', "unexpected control character in string: "),
+    ],
+)
+def test_a_line_that_was_cut_says_whether_it_ends_within_a_string(tmp_path: Path, end: str, says: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(('{"text": "one' + end).encode())
+    (source,) = open_sources([tmp_path / "a.jsonl"], work_dir=tmp_path / "work")
+    (row,) = source.scan(0, source.extent())
+    assert str(row.reject).startswith(f"bad_json: {says}")

@@ -46,7 +46,7 @@ _ROLES = {"system": "magenta", "user": "cyan", "assistant": "blue", "tool": "yel
 @click.option("--pack", "key", metavar="KEY", help="Show only this pack.")
 @click.option("--id", "ident", metavar="ID", help="Show only the sample of the record with this id.")
 @click.option("--source", "location", metavar="FILE:LINE",
-              help="Show only the sample of this record; FILE:ROW of files without lines.")  # fmt: skip
+              help="Show only the sample of this record; FILE:ROW of tables and folders of images.")  # fmt: skip
 @click.option("--limit", type=click.IntRange(min=0), default=1, show_default=True, help="Number of packs to show.")
 @click.option("--tokens", is_flag=True, help="Show packs token by token, with label, position and sample.")
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),

@@ -119,7 +119,7 @@ def _shown(dataset: PackedFolder, checks: Iterator[Check], progress: Progress, o
     remedy = ""
     if failed:
         remedy = "pack it again"
-        if any(check.remedy == "check-images" for check in failed):
+        if any(check.remedy == "check-media" for check in failed):
             remedy += "; if the media of the input are damaged, with --check-media full, which rejects their records"
         # Packing again repairs everything; nv-meta is enough only if it repairs every problem.
         if all(check.remedy == "nv-meta" for check in failed):

@@ -15,7 +15,7 @@ class Check:
         summary: amount that was checked, such as "12 packs".
         count: total number of violations.
         not_checked: why the condition was not checked, or only for a part of the dataset; "" if it was checked.
-        remedy: command that repairs it: `pack`, `nv-meta`, or `check-images` for `pack --check-images full`.
+        remedy: command that repairs it: `pack`, `nv-meta`, or `check-media` for `pack --check-media full`.
     """
 
     name: str

@@ -310,9 +310,9 @@ def contents_checks(
             check.add(getattr(tar, name))
     # Not every image was decoded while packing, so a bad image in an intact tar was bad in the input.
     if manifest is not None and manifest.images_decoded < manifest.images:
-        joined.images.remedy = "check-images"
-    if manifest is not None and manifest.check_images != "full":
-        joined.videos.remedy = joined.audios.remedy = "check-images"
+        joined.images.remedy = "check-media"
+    if manifest is not None and manifest.check_media != "full":
+        joined.videos.remedy = joined.audios.remedy = "check-media"
     unknown = f"{total['unknown lengths']:,} samples have no recorded length" if total["unknown lengths"] else ""
     media = "images and videos" if total["videos"] else "images"
     if total["audios"]:

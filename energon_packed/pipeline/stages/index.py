@@ -143,7 +143,7 @@ def _manifest(
         audios=total(entries_of.num_audios),
         audio_seconds=total(entries_of.audio_ms) / 1000,
         extract_frames=num_videos > 0 and options.extract_frames,
-        check_images=options.check_images,
+        check_media=options.check_media,
         seq_len=options.seq_len,
         algorithm=options.algorithm if options.codec.packed else "none",
         max_samples_per_pack=options.max_samples_per_pack,

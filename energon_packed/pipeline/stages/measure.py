@@ -98,7 +98,7 @@ class MeasureStage:
         return Measurer(
             reader=self.reader,
             encoder=self.options.encoder_loader,
-            check_images=self.options.image_check,
+            check_media=self.options.image_check,
             check_frames=isinstance(self.options, PackOptions) and self.options.extract_frames,
         )
 
@@ -205,7 +205,7 @@ class ChunkReport:
     Attributes:
         chunk: the chunk.
         records: number of records.
-        tokenized: records that went through the tokenizer.
+        tokenized: records that went through the tokenizer: not records that were rejected before, or have tokens.
         first_reject: address, id, reason and detail of the first rejected record, or None.
         tokenizer_engine: the engine in use; "" for an encoder without a tokenizer.
     """
@@ -224,14 +224,14 @@ class Measurer:
     Attributes:
         reader: reads the input.
         encoder: loads the encoder in each process.
-        check_images: images to decode, as in `check_pixels`; `full` also compares the selected frames of video files
+        check_media: images to decode, as in `check_pixels`; `full` also compares the selected frames of video files
             with all frames.
         check_frames: decode the selected frames of videos, and estimate their bytes as images.
     """
 
     reader: RecordReader
     encoder: EncoderLoader
-    check_images: ImageCheck = "header"
+    check_media: ImageCheck = "header"
     check_frames: bool = False
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
@@ -252,7 +252,7 @@ class Measurer:
         try:
             conversation = self.reader.conversation(source, row)
             stamp = media.stamp((*conversation.media_files, *conversation.patch_positions))  # before a file is read
-            decoded = check_pixels(conversation, self.check_images)
+            decoded = check_pixels(conversation, self.check_media)
         except RecordError as error:
             return _Record(row, None, Measurement.rejected(error.reject), stamp)
         narrow = self.reader.fits_captioning(conversation)
@@ -278,9 +278,9 @@ class Measurer:
                 detail = "its encoder counts no samples of audio; use a ChatEncoder"
                 raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
             for audio, clip in zip(conversation.audios, measurement.clips, strict=True):
-                if self.check_images == "full" and clip.is_whole:
+                if self.check_media == "full" and clip.is_whole:
                     check_audio(audio.file)
-                elif self.check_images == "full":  # a file may have thousands of parts
+                elif self.check_media == "full":  # a file may have thousands of parts
                     decode_audio(audio.file, clip, clip.rate)
                 if measurement.media_bytes > MOST_BYTES and not is_cut(clip, audio.file.num_bytes()):
                     _check_size(audio.file, "cut it")
@@ -294,7 +294,7 @@ class Measurer:
         extracted = measurement.media_bytes
         try:
             for video, frames in zip(conversation.videos, measurement.frames, strict=True):
-                if video.file is not None and self.check_images == "full":
+                if video.file is not None and self.check_media == "full":
                     check_video(video.file, frames)
                 if video.file is not None and self.check_frames:
                     extracted += _extracted_bytes(video.file, frames) - video.file.num_bytes()

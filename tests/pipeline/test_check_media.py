@@ -1,4 +1,4 @@
-"""`--check-images`: how far images are checked, what that costs a record, and where it is said."""
+"""`--check-media`: how far images are checked, what that costs a record, and where it is said."""
 
 import json
 import os
@@ -35,17 +35,17 @@ def rejected(folder: Path) -> set[str]:
 def test_full_rejects_what_the_header_does_not_show(build: Any, records: list[Any], tmp_path: Path) -> None:
     bad = {record["id"] for record in records} - GOOD.keys()
     header = build(records)
-    assert (header.manifest.packed, header.manifest.check_images) == (len(records), "header")
+    assert (header.manifest.packed, header.manifest.check_media) == (len(records), "header")
     assert (header.manifest.images, header.manifest.images_decoded) == (len(records), 1)  # the GIF has no quick check
 
-    full = build(records, check_images="full", output_dir=tmp_path / "full")
+    full = build(records, check_media="full", output_dir=tmp_path / "full")
     assert rejected(tmp_path / "full") == bad
     assert full.manifest.rejects == {"corrupt_image": len(bad)}
-    assert (full.manifest.images, full.manifest.images_decoded, full.manifest.check_images) == (2, 2, "full")
+    assert (full.manifest.images, full.manifest.images_decoded, full.manifest.check_media) == (2, 2, "full")
     assert PackingManifest.load(full.shards) == full.manifest
     assert full.manifest.fingerprint != header.manifest.fingerprint
 
-    over = build(records, check_images="full", overwrite=True)  # measured by header before, in this folder
+    over = build(records, check_media="full", overwrite=True)  # measured by header before, in this folder
     assert (over.manifest.packed, over.manifest.counters["measured"]) == (2, len(records))
 
 
@@ -57,7 +57,7 @@ def test_verify_names_the_option(build: Any, records: list[Any], tmp_path: Path)
         "pack it again; if the media of the input are damaged, with --check-media full, which rejects their records"
     )
     assert remedy in found.output
-    full = build(records, check_images="full", overwrite=True)
+    full = build(records, check_media="full", overwrite=True)
     found = CliRunner().invoke(cli, ["verify", str(full.shards)])
     assert found.exit_code == 0, found.output
 
@@ -73,7 +73,7 @@ def test_the_table_says_how_far(records: list[Any], tmp_path: Path, tokenizer_di
         ["checked by header", str(len(records) - 1)],
         ["checked by decoding", "1"],
     ]
-    in_full = CliRunner().invoke(cli, ["pack", *fixed, "--check-images", "full"]).output
+    in_full = CliRunner().invoke(cli, ["pack", *fixed, "--check-media", "full"]).output
     assert "checked by header" not in in_full
     assert "checked by decoding" in in_full
 
@@ -82,13 +82,14 @@ def test_the_sample_of_a_dry_run_is_checked_alike(records: list[Any], tmp_path: 
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     command = ["pack", str(data), "--tokenizer", str(tokenizer_dir), "--seq-len", "256", "-o", str(tmp_path / "out")]
-    found = CliRunner().invoke(cli, [*command, "--dry-run", "--check-images", "full", "--max-reject-rate", "0.7"])
+    found = CliRunner().invoke(cli, [*command, "--dry-run", "--check-media", "full", "--max-reject-rate", "0.7"])
     assert f"{len(records) - 2} x corrupt_image" in found.output
 
 
 def test_another_value_is_refused(build: Any, records: list[Any]) -> None:
-    with pytest.raises(ConfigError, match="`check_images`.*header, full"):
-        build(records, check_images="some")
+    assert "No such option" in CliRunner().invoke(cli, ["pack", "--check-images", "full"]).output
+    with pytest.raises(ConfigError, match="`check_media`.*header, full"):
+        build(records, check_media="some")
 
 
 def test_images_that_a_layout_converts_are_decoded_while_measuring(
