@@ -198,9 +198,8 @@ def test_an_unknown_command_suggests_a_similar_command(arguments: list[str], sug
 def test_the_help_of_pack_lists_every_file_format() -> None:
     shown = " ".join(run("pack", "--help").stdout.split()).split("several at once")[0]
     for suffix in {suffix for source in SOURCES for suffix in source.suffixes}:
-        stem, dot, compression = suffix[1:].partition(".")
-        assert f".{stem}" in shown
-        assert not dot or f".{compression}" in shown
+        stem, dot, compression = suffix.removeprefix(".").partition(".")
+        assert suffix in shown or (f".{stem}" in shown and bool(dot) and f".{compression}" in shown)
 
 
 def test_help_is_instant_and_imports_nothing_heavy() -> None:

@@ -58,9 +58,9 @@ def command(
 ) -> None:
     """Pack conversations with images, videos and audio into an Energon dataset.
 
-    INPUT: .jsonl .ndjson .json (also .gz .zst .bz2 .xz), .parquet .arrow .feather .csv .tsv .tar files, globs,
-    folders, Hugging Face save_to_disk folders, names of datasets in the Hugging Face cache, Energon datasets or
-    Metadatasets; several at once.
+    INPUT: .jsonl .ndjson .json (also .gz .zst .bz2 .xz), .parquet .arrow .feather .csv .tsv .tar files, .trans.txt of
+    LibriSpeech, wav.scp of Kaldi, globs, folders, Hugging Face save_to_disk folders, names of datasets in the Hugging
+    Face cache, Energon datasets or Metadatasets; several at once.
 
     \b
     energon-packed pack data.jsonl -o out --seq-len 4096 --tokenizer DIR
