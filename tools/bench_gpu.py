@@ -44,7 +44,8 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from isolation_table import _BOUNDARIES, _line, result  # noqa: E402
+from bounded import line  # noqa: E402
+from isolation_table import _BOUNDARIES, result  # noqa: E402
 from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
 from tiny_vision import MODELS, image_row, vision_model, write_processor  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
@@ -231,9 +232,9 @@ def tested(create: Callable[[str], tuple[Any, PackedBatch]], attention: str, dty
         model, batch = model.to(device(), dtype), batch.to(device(), dtype)
         found = result(model, attention, batch)
     except BatchError as error:
-        return {"result": "refused", "reason": _line(error)}
+        return {"result": "refused", "reason": line(error)}
     except Exception as error:
-        return {"result": "not tested", "reason": _line(error)}
+        return {"result": "not tested", "reason": line(error)}
     reason = found.get("not_tested") or found.get("reason") or found.get("needs") or found.get("share", "")
     return {"result": found.get(attention, "not tested"), "reason": reason}
 
@@ -258,7 +259,7 @@ def compared(create: Callable[[str], tuple[Any, PackedBatch]], attention: str, d
         try:
             row["rounding"] = difference(apart[2], outputs(exact, alone)[2])
         except Exception as error:  # kernels without float32
-            row["reason"] = _line(error)
+            row["reason"] = line(error)
     return row
 
 
@@ -335,7 +336,7 @@ def family(part: str, case: Case, small: bool, only: list[str]) -> Iterator[Row]
             try:
                 row |= compared(create, attention, dtype)
             except Exception as error:
-                row["reason"] = _line(error)
+                row["reason"] = line(error)
         yield row
 
 
@@ -575,7 +576,7 @@ def measured(
     except torch.OutOfMemoryError:
         return {"result": "out of memory"}
     except Exception as error:
-        return {"result": _line(error)}
+        return {"result": line(error)}
 
 
 def release() -> None:
@@ -674,7 +675,7 @@ def unsynchronized(batches: Any) -> Row:
                 moved.transformers_inputs()
                 step_targets([moved])
         except RuntimeError as error:
-            return {"number": len(times), "pinned": str(pinned), "waits": _line(error)}
+            return {"number": len(times), "pinned": str(pinned), "waits": line(error)}
         times.append(time.perf_counter() - start)
     return {
         "number": len(times), "pinned": str(pinned), "host, ms": 1000 * statistics.median(times), "waits": "none"
@@ -740,7 +741,7 @@ def main() -> None:
             else:
                 isolation(results, part, options)
         except Exception as error:  # the other parts still run
-            results.add("failed", {"part": part, "reason": _line(error)})
+            results.add("failed", {"part": part, "reason": line(error)})
     show(results.values)
 
 

@@ -4,11 +4,11 @@ Both come from the default settings of the family. `FAMILIES` has the settings t
 of the model that must fit them. Run `python tools/tiny_families.py [TYPE ...]` to check the families.
 """
 
+import argparse
 import ast
 import inspect
 import logging
 import re
-import sys
 import tempfile
 import time
 import traceback
@@ -631,12 +631,15 @@ def main() -> None:
     """Check the families of the command line, or all."""
     from energon_packed.demo import write_dataset, write_tokenizer
 
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("model_types", nargs="*", metavar="TYPE")
+    chosen = parser.parse_args().model_types
     logging.disable(logging.ERROR)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         demo = write_dataset(Path(name) / "demo", records=120)
         tokenizer = write_tokenizer(Path(name) / "tokenizer", demo.texts, vision=False)
-        for model_type in sys.argv[1:] or types():
+        for model_type in chosen or types():
             start = time.perf_counter()
             if model_type in NOT_CHAT:
                 state, text = "none", NOT_CHAT[model_type]

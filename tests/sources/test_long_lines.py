@@ -104,6 +104,5 @@ def test_a_part_of_a_tar_is_not_read_if_it_is_large(tmp_path: Path, part: str) -
     (source,) = open_sources([str(tmp_path / "s.tar")], work_dir=tmp_path / "work")
     (row,) = source.scan(0, source.extent())
     assert str(row.reject) == (
-        f"bad_json: a.{part} has 1,099,512 MB; a part that is no image or video must be shorter than 268 MB. "
-        "Split the record."
+        f"bad_json: a.{part} has 1,099,512 MB; a part that is not media must be shorter than 268 MB. Split the record."
     )
