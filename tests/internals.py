@@ -116,6 +116,8 @@ PLACES = {
     "AUDIO_RULES": "encoding.audio.families:RULES",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
     "ProcessorVision": "encoding.vision.processors:ProcessorVision",
+    "ModelClass": "encoding.vision.model_class:ModelClass",
+    "ModelNeeds": "encoding.vision.positions:ModelNeeds",
     "ContentGuard": "encoding.skeleton:ContentGuard",
     "NotJoined": "encoding.tracer:NotJoined",
     "Tracer": "encoding.tracer:Tracer",

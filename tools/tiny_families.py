@@ -66,10 +66,10 @@ _PIXTRAL = {
 }
 _GEMMA3 = {
     "images": {"size": _SIDE},
-    "processor": {"image_seq_length": 4},
+    "processor": {"image_seq_length": 16},
     "tokens": {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
     "text": "<start_of_image>",
-    "config": {**_TOWER, "mm_tokens_per_image": 4},
+    "config": {**_TOWER, "mm_tokens_per_image": 16},
 }
 _GEMMA4 = {
     "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},

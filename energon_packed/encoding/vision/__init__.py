@@ -2,6 +2,7 @@
 
 families.py     VisionFamily and the built-in families
 processors.py   families that are supported through a Transformers processor
+model_class.py  class of a model, by its config.json: argument names, M-RoPE positions
 settings.py     processor folder and settings -> VisionFamily
 images.py       image file -> size (from the header) or RGB pixels
 video_file.py        video file -> frames and their times (from the packets), or selected RGB frames

@@ -356,7 +356,7 @@ class ProcessorVision(VisionFamily):
             notices.append(
                 f"{name}: rows of several samples with images are refused; pack with max_samples_per_pack=1"
             )
-        elif self._trial() is None:
+        elif self._trial() in (None, "not tested"):
             notices.append(
                 f"{name} is not among the processors whose models were tested packed (docs/vision-families.md); "
                 "compare packed with separate logits once"
