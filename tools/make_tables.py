@@ -13,6 +13,7 @@ a page is out of date.
 
 import argparse
 import functools
+import html
 import json
 import re
 import sys
@@ -94,10 +95,15 @@ def vision_families() -> str:
     rows = json.loads(file.read_text(encoding="utf-8"))["families"]
     order = ("packed", "one sample", "kernel", "refused", "wrong", "not tested")
     cells = [
-        [f"`{row['model_type']}`", f"`{row['processor']}`" if row["processor"] else "", row["result"], row["reason"]]
+        [f"`{row['model_type']}`", f"`{row['processor']}`" if row["processor"] else "", row["result"], _plain(row["reason"])]
         for row in sorted(rows, key=lambda row: order.index(row["result"]))
     ]
     return _table(["model type", "processor", "result", "reason"], cells)
+
+
+def _plain(text: str) -> str:
+    """Text of a cell as it is, without marks of Markdown and HTML, such as `<image>`."""
+    return html.escape(text, quote=False).replace("|", "&#124;").replace("_", "\\_").replace("*", "\\*")
 
 
 def _gpu(part: str) -> tuple[str, dict[str, list[dict[str, Any]]]]:
