@@ -95,7 +95,7 @@ def vision_families() -> str:
     rows = json.loads(file.read_text(encoding="utf-8"))["families"]
     order = ("packed", "one sample", "kernel", "refused", "wrong", "not tested")
     cells = [
-        [f"`{row['model_type']}`", f"`{row['processor']}`" if row["processor"] else "", row["result"], _plain(row["reason"])]
+        [f"`{row['model_type']}`", row["processor"] and f"`{row['processor']}`", row["result"], _plain(row["reason"])]
         for row in sorted(rows, key=lambda row: order.index(row["result"]))
     ]
     return _table(["model type", "processor", "result", "reason"], cells)

@@ -228,7 +228,8 @@ def test_an_invalid_config_is_one_line(tokens: Path, settings: dict[str, Any], m
 
 
 def test_inputs_that_do_not_fit_the_config_raise(tokens: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="`dataset_format` must be one of auto, .*arrow, commonvoice, csv.*, got 'excel'"):
+    known = "`dataset_format` must be one of auto, .*arrow, commonvoice, csv.*, got 'excel'"
+    with pytest.raises(ConfigError, match=known):
         PackedIterableDataset(config_of(tokens, dataset_format="excel"))
     with pytest.raises(SourceError, match=r"a.jsonl must be parquet \(`dataset_format`\), got jsonl"):
         plan_in_memory(config_of(tokens, dataset_format="parquet", workers=1))
