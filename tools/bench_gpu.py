@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import gc
 import importlib.util
+import io
 import json
 import logging
 import math
@@ -47,15 +48,18 @@ import transformers  # noqa: E402
 from bounded import line  # noqa: E402
 from isolation_table import _BOUNDARIES, result  # noqa: E402
 from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
-from tiny_vision import MODELS, image_row, vision_model, write_processor  # noqa: E402
+from tiny_families import build_model, build_processor, picture, write_folder  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from varlen import VARLEN, use_varlen  # noqa: E402
 
 from energon_packed import (  # noqa: E402
     ChatEncoder,
+    Conversation,
     CostModel,
     DataflowLoader,
     MapDistributor,
+    MediaReference,
+    Message,
     PackedBatch,
     PackedDataset,
     PackOptions,
@@ -86,6 +90,8 @@ CHOSEN = (
 FLEX = ("Qwen2ForCausalLM", "MistralForCausalLM", "qwen3_vl")
 # Families of the Qwen-VL models, with the pixels of a patch side.
 QWEN_VL = {"qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_5": 16}
+# Model types that are served by their processor; lighton_ocr has the tower of Pixtral.
+IMAGES = ("llava", "llava_next", "gemma3", "idefics3", "lighton_ocr", "internvl", "llava_onevision", "aya_vision")
 Row = dict[str, Any]
 
 
@@ -182,8 +188,24 @@ def image_case(name: str, attention: str) -> tuple[Any, PackedBatch]:
                 path, vision_family=family, patch_size=QWEN_VL[name], min_pixels=3136
             )
             return qwen_vl(name, encoder, attention), image_row(encoder)
-        encoder = ChatEncoder.from_pretrained(write_processor(Path(folder, name), name, path))
-        return vision_model(name, encoder, attention), image_row(encoder)
+        encoder = ChatEncoder.from_pretrained(write_folder(Path(folder, name), name, path))
+        return build_model(name, build_processor(name, path), attention), image_row(encoder)
+
+
+def image_row(encoder: ChatEncoder) -> PackedBatch:
+    """Encode a row of three samples with images of different sizes, and one sample without images."""
+    samples = []
+    for index, shapes in enumerate([[(64, 96)], [], [(120, 40), (50, 200)], [(80, 80)]]):
+        turns = [
+            Message("user", "<image> " * len(shapes) + f"What is a house {index}?"),
+            Message("assistant", "It is."),
+        ]
+        streams = [io.BytesIO() for _ in shapes]
+        for shape, stream in zip(shapes, streams, strict=True):
+            picture(*shape).save(stream, "PNG")
+        images = [MediaReference(data=stream.getvalue()) for stream in streams]
+        samples.append(encoder.encode(Conversation(messages=turns, images=images)))
+    return PaddingFreeCollator(dummy_images="never").collate(samples)
 
 
 def qwen_vl(name: str, encoder: ChatEncoder, attention: str) -> Any:
@@ -318,7 +340,7 @@ def cases(part: str, small: bool) -> list[Case]:
     chosen = [*CHOSEN, *kernels]
     if part == "families":
         return [(name, entry) for name, entry in texts.items() if name not in chosen]
-    images = [(name, (name,)) for name in (*QWEN_VL, *MODELS)]
+    images = [(name, (name,)) for name in (*QWEN_VL, *IMAGES)]
     named = [(name, texts[name]) for name in (*kernels, *CHOSEN) if name in texts]
     return [*named[: len(kernels)], *images[: len(QWEN_VL)], *named[len(kernels) :], *images[len(QWEN_VL) :]]
 

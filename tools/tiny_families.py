@@ -106,7 +106,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "aya_vision": {
         "images": {"size": _SIDE},
         "processor": {"patch_size": 14, "img_size": 56, "downsample_factor": 2},
-        "config": _TOWER,
+        "config": _TOWER | {"text_config.hidden_size": 256, "text_config.intermediate_size": 512},
     },
     "chameleon": {
         "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
@@ -435,6 +435,8 @@ def build_processor(model_type: str, text_tokenizer: Path) -> Any:
         for part in processor_class.get_attributes():
             if part == "tokenizer":
                 parts[part] = _tokenizer(processor_class, family, text_tokenizer)
+            elif part == "video_processor" and not is_torchvision_available():
+                parts[part] = None  # video processors need torchvision
             else:
                 settings = family.get({"image_processor": "images", "video_processor": "videos"}.get(part, part), {})
                 parts[part] = getattr(transformers, _part_class(part, model_type, name))(**settings)

@@ -9,30 +9,28 @@ import logging
 import os
 import random
 import re
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import transformers
 from PIL import Image
+from tiny_families import build_processor
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, PackOptions, RecordError, normalize, pack
 from tests import oldest
 from tests.encoding.real_templates import source
+from tests.encoding.test_processor_vision import NEED_TORCHVISION
 from tests.internals import ProcessorVision
-
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from tiny_vision import NEED_TORCHVISION, load_processor
 
 # (processor, chat template) of published models; SmolVLM has the processor of Idefics 3. trl has no template for the
 # processors of the second line, so their image token is written into the template of another model.
 MODELS = [
     *(("llava", "llava_next"), ("llava_next", "llava_next"), ("gemma3", "gemma3"), ("idefics3", "idefics3")),
     *(("idefics3", "smolvlm"), ("qwen25vl", "qwen2_5_vl"), ("qwen3vl", "qwen3_vl"), ("qwen35", "qwen3_5_nothink")),
-    *(("aya_vision", "gemma3"), ("internvl", "smolvlm"), ("llava_onevision", "llava_next"), ("pixtral", "gemma3")),
+    *(("aya_vision", "gemma3"), ("internvl", "smolvlm"), ("llava_onevision", "llava_next"), ("lighton_ocr", "gemma3")),
 ]
 # Without torchvision, the others have real text expansion and Pillow images: all but the processors of videos.
 MISSING = () if has_torchvision() else {*NEED_TORCHVISION} - {"internvl", "llava_onevision"}
@@ -69,7 +67,7 @@ def processor_of(name: str, text_tokenizer_dir: Path, tokenizer_dir: Path) -> An
         if not has_torchvision():  # the check refuses a processor without a video processor
             patch.setattr(transformers.ProcessorMixin, "check_argument_for_proper_class", lambda *_: None)
         if name not in QWEN:
-            return load_processor(name, text_tokenizer_dir)
+            return build_processor(name, text_tokenizer_dir)
         images = getattr(transformers, "Qwen2VLImageProcessor" if has_torchvision() else "Qwen2VLImageProcessorPil")
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer_dir)
         video = transformers.Qwen2VLVideoProcessor() if has_torchvision() else None

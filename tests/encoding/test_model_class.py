@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_families import write_folder
 from transformers import Glm4vConfig, LlavaConfig, Qwen2VLConfig
 
 from energon_packed import BatchError, ChatEncoder, EncodedSample, PaddingFreeCollator, RecordError
@@ -63,9 +64,7 @@ def test_other_models_have_positions_of_one_axis(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def llava(text_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    from tiny_vision import write_processor
-
-    return ChatEncoder.from_pretrained(write_processor(tmp_path_factory.mktemp("llava"), "llava", text_tokenizer_dir))
+    return ChatEncoder.from_pretrained(write_folder(tmp_path_factory.mktemp("llava"), "llava", text_tokenizer_dir))
 
 
 def test_adjacent_images_are_rejected_alike_offline_and_in_training(

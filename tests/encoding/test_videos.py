@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_families import write_folder
 
 from energon_packed import (
     ChatEncoder,
@@ -26,7 +27,6 @@ from energon_packed import (
 )
 from tests.internals import decode_frames, read_video_info
 from tests.videos import COMBINATIONS, decoded, make_video, number_of
-from tools.tiny_vision import write_processor
 
 FAMILIES = ("qwen2vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision2", "llava")
 Encoders = dict[str, ChatEncoder]
@@ -41,7 +41,7 @@ def encoders(tokenizer_dir: Path, text_tokenizer_dir: Path, tmp_path_factory: py
         for family in FAMILIES[:3]
     }
     made["llava_onevision2"] = ChatEncoder.from_pretrained(tokenizer_dir, vision_family="llava_onevision2", **small)
-    folder = write_processor(tmp_path_factory.mktemp("llava"), "llava", text_tokenizer_dir)
+    folder = write_folder(tmp_path_factory.mktemp("llava"), "llava", text_tokenizer_dir)
     return made | {"llava": ChatEncoder.from_pretrained(folder, fps=4)}
 
 

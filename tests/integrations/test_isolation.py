@@ -1,22 +1,18 @@
 """Models that do not keep the samples of a row apart are refused, and the table says what the test finds."""
 
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from isolation_table import family, with_kernels
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from energon_packed import ChatEncoder, IsolationCheckCallback, IsolationError, check_isolation
 from tests import oldest
 from tests.internals import isolation, isolation_table, measure, short_row
 from tests.loading.models import tiny_model
-
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from isolation_table import family, with_kernels
 
 _SMALL = {"vocab_size": 200, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -1,13 +1,12 @@
 """Families served by their Transformers processor: packed equals separate, isolation, dummy images, splitting."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers.utils import is_torchvision_available as has_torchvision
+from tiny_families import build_model, build_processor, write_folder
 
 from energon_packed import (
     BatchError,
@@ -19,13 +18,10 @@ from energon_packed import (
     check_isolation,
 )
 from tests import oldest
-from tests.encoding.test_processor_vision import pictures, talk
+from tests.encoding.test_processor_vision import TAKEN, pictures, talk
 from tests.internals import megatron_batch
 
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from tiny_vision import MODELS, NEED_TORCHVISION, vision_model, write_processor
-
-PACKED = [name for name in MODELS if name != "gemma3" and (has_torchvision() or name not in NEED_TORCHVISION)]
+PACKED = [name for name in TAKEN if name != "gemma3"]  # which is right with one sample in a row
 
 
 @pytest.fixture(scope="module", params=PACKED)
@@ -35,7 +31,7 @@ def name(request: Any) -> str:
 
 @pytest.fixture(scope="module")
 def encoder(name: str, text_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    return ChatEncoder.from_pretrained(write_processor(tmp_path_factory.mktemp(name), name, text_tokenizer_dir))
+    return ChatEncoder.from_pretrained(write_folder(tmp_path_factory.mktemp(name), name, text_tokenizer_dir))
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +47,8 @@ def row(encoder: ChatEncoder) -> list[EncodedSample]:
 
 
 @pytest.fixture(scope="module", params=["sdpa", "eager"])
-def model(request: Any, name: str, encoder: ChatEncoder) -> Any:
-    return vision_model(name, encoder, request.param)
+def model(request: Any, name: str, text_tokenizer_dir: Path) -> Any:
+    return build_model(name, build_processor(name, text_tokenizer_dir), request.param)
 
 
 def collated(row: list[EncodedSample], **options: Any) -> PackedBatch:
@@ -158,16 +154,16 @@ def test_megatron_layouts_say_that_they_do_not_carry_them(row: list[EncodedSampl
 
 @pytest.fixture(scope="module")
 def gemma3(text_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ChatEncoder:
-    return ChatEncoder.from_pretrained(
-        write_processor(tmp_path_factory.mktemp("gemma3"), "gemma3", text_tokenizer_dir)
-    )
+    return ChatEncoder.from_pretrained(write_folder(tmp_path_factory.mktemp("gemma3"), "gemma3", text_tokenizer_dir))
 
 
-def test_gemma3_is_right_with_one_sample_in_a_row_and_refused_with_several(gemma3: ChatEncoder) -> None:
+def test_gemma3_is_right_with_one_sample_in_a_row_and_refused_with_several(
+    gemma3: ChatEncoder, text_tokenizer_dir: Path
+) -> None:
     """Its sliding layers mark images by their place in the row, where Transformers asks for places in the sample."""
     assert gemma3.vision is not None
     assert "Gemma3Processor: rows of several samples with images are refused" in gemma3.vision.warnings[0]
-    model = vision_model("gemma3", gemma3, "sdpa")
+    model = build_model("gemma3", build_processor("gemma3", text_tokenizer_dir))
     samples = [gemma3.encode(talk("<image>What is this?", pictures(1, 1))), gemma3.encode(talk("What is that?", []))]
     with torch.no_grad():
         single = model(**collated(samples[:1]).transformers_inputs()).logits

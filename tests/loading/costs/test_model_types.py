@@ -4,21 +4,17 @@
 """
 
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from tiny_models import tiny_config, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from energon_packed import ConfigError, CostModel, RowSizes
-
-sys.path.append(str(Path(__file__).parents[3] / "tools"))
-from tiny_models import tiny_config, tiny_model
 
 # Models with a window and no `layer_types`, without a gate, with shared keys and values, and with experts.
 FIRST = (
