@@ -25,8 +25,8 @@ MUTANTS ?=
 MUTANTS_JOBS ?= 1
 
 # What the long form of each test counts; tests/test_make.py compares the names with those that the tests read.
-HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILLS=40 ENERGON_PACKED_FAULTS=500 ENERGON_PACKED_SOAK=200 ENERGON_PACKED_COMBINATIONS=1000 ENERGON_PACKED_MEDIA_CHANGES=300 ENERGON_PACKED_LOG_DAMAGES=50 ENERGON_PACKED_MODELS=1000 ENERGON_PACKED_VIDEOS=540
-HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAMAGES|KILLS|FAULTS|SOAK|COMBINATIONS|MEDIA_CHANGES|LOG_DAMAGES|MODELS|VIDEOS)"' tests)
+HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILLS=40 ENERGON_PACKED_FAULTS=500 ENERGON_PACKED_SOAK=200 ENERGON_PACKED_COMBINATIONS=1000 ENERGON_PACKED_MEDIA_CHANGES=300 ENERGON_PACKED_LOG_DAMAGES=50 ENERGON_PACKED_MODELS=1000 ENERGON_PACKED_VIDEOS=540 ENERGON_PACKED_FAMILIES=200
+HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAMAGES|KILLS|FAULTS|SOAK|COMBINATIONS|MEDIA_CHANGES|LOG_DAMAGES|MODELS|VIDEOS|FAMILIES)"' tests)
 
 export HF_HUB_OFFLINE = 1
 
@@ -34,10 +34,11 @@ export HF_HUB_OFFLINE = 1
 
 setup: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt tools/requirements-families.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchvision -r tools/requirements-families.txt
 	touch $@
 
 demo: setup

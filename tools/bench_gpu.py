@@ -47,8 +47,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from bounded import line  # noqa: E402
 from isolation_table import _BOUNDARIES, result  # noqa: E402
-from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
 from tiny_families import build_model, build_processor, picture, write_folder  # noqa: E402
+from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
 from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from varlen import VARLEN, use_varlen  # noqa: E402
 
