@@ -29,6 +29,8 @@ HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILL
 HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAMAGES|KILLS|FAULTS|SOAK|COMBINATIONS|MEDIA_CHANGES|LOG_DAMAGES|MODELS|VIDEOS)"' tests)
 
 export HF_HUB_OFFLINE = 1
+# Images of containers often set it; without compiled modules every process of a test compiles the package again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest test-newest hard coverage mutants lint docs unit bench setup clean
 
