@@ -285,7 +285,7 @@ class CommandLine:
 
 def _serve() -> None:
     import boto3  # noqa: F401
-    import multistorageclient  # noqa: F401
+    import multistorageclient.providers.s3  # noqa: F401
     import pyarrow.parquet  # noqa: F401
 
     from energon_packed import ChatEncoder
