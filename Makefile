@@ -68,7 +68,10 @@ chromium:
 	  test "$$(id -u)" != 0 || timeout 600 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' > /dev/null 2>&1 || \
 	  echo "apt-get cannot install Chromium; its tests fail"
 
-test: lint docs unit
+# The type checker and the site take a core each.
+test: setup
+	$(MAKE) -j 2 lint docs
+	$(MAKE) unit
 
 # Trainers without requirements.txt run in the development environment.
 $(TRAINERS_VENV)/%/.installed: pyproject.toml constraints.txt tests/trainers/%/requirements.txt
