@@ -31,6 +31,8 @@ sys.path.insert(0, str(ROOT))
 from tests.processes import CONTEXT, become_main, forked_commands  # noqa: E402
 from tests.storage import start_store  # noqa: E402
 
+# Its commands (energon-packed, python, torchrun) start interpreters, as those of a user; other pages fork processes.
+_NEW_INTERPRETERS = "train-transformers.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _MODELS = "tiny_models.py"
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
@@ -97,7 +99,8 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     try:
         for step in page_steps:
             if step.language == "console":
-                yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder))
+                environment = _environment(is_forked=page.name != _NEW_INTERPRETERS)
+                yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder, environment))
             elif step.language != "python":
                 (folder / step.language).write_text(step.code, encoding="utf-8")
                 yield step, ""
@@ -203,24 +206,25 @@ def _commands(text: str, start: int, end: int) -> Iterator[Step]:
         yield Step("console", command[1], command.end(), stop, text[command.end() : stop])
 
 
-def _run(command: str, folder: Path) -> str:
+def _run(command: str, folder: Path, environment: dict[str, str]) -> str:
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
         capture_output=True,
         text=True,
-        env=_environment(),
+        env=environment,
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-def _environment() -> dict[str, str]:
+def _environment(*, is_forked: bool = True) -> dict[str, str]:
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     fixed = {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with socket.create_server(("127.0.0.1", 0)) as free:  # torchrun's default port may be that of another test
         fixed["PET_MASTER_PORT"] = str(free.getsockname()[1])
-    return {**os.environ, **forked_commands(), **fixed}
+    return {**os.environ, **(forked_commands() if is_forked else path), **fixed}
 
 
 def main(arguments: list[str]) -> int:
