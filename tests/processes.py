@@ -26,6 +26,7 @@ from typing import Any
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
+_ROOT = Path(__file__).resolve().parents[1]
 _CLIENT = Path(__file__).with_name("forked_command.py")
 _COMMANDS = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
 
@@ -69,6 +70,13 @@ class Python:
 def run_python(code: str, *arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a process, and wait for its end."""
     return Python(code, *arguments, **options).wait()
+
+
+def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script of `tools/` in the folder of the repository."""
+    code = "import runpy, sys; sys.path.insert(0, 'tools'); sys.argv.pop(0); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return run_python(code, f"tools/{name}", *arguments, cwd=_ROOT)
 
 
 def energon(*arguments: object) -> subprocess.CompletedProcess[str]:
