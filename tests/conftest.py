@@ -26,6 +26,11 @@ FLAVORS = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSamp
 Packer = Callable[..., PackResult]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the modules of this folder first: a long test of theirs would run alone at the end."""
+    items.sort(key=lambda item: item.path.parent != Path(__file__).parent)
+
+
 def pytest_collection_finish() -> None:
     freeze()
 
