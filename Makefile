@@ -29,6 +29,8 @@ HARD := ENERGON_PACKED_FUZZ=20000 ENERGON_PACKED_DAMAGES=200 ENERGON_PACKED_KILL
 HARD_TESTS ?= $(shell grep -rlE --include='test_*.py' '"ENERGON_PACKED_(FUZZ|DAMAGES|KILLS|FAULTS|SOAK|COMBINATIONS|MEDIA_CHANGES|LOG_DAMAGES|MODELS|VIDEOS|FAMILIES)"' tests)
 
 export HF_HUB_OFFLINE = 1
+# Images of containers often set it; without compiled modules every process of a test compiles the package again.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest test-newest hard coverage mutants lint docs unit bench setup clean
 
@@ -67,7 +69,10 @@ chromium:
 	  test "$$(id -u)" != 0 || timeout 600 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' > /dev/null 2>&1 || \
 	  echo "apt-get cannot install Chromium; its tests fail"
 
-test: lint docs unit
+# The type checker and the site take a core each.
+test: setup
+	$(MAKE) -j 2 lint docs
+	$(MAKE) unit
 
 # Trainers without requirements.txt run in the development environment.
 $(TRAINERS_VENV)/%/.installed: pyproject.toml constraints.txt tests/trainers/%/requirements.txt

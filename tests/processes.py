@@ -3,19 +3,32 @@
 They are forked from the forkserver of multiprocessing, which has only imported these packages (`tests/preloaded.py`).
 Each process has its own arguments, environment, folder, streams and exit status. Tests of the start of the interpreter
 (`PYTHONHASHSEED`, warnings of imports) need `subprocess` instead.
+
+With the environment of `forked_commands`, also the commands of a shell and the ranks of torchrun are such processes.
 """
 
+import atexit
+import contextlib
+import functools
+import io
+import json
 import os
+import runpy
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-from multiprocessing import get_context, set_start_method
+from multiprocessing import connection, get_context, set_start_method
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.preloaded"])
+_ROOT = Path(__file__).resolve().parents[1]
+_CLIENT = Path(__file__).with_name("forked_command.py")
+_COMMANDS = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}
 
 
 class Python:
@@ -59,6 +72,13 @@ def run_python(code: str, *arguments: object, **options: Any) -> subprocess.Comp
     return Python(code, *arguments, **options).wait()
 
 
+def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script of `tools/` in the folder of the repository."""
+    code = "import runpy, sys; sys.path.insert(0, 'tools'); sys.argv.pop(0); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return run_python(code, f"tools/{name}", *arguments, cwd=_ROOT)
+
+
 def energon(*arguments: object) -> subprocess.CompletedProcess[str]:
     """Run the command line of Energon."""
     code = "import sys; from megatron.energon.cli.main import main; sys.argv[0] = 'energon'; sys.exit(main())"
@@ -74,6 +94,30 @@ def start_energon_packed(*arguments: object, **options: Any) -> Python:
     """Start the command line of energon-packed."""
     code = "import sys; from tests.internals import main; sys.argv[0] = 'energon-packed'; main()"
     return Python(code, *arguments, **options)
+
+
+@functools.cache
+def forked_commands() -> dict[str, str]:
+    """Environment in which `python`, `torchrun`, `accelerate` and `energon-packed` are forked.
+
+    A shell finds commands of these names, and torchrun starts its ranks with this `python`. A command starts a client,
+    which passes its arguments, environment, folder and streams to a server of this test process, passes signals to
+    the process that the server forks, and ends with its status. The server kills the process if the client is killed.
+    """
+    folder = tempfile.mkdtemp()
+    for name in ("python", *_COMMANDS, "energon-packed"):
+        Path(folder, name).write_text(f"#!{sys.executable} -SI\n{_CLIENT.read_text(encoding='utf-8')}")
+        Path(folder, name).chmod(0o755)
+    ours, theirs = CONTEXT.Pipe()
+    CONTEXT.Process(target=_serve_commands, args=(f"{folder}/socket", theirs)).start()
+    theirs.close()
+    atexit.register(ours.close)  # ends the server
+    ours.recv()
+    return {
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHON_EXEC": f"{folder}/python",
+        "FORKED_COMMANDS": f"{folder}/socket",
+    }
 
 
 def run_ranks(script: str, count: int, store: Path, *arguments: object, status: int = 0) -> list[str]:
@@ -97,6 +141,73 @@ def _run(code: str, arguments: list[str], environment: dict[str, str], folder: s
         os.close(file)
     sys.argv = ["-c", *arguments]
     exec(compile(code, "<string>", "exec"), become_main(environment, folder))
+
+
+def _serve_commands(address: str, parent: connection.Connection) -> None:
+    clients: dict[Any, socket.socket] = {}  # by process
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(100)
+        parent.send(None)
+        while True:
+            processes = {process.sentinel: process for process in clients}
+            for ready in connection.wait([parent, listener, *processes, *clients.values()]):
+                if ready is parent:  # the test process has ended
+                    for process in clients:
+                        process.kill()
+                    shutil.rmtree(Path(address).parent)
+                    return
+                if ready is listener:
+                    client = listener.accept()[0]
+                    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+                    with client.makefile("rb") as request:
+                        call = json.loads(request.read(int.from_bytes(size, "big")))
+                    process = get_context("fork").Process(target=_run_command, args=(call, streams))
+                    process.start()
+                    for stream in streams:
+                        os.close(stream)
+                    clients[process] = client
+                    client.sendall((process.pid or 0).to_bytes(8, "big"))
+                elif ready in processes:
+                    process = processes[ready]  # type: ignore[index]
+                    process.join()
+                    client = clients.pop(process)
+                    with client, contextlib.suppress(BrokenPipeError):
+                        client.sendall(process.exitcode.to_bytes(8, "big", signed=True))
+                else:  # a client was killed
+                    for process in [process for process, client in clients.items() if client is ready]:
+                        process.kill()
+
+
+def _run_command(call: dict[str, Any], streams: list[int]) -> None:
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+        os.close(stream)
+    sys.stdin = os.fdopen(0, closefd=False)
+    program, *arguments = call["arguments"]
+    is_unbuffered = arguments[:1] == ["-u"]
+    output = os.fdopen(1, "wb", buffering=0 if is_unbuffered else -1, closefd=False)
+    sys.stdout = io.TextIOWrapper(output, write_through=is_unbuffered)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    names = become_main(call["environment"], call["folder"])
+    name = Path(program).name
+    if name == "energon-packed":
+        arguments = ["-c", "from tests.internals import main; main()", *arguments]
+    elif name in _COMMANDS:
+        arguments = ["-m", _COMMANDS[name], *arguments]
+    kind, *given = arguments[is_unbuffered:]
+    if kind == "-c":
+        sys.argv = [program, *given[1:]]
+        sys.path.insert(0, "")
+        exec(compile(given[0], "<string>", "exec"), names)
+    elif kind == "-m":
+        sys.argv = given
+        sys.path.insert(0, call["folder"])
+        runpy.run_module(given[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [kind, *given]
+        sys.path.insert(0, str(Path(kind).resolve().parent))
+        runpy.run_path(kind, run_name="__main__")
 
 
 def become_main(environment: dict[str, str], folder: str | Path) -> dict[str, Any]:

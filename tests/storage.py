@@ -96,6 +96,11 @@ class Store:
                 del self.failures[path]
 
 
+def retry_at_once(module: Any) -> None:
+    """Let multi-storage-client send a request again without a wait of 1 to 5 s; `module` is its `retry`."""
+    module.sleep_before_retry = lambda settings, attempt: None
+
+
 def start_store(folder: Path) -> Store:
     """Start the server on a free port, and make the bucket. The server ends with the process."""
     environment = {
@@ -107,9 +112,11 @@ def start_store(folder: Path) -> Store:
     }
     os.environ.update(environment)
     import boto3
+    import multistorageclient.retry
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
+    retry_at_once(multistorageclient.retry)
     logging.getLogger("werkzeug").setLevel(logging.ERROR)  # a line for each request
     application = DomainDispatcherApplication(create_backend_app)
     store = Store("", None)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.processes import run_tool
+
 ROOT = Path(__file__).resolve().parents[1]
 CALLS = """
 from energon_packed import (
@@ -29,8 +31,7 @@ BalancedPoolPacker(8, poolsize=16)  # error: Unexpected keyword argument "poolsi
 
 
 def test_keywords_are_up_to_date() -> None:
-    done = subprocess.run([sys.executable, "tools/make_keywords.py", "--check"], cwd=ROOT, check=False)
-    assert done.returncode == 0, "run python tools/make_keywords.py"
+    assert run_tool("make_keywords.py", "--check").returncode == 0, "run python tools/make_keywords.py"
 
 
 def test_type_checkers_check_keywords(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.processes import run_python
+from tests.processes import run_python, run_tool
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [file for file in sorted((ROOT / "tools").glob("*.py")) if "__main__" in file.read_text(encoding="utf-8")]
@@ -41,8 +41,7 @@ def test_help_of_every_script_prints_help_and_does_nothing(tmp_path: Path) -> No
 
 def test_the_check_of_a_gpu_runs_in_a_small_form_on_the_cpu(tmp_path: Path) -> None:
     file = tmp_path / "gpu.json"
-    code = "import runpy, sys; sys.path.insert(0, 'tools'); runpy.run_path('tools/bench_gpu.py', run_name='__main__')"
-    done = run_python(f"import sys; sys.argv[0] = 'bench_gpu.py'; {code}", "--small", "--json", file, cwd=ROOT)
+    done = run_tool("bench_gpu.py", "--small", "--json", file)
     assert done.returncode == 0, done.stderr
     tables = json.loads(file.read_text(encoding="utf-8"))["tables"]
     assert set(tables) == {"peak", "throughput", "isolation", "waits", "training from a loader"}

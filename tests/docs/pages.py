@@ -14,7 +14,6 @@ import contextlib
 import io
 import os
 import re
-import shlex
 import shutil
 import socket
 import subprocess
@@ -29,9 +28,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.processes import CONTEXT, become_main, energon_packed, run_python  # noqa: E402
+from tests.processes import CONTEXT, become_main, forked_commands  # noqa: E402
 from tests.storage import start_store  # noqa: E402
 
+# Its commands (energon-packed, python, torchrun) start interpreters, as those of a user; other pages fork processes.
+_NEW_INTERPRETERS = "train-transformers.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _MODELS = "tiny_models.py"
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
@@ -41,8 +42,6 @@ _TITLE = re.compile(r'title="([^"]+)"')
 _PRINTS = re.compile(r"\bprints[:.]?\s*\Z")
 # The folder of a page, in errors that name absolute paths; some files come from the folder of a fixture.
 _TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/\S*?/(?=demo-out/|lights/)")
-_SCRIPT = re.compile(r"python (\w+\.py)((?: [\w-]+)*)(?: > (\S+))?(?: 2> (\S+))?")
-_OWN_COMMAND = re.compile(r"energon-packed ([^|<>&;*$`]*?)(2>&1 )?((?<= )[|>](?!\|)[^&;$`]*)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +99,8 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     try:
         for step in page_steps:
             if step.language == "console":
-                yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder))
+                environment = _environment(is_forked=page.name != _NEW_INTERPRETERS)
+                yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder, environment))
             elif step.language != "python":
                 (folder / step.language).write_text(step.code, encoding="utf-8")
                 yield step, ""
@@ -206,38 +206,25 @@ def _commands(text: str, start: int, end: int) -> Iterator[Step]:
         yield Step("console", command[1], command.end(), stop, text[command.end() : stop])
 
 
-def _bash(command: str, folder: Path, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        ["bash", "-c", command], cwd=folder, capture_output=True, text=True, env=_environment(), input=stdin
+def _run(command: str, folder: Path, environment: dict[str, str]) -> str:
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment,
+        stdin=subprocess.DEVNULL,
     )
-
-
-def _run(command: str, folder: Path) -> str:
-    own = _OWN_COMMAND.fullmatch(command.replace("\\\n", ""))
-    if script := _SCRIPT.fullmatch(command):  # without importing torch and Transformers
-        code = "import runpy, sys; sys.path.insert(0, ''); sys.argv = sys.argv[1:]; "
-        code += "runpy.run_path(sys.argv[0], run_name='__main__')"
-        done = run_python(code, script[1], *script[2].split(), cwd=folder, env=_environment())
-        for file, text in ((script[3], done.stdout), (script[4], done.stderr)):
-            if file:
-                (folder / file).write_text(text, encoding="utf-8")
-        done.stdout = "" if script[3] else done.stdout
-    elif own is None:
-        done = _bash(command, folder)
-    else:  # without starting an interpreter
-        done = energon_packed(*shlex.split(own[1]), cwd=folder, env=_environment())
-        if own[3] and done.returncode == 0:
-            done = _bash(f"cat {own[3]}", folder, stdin=(done.stderr if own[2] else "") + done.stdout)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     return done.stdout
 
 
-def _environment() -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+def _environment(*, is_forked: bool = True) -> dict[str, str]:
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     fixed = {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with socket.create_server(("127.0.0.1", 0)) as free:  # torchrun's default port may be that of another test
         fixed["PET_MASTER_PORT"] = str(free.getsockname()[1])
-    return {**os.environ, **fixed, "PATH": path}
+    return {**os.environ, **(forked_commands() if is_forked else path), **fixed}
 
 
 def main(arguments: list[str]) -> int:

@@ -3,8 +3,6 @@
 import ast
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import energon_packed
 from tests import oldest
 from tests.docs.pages import PAGES, ROOT, needs_demo, needs_store, normalized, run_page, steps
 from tests.internals import cli, megatron
+from tests.processes import run_tool
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"`((?:[a-z_]+/)*[a-z_0-9]+(?:\.py|/))`")
@@ -78,8 +77,7 @@ def test_readme_is_short() -> None:
 
 
 def test_option_tables_are_up_to_date() -> None:
-    done = subprocess.run([sys.executable, "tools/make_option_tables.py", "--check"], cwd=ROOT, check=False)
-    assert done.returncode == 0, "run python tools/make_option_tables.py"
+    assert run_tool("make_option_tables.py", "--check").returncode == 0, "run python tools/make_option_tables.py"
 
 
 @pytest.mark.parametrize("name", cli.list_commands(None))

@@ -31,7 +31,7 @@ def image_packs(demo: DemoDataset, pack_demo: Packer, tmp_path_factory: Any) -> 
     folder = tmp_path_factory.mktemp("images")
     lines = [line for line in demo.jsonl.read_bytes().splitlines() if b"image" in line]
     (folder / "few.jsonl").write_bytes(b"\n".join(lines[:18]))
-    return pack_demo(inputs=(str(folder / "few.jsonl"),), image_root=demo.jsonl.parent, seq_len=512).shards
+    return pack_demo(inputs=(str(folder / "few.jsonl"),), image_root=demo.jsonl.parent, seq_len=320).shards
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests import optimizer_files  # noqa: F401
-from tests.processes import run_ranks
+from tests.processes import forked_commands, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
@@ -42,12 +41,12 @@ def launch(
     script: str, *arguments: object, port: int, out: Path, launcher: str = "torchrun", folder: str = "integrations"
 ) -> list[Any]:
     """What each of 2 processes of a script in `tests/{folder}` wrote with `report`."""
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(port)]
+    command = ["python", "-m", *LAUNCHERS[launcher], str(port)]
     command += ["-m", f"tests.{folder}.{script}", str(out), *map(str, arguments)]
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env={**os.environ, **_ENVIRONMENT},
+        env={**os.environ, **forked_commands(), **_ENVIRONMENT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

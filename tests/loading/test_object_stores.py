@@ -172,8 +172,9 @@ def test_a_dataset_is_read_by_other_processes(packed: Places, encoder: ChatEncod
     dataset = PackedDataset(packed[1], encoder)
     dataset.request(range(3))
     expected = [sample.input_ids.tolist() for sample in dataset[0]]
+    workers = 2 if method == "fork" else 1  # a spawned worker imports everything again
     loader = torch.utils.data.DataLoader(
-        dataset, batch_size=2, num_workers=2, multiprocessing_context=method, collate_fn=list
+        dataset, batch_size=2, num_workers=workers, multiprocessing_context=method, collate_fn=list
     )
     batches = list(loader)
     assert len(batches) == -(-len(dataset) // 2)
