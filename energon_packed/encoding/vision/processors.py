@@ -81,6 +81,7 @@ class ProcessorVision(VisionFamily):
         self._lengths: dict[tuple[int, int], int] = {}
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self.template_token = self._text_of_image()  # type: ignore[misc]
         started = time.perf_counter()
         outputs = {size: self._process([_blank(size)]) for size in _PROBES}
         seconds = (time.perf_counter() - started) / len(_PROBES)
@@ -93,8 +94,7 @@ class ProcessorVision(VisionFamily):
         # The most frequent token of the longest image is replaced by features; tags and separators are rarer.
         feature = Counter(max(ids.values(), key=len).tolist()).most_common(1)[0][0]
         self.image_token = processor.tokenizer.convert_ids_to_tokens(feature)  # type: ignore[misc]
-        self.placeholder = self._before + self.image_token + self._after  # type: ignore[misc]
-        self.template_token = processor.image_token
+        self.placeholder = self._written(self._before + self.image_token + self._after)  # type: ignore[misc]
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
         self._constant = self._formula_constant(ids)
@@ -224,14 +224,40 @@ class ProcessorVision(VisionFamily):
             raise RecordError(Reason.CORRUPT_IMAGE, detail) from error
         return [int(count) for count in counts.num_image_tokens]
 
+    def _text_of_image(self) -> str:
+        """Text of an image in the input of the processor, the first that it accepts: one token, or three."""
+        names = ("image_start_token", "image_token", "image_end_token")
+        tokens = [str(getattr(self.processor, name, "")) for name in names]
+        placeholder = getattr(self.processor, "image_placeholder_token", tokens[1])
+        errors = []
+        for self._token, text in ((placeholder, placeholder), (tokens[1], "".join(tokens))):
+            try:
+                self._call(text, [_blank(_PROBES[0])])
+            except ValueError as error:
+                errors.append(error)
+            else:
+                return text
+        raise errors[0]
+
+    def _written(self, image: str) -> str:
+        """Text of an image for the tokenizer; `image` replaces the token that the processor expands."""
+        return self.template_token.replace(self._token, image)
+
     def _process(self, images: "Sequence[Image.Image]") -> tuple[dict[str, Any], list[str]]:
         """Return the tensors of the processor, and its text of each image."""
         import torch
 
-        text = " ".join([self.processor.image_token] * len(images))
-        out = self.processor(text=[text], images=list(images), return_text_replacement_offsets=True)
+        text = " ".join([self.template_token] * len(images))
+        out = self._call(text, images, return_text_replacement_offsets=True)
         texts = [replaced["replacement"] for replaced in out.pop("text_replacement_offsets")[0]]
         return {name: _tensor(value, torch) for name, value in out.items()}, texts
+
+    def _call(self, text: str, images: "Sequence[Image.Image]", **settings: Any) -> Any:
+        """Output of the processor, as tensors if all images have the same shape."""
+        try:
+            return self.processor(text=[text], images=list(images), return_tensors="pt", **settings)
+        except ValueError:
+            return self.processor(text=[text], images=list(images), **settings)
 
     def _edges(self, text: str) -> tuple[str, str]:
         """Plain text at both ends, which may share a token with the text around it."""
@@ -311,8 +337,8 @@ class ProcessorVision(VisionFamily):
         if len(names) > 1:
             raise self._unsupported(f"the model has {' and '.join(names)}")
         if names:
-            text = f"a {self.processor.image_token} b"
-            out = self.processor(text=[text], images=[_blank(_PROBES[0])], add_special_tokens=False)
+            text = f"a {self.template_token} b"
+            out = self._call(text, [_blank(_PROBES[0])], add_special_tokens=False)
             ids, types = (np.asarray(out[name][0]) for name in ("input_ids", names[0]))
             self._typed = np.unique(ids[types != 0])
         # A model that attends within an image is wrong for several samples unless it was tested.
@@ -327,8 +353,8 @@ class ProcessorVision(VisionFamily):
         """
         tokenizer, run = self.processor.tokenizer, self.image_token_run(*size)
         for before, after in _CONTEXTS:
-            text = before + self.processor.image_token + after
-            expected = self.processor(text=[text], images=[_blank(size)], add_special_tokens=False)
+            text = before + self.template_token + after
+            expected = self._call(text, [_blank(size)], add_special_tokens=False)
             ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
             actual, _ = expanded(np.array(ids), np.array(ids), [self._feature], [run])
             if actual.tolist() != np.asarray(expected["input_ids"][0]).tolist():
