@@ -96,6 +96,7 @@ _IDEFICS3 = {
 #   tokens: named special tokens of the tokenizer; more_tokens: special tokens without a name
 #   text: the text of an image, if it is not the image token of the processor
 #   call: settings of the call of the processor
+#   added: numbers of tokens that the processor adds at the start and the end of every text, and the encoder does not
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {
@@ -112,6 +113,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
         "processor": {"image_seq_length": 16},
         "more_tokens": ("<image>", *(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")),
+        "added": (0, 1),
         "config": {"vq_config.resolution": 64, "vq_config.num_embeddings": 8},
     },
     "cohere2_vision": {
@@ -169,6 +171,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "emu3": {
+        "added": (1, 0),
         "images": {"min_pixels": 4096, "max_pixels": 9216},
         "tokens": {"image_token": "<image>"},
         "more_tokens": ("<|extra_200|>", *(f"<|visual token {code:06}|>" for code in range(8))),
@@ -271,6 +274,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral3": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "molmo2": {
+        "added": (1, 0),
         "images": {"size": _SIDE, "overlap_margins": [1, 1]},
         "tokens": {"image_patch_token": "<im_patch>"},
         "config": {
@@ -451,9 +455,14 @@ def image_text(model_type: str, processor: Any) -> str:
 
 def model_inputs(model_type: str, processor: Any, text: str, images: list[Image.Image]) -> dict[str, Any]:
     """Return the output of the processor as inputs of the model, with float32 tensors."""
-    settings = _processor_family(model_type).get("call", {})
+    family = _processor_family(model_type)
+    settings, (head, tail) = family.get("call", {}), family.get("added", (0, 0))
     media = {"images": images} if images else {}
     inputs = processor(text=[text], add_special_tokens=False, return_tensors="pt", **media, **settings)
+    length = inputs["input_ids"].shape[1]
+    for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = inputs[name][:, head : length - tail]
     floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return {name: value.float() if name in floats else value for name, value in inputs.items()}
 

@@ -352,20 +352,29 @@ class ProcessorVision(VisionFamily):
         A tokenizer may merge the text of an image with the text next to it; the image must not change such tokens.
         """
         tokenizer, run = self.processor.tokenizer, self.image_token_run(*size)
+        added = set()
         for before, after in _CONTEXTS:
             text = before + self.template_token + after
             expected = self._call(text, [_blank(size)], add_special_tokens=False)
             ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
             actual, _ = expanded(np.array(ids), np.array(ids), [self._feature], [run])
-            if actual.tolist() != np.asarray(expected["input_ids"][0]).tolist():
+            theirs = np.asarray(expected["input_ids"][0])
+            # Some processors add a token at an end of every text, as a chat template does.
+            starts = [at for at in range(len(theirs) - len(actual) + 1) if (theirs[at:][: len(actual)] == actual).all()]
+            if not starts:
                 raise self._unsupported(
                     f"its tokens of {text!r} differ from the tokens of the text around the image's"
                 )
+            own = slice(starts[0], starts[0] + len(actual))
+            added.add((tuple(theirs[: own.start].tolist()), tuple(theirs[own.stop :].tolist())))
             if self.needs is None or (typed := self.token_type_ids(actual)) is None:
                 continue
             argument = self.needs.types
-            if np.asarray(expected[argument][0]).tolist() != typed.tolist():
+            if np.asarray(expected[argument][0])[own].tolist() != typed.tolist():
                 raise self._unsupported(f"its {argument} do not follow from the token ids")
+        if len(added) > 1:
+            raise self._unsupported("the tokens that it adds at the ends of a text depend on the text")
+        self._added = tuple(tokenizer.convert_ids_to_tokens(list(ids)) for ids in added.pop())
 
     def _trial(self) -> str | None:
         """Result of the trial with tiny models of this family, as tools/family_table.py wrote it; None if untested."""
@@ -387,6 +396,12 @@ class ProcessorVision(VisionFamily):
                 f"{name} is not among the processors whose models were tested packed (docs/vision-families.md); "
                 "compare packed with separate logits once"
             )
+        for tokens, place in zip(self._added, ("start", "end"), strict=True):
+            if tokens:
+                notices.append(
+                    f"{name} adds {' '.join(tokens)} at the {place} of every text, and `pack` does not: add it to the "
+                    "chat template if the model needs it"
+                )
         if self._constant is None:
             notices.append(
                 f"{name} has no formula for the tokens of an image: it processes a blank image of each size, "
