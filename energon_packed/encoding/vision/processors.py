@@ -98,7 +98,7 @@ class ProcessorVision(VisionFamily):
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
         self._constant = self._formula_constant(ids)
-        self._dims = self._joins({size: set(out) for size, (out, _) in outputs.items()})
+        self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
         self._check_texts(_PROBES[0])
         if model is not None and model.position_axes:
@@ -150,7 +150,8 @@ class ProcessorVision(VisionFamily):
                     f"it computes {expected} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
                 )
         runs = [ImageRun(len(ids), lambda ids=ids: ids) for ids in tokens]  # type: ignore[misc]
-        values = {name: out[name] for name in self._dims if name in out}
+        # A tensor (1, tiles, ...) joins along the tiles; for images with as many tiles, it is (images, tiles, ...).
+        values = {name: _joined(out[name]) if dim == 1 else out[name] for name, dim in self._dims.items() if name in out}
         grids = NO_IMAGES if self.model is None or not self.model.position_axes else out["image_grid_thw"].numpy()
         return Pixels(runs=runs, inputs=VisionInputs(values, self._dims, len(loaded)), grids=grids)
 
@@ -288,7 +289,7 @@ class ProcessorVision(VisionFamily):
         omitted = {len(tokens) - count for tokens, count in zip(ids.values(), counts, strict=True)}
         return omitted.pop() if len(omitted) == 1 else None
 
-    def _joins(self, outputs: dict[tuple[int, int], set[str]]) -> dict[str, int]:
+    def _joins(self, outputs: dict[tuple[int, int], dict[str, Any]]) -> dict[str, int]:
         """Find the dimension along which each tensor of two samples joins.
 
         The joined tensors of two images must equal the tensors of both images in the same sample. The images are
@@ -298,7 +299,10 @@ class ProcessorVision(VisionFamily):
         names = sorted({name for found in outputs.values() for name in found} - _OF_TEXT - set(_OF_TYPES))
         while names:
             sizes = [size for size, found in outputs.items() if names[0] in found]
+            # Two shapes if there are several: tensors of the same shape may join along another dimension.
             first, second = sizes[0], sizes[min(1, len(sizes) - 1)]
+            shape = outputs[first][names[0]].shape
+            second = next((size for size in sizes if outputs[size][names[0]].shape != shape), second)
             (left, _), (right, _) = self._process([_noise(first)]), self._process([_noise(second)])
             both, texts = self._process([_noise(first), _noise(second)])
             if texts != [self._texts[first], self._texts[second]]:
@@ -431,14 +435,19 @@ def _noise(size: tuple[int, int]) -> "Image.Image":
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
+def _joined(value: Any) -> Any:
+    """(1, n * m, ...) of a tensor (n, m, ...)."""
+    return value.flatten(0, 1)[None]
+
+
 def _release() -> str:
     return f"Transformers {installed('transformers')}"
 
 
 def _tensor(value: Any, torch: Any) -> Any:
-    """Convert an array, a list of arrays of the same shape, or numbers to a tensor."""
+    """Convert an array, a list of arrays, or numbers to a tensor; arrays of different sizes are joined in its row 0."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        return torch.stack(value)
+        return torch.stack(value) if len({part.shape for part in value}) == 1 else torch.cat(value)[None]
     return torch.as_tensor(np.asarray(value))
