@@ -98,6 +98,7 @@ class ProcessorVision(VisionFamily):
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
         self._constant = self._formula_constant(ids)
+        self._joins_samples = True
         self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
         self._check_texts(_PROBES[0])
@@ -326,8 +327,10 @@ class ProcessorVision(VisionFamily):
         parts = [VisionInputs({name: values[at] for name, values in tensors.items()}, dims, 1) for at in (0, 1)]
         joined, _ = VisionInputs.joined(parts)
         for name, (_, _, both) in tensors.items():
-            if not (joined[name].shape == both.shape and bool((joined[name] == both).all())):
-                raise self._unsupported(f"{name} of two images differs from {name} of each image alone")
+            if joined[name].shape != both.shape:
+                raise self._unsupported(f"{name} of two images has another shape than of each image alone")
+            # Such as indices that count the patches of all images before: right for the images of one sample.
+            self._joins_samples &= bool((joined[name] == both).all())
         return dims
 
     def _set_needs(self, outputs: set[str]) -> None:
@@ -347,6 +350,7 @@ class ProcessorVision(VisionFamily):
             self._typed = np.unique(ids[types != 0])
         # A model that attends within an image is wrong for several samples unless it was tested.
         is_wrong = self._trial() != "packed" if names else self._trial() == "one sample"
+        is_wrong |= not self._joins_samples
         if names or is_wrong:
             self.needs = ModelNeeds(names[0] if names else None, one_sample=is_wrong)
 
