@@ -177,6 +177,10 @@ class VisionFamily(ABC):
         """Tokens of an image of `height` x `width` pixels. Raises the errors of `num_patches`."""
         return ImageRun(self.num_tokens(self.num_patches(height, width)))
 
+    def numbered(self, runs: Sequence[ImageRun]) -> Sequence[ImageRun]:
+        """Return the tokens of the images of a sample, in the order of the text; some families write their indices."""
+        return runs
+
     def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
         """Return pixels and tokens of all images of a sample, RGB images."""
         return self._with_runs(*self.pixels(list(images)))

@@ -213,7 +213,9 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     if is_timed:
         spelled, runs = _with_timestamps(vision, conversation, image_runs, positions)
         return MediaSize(runs, num_bytes, decoded, spelled=spelled)
-    runs = _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
+    runs = vision.numbered(
+        _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
+    )
     return MediaSize(runs, num_bytes, decoded, frames, notes)
 
 

@@ -99,6 +99,7 @@ class ProcessorVision(VisionFamily):
         self._feature = feature
         self._constant = self._formula_constant(ids)
         self._joins_samples = True
+        self._number: tuple[str, str] | None = None  # text of an image up to its index in the sample, and the tag after it
         self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
         self._check_texts(_PROBES[0])
@@ -130,6 +131,24 @@ class ProcessorVision(VisionFamily):
         """Tokens of an image of this size, without its pixels."""
         return ImageRun(self._length(height, width), lambda: self._run_ids(height, width))
 
+    def numbered(self, runs: Sequence[ImageRun]) -> Sequence[ImageRun]:
+        """Tokens of the images of a sample, with the index of each image."""
+        if self._number is None:
+            return runs
+        images, found = 0, list[ImageRun]()
+        for run in runs:
+            found.append(run if run.is_video else self._with_index(run, images))
+            images += not run.is_video
+        return found
+
+    def _with_index(self, run: ImageRun, index: int) -> ImageRun:
+        """Tokens of the image of an index in the sample, from those of index 0."""
+        if self._number is None or run.make is None:
+            return run
+        (before, closing), make = self._number, run.make
+        zero, own = (self._ids_of(f"{before}{number}{closing}") for number in (0, index))
+        return ImageRun(run.length - len(zero) + len(own), lambda: np.concatenate([own, make()[len(zero) :]]))
+
     def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
         """Return tokens and vision tower arguments for all images of a sample.
 
@@ -144,8 +163,9 @@ class ProcessorVision(VisionFamily):
             raise RecordError(Reason.CORRUPT_IMAGE, " ".join(str(error).split())[:200]) from error
         tokens = [self._ids_of(text) for text in texts]
         # A wrong formula would make planned lengths differ from encoded lengths, so every image is compared.
-        for image, ids in zip(loaded, tokens, strict=True):
-            expected = self._length(image.height, image.width)
+        measured = self.numbered([self.image_token_run(image.height, image.width) for image in loaded])
+        for image, ids, run in zip(loaded, tokens, measured, strict=True):
+            expected = run.length
             if expected != len(ids):
                 raise self._unsupported(
                     f"it computes {expected} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
@@ -153,7 +173,7 @@ class ProcessorVision(VisionFamily):
         runs = [ImageRun(len(ids), lambda ids=ids: ids) for ids in tokens]  # type: ignore[misc]
         # A tensor (1, tiles, ...) joins along the tiles; for images with as many tiles, it is (images, tiles, ...).
         values = {name: _joined(out[name]) if dim == 1 else out[name] for name, dim in self._dims.items() if name in out}
-        grids = NO_IMAGES if self.model is None or not self.model.position_axes else out["image_grid_thw"].numpy()
+        grids = NO_IMAGES if self.model is None or not self.model.grids else out[self.model.grids].numpy()
         return Pixels(runs=runs, inputs=VisionInputs(values, self._dims, len(loaded)), grids=grids)
 
     def position_ids(
@@ -306,12 +326,21 @@ class ProcessorVision(VisionFamily):
             second = next((size for size in sizes if outputs[size][names[0]].shape != shape), second)
             (left, _), (right, _) = self._process([_noise(first)]), self._process([_noise(second)])
             both, texts = self._process([_noise(first), _noise(second)])
-            if texts != [self._texts[first], self._texts[second]]:
-                raise self._unsupported("the text of an image depends on the other images of the sample")
+            if texts != (alone := [self._texts[first], self._texts[second]]):
+                self._number = self._numbering(*alone, *texts)
             shared = [name for name in names if name in left and name in right]
             dims |= self._join_dims({name: (left[name], right[name], both[name]) for name in shared})
             names = [name for name in names if name not in shared]
         return dims
+
+    def _numbering(self, first: str, second: str, first_of_two: str, second_of_two: str) -> tuple[str, str]:
+        """Find the tags around the index of an image in its text; all other text must be equal in both samples."""
+        for tags in re.finditer(f"({self._special.pattern})0({self._special.pattern})", second):
+            before, after = second[: tags.end(1)], second[tags.start(2) :]
+            is_first = all(text.startswith(before + "0" + tags[2]) for text in self._texts.values())
+            if is_first and (first_of_two, second_of_two) == (first, before + "1" + after):
+                return before, tags[2]
+        raise self._unsupported("the text of an image depends on the other images of the sample")
 
     def _join_dims(self, tensors: "dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]") -> dict[str, int]:
         """`_joins` for the tensors, by name, of two images alone and of both."""
