@@ -138,7 +138,7 @@ def test_a_wrong_length_formula_raises(encoder: ChatEncoder, monkeypatch: pytest
     vision = vision_of(encoder)
     if vision._constant is None:
         return  # its formula is not used
-    monkeypatch.setattr(vision, "_lengths", {})
+    monkeypatch.setattr(vision, "_sizes", {})
     monkeypatch.setattr(vision, "_constant", vision._constant + 1)
     with pytest.raises(
         ConfigError, match=r"Processor needs a custom VisionFamily: it computes \d+ tokens for 40x30 pixels"

@@ -15,6 +15,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -78,7 +79,7 @@ class ProcessorVision(VisionFamily):
         self.image_processor = processor.image_processor
         self.merge_size = 1  # unused: token counts come from the processor, not from patches
         self._ids: dict[str, Int64] = {}
-        self._lengths: dict[tuple[int, int], int] = {}
+        self._sizes: dict[tuple[int, int], tuple[int, tuple[str, str]]] = {}
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
         self.template_token = self._text_of_image()  # type: ignore[misc]
@@ -86,15 +87,15 @@ class ProcessorVision(VisionFamily):
         outputs = {size: self._process([_blank(size)]) for size in _PROBES}
         seconds = (time.perf_counter() - started) / len(_PROBES)
         self._texts = {size: texts[0] for size, (_, texts) in outputs.items()}
-        edges = {self._edges(text) for text in self._texts.values()}
-        if len(edges) != 1:
-            raise self._unsupported("the text around an image depends on its size")
-        self._before, self._after = edges.pop()
+        edges = {self._edges(text): size for size, text in self._texts.items()}
+        # Text around all images is part of the placeholder, other text of the conversation.
+        self._has_own_edges = len(edges) > 1
+        before, after = ("", "") if self._has_own_edges else next(iter(edges))
         ids = {size: self._ids_of(text) for size, text in self._texts.items()}
         # The most frequent token of the longest image is replaced by features; tags and separators are rarer.
         feature = Counter(max(ids.values(), key=len).tolist()).most_common(1)[0][0]
         self.image_token = processor.tokenizer.convert_ids_to_tokens(feature)  # type: ignore[misc]
-        self.placeholder = self._written(self._before + self.image_token + self._after)  # type: ignore[misc]
+        self.placeholder = self._written(before + self.image_token + after)  # type: ignore[misc]
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
         self._constant = self._formula_constant(ids)
@@ -102,7 +103,8 @@ class ProcessorVision(VisionFamily):
         self._number: tuple[str, str] | None = None  # text of an image up to its index in the sample, and the tag after it
         self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
-        self._check_texts(_PROBES[0])
+        for size in edges.values():
+            self._check_texts(size)
         if model is not None and model.position_axes:
             own = self._ids_of(self._texts[_PROBES[0]])
             self.adjacent_images = not own[0] == own[-1] == feature
@@ -129,7 +131,8 @@ class ProcessorVision(VisionFamily):
 
     def image_token_run(self, height: int, width: int) -> ImageRun:
         """Tokens of an image of this size, without its pixels."""
-        return ImageRun(self._length(height, width), lambda: self._run_ids(height, width))
+        length, edges = self._measured(height, width)
+        return ImageRun(length, lambda: self._ids_of(self._text_of(height, width)), edges=edges)
 
     def numbered(self, runs: Sequence[ImageRun]) -> Sequence[ImageRun]:
         """Tokens of the images of a sample, with the index of each image."""
@@ -147,7 +150,8 @@ class ProcessorVision(VisionFamily):
             return run
         (before, closing), make = self._number, run.make
         zero, own = (self._ids_of(f"{before}{number}{closing}") for number in (0, index))
-        return ImageRun(run.length - len(zero) + len(own), lambda: np.concatenate([own, make()[len(zero) :]]))
+        length = run.length - len(zero) + len(own)
+        return replace(run, length=length, make=lambda: np.concatenate([own, make()[len(zero) :]]))
 
     def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
         """Return tokens and vision tower arguments for all images of a sample.
@@ -165,12 +169,11 @@ class ProcessorVision(VisionFamily):
         # A wrong formula would make planned lengths differ from encoded lengths, so every image is compared.
         measured = self.numbered([self.image_token_run(image.height, image.width) for image in loaded])
         for image, ids, run in zip(loaded, tokens, measured, strict=True):
-            expected = run.length
-            if expected != len(ids):
+            if run.length != len(ids):
                 raise self._unsupported(
-                    f"it computes {expected} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
+                    f"it computes {run.length} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
                 )
-        runs = [ImageRun(len(ids), lambda ids=ids: ids) for ids in tokens]  # type: ignore[misc]
+        runs = [replace(run, make=lambda ids=ids: ids) for run, ids in zip(measured, tokens, strict=True)]  # type: ignore[misc]
         # A tensor (1, tiles, ...) joins along the tiles; for images with as many tiles, it is (images, tiles, ...).
         values = {name: _joined(out[name]) if dim == 1 else out[name] for name, dim in self._dims.items() if name in out}
         grids = NO_IMAGES if self.model is None or not self.model.grids else out[self.model.grids].numpy()
@@ -219,23 +222,27 @@ class ProcessorVision(VisionFamily):
         """Same as `config`: lengths depend on all of it."""
         return self.config()
 
-    def _length(self, height: int, width: int) -> int:
-        """Number of tokens of an image, cached by size."""
+    def _measured(self, height: int, width: int) -> tuple[int, tuple[str, str]]:
+        """Number of tokens of an image and its own text around them, cached by size."""
         size = (height, width)
         if height in _CHANNELS:
             detail = f"{width}x{height} pixels: Transformers reads a height of {height} for color channels"
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
-        if size not in self._lengths:
-            _bound(self._lengths, _KEPT_SIZES)
+        if size not in self._sizes:
+            _bound(self._sizes, _KEPT_SIZES)
             # Without a formula that is right for all sizes, each new size is processed once.
-            known = None if self._constant is None else self._counted([size])[0] + self._constant
-            self._lengths[size] = len(self._run_ids(height, width)) if known is None else known
-        if self._lengths[size] < 1:
+            if self._constant is None or self._has_own_edges:
+                text = self._text_of(height, width)
+                edges = self._edges(text) if self._has_own_edges else ("", "")
+                self._sizes[size] = len(self._ids_of(text)), edges
+            else:
+                self._sizes[size] = self._counted([size])[0] + self._constant, ("", "")
+        if self._sizes[size][0] < 1:
             raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels have no token")
-        return self._lengths[size]
+        return self._sizes[size]
 
-    def _run_ids(self, height: int, width: int) -> Int64:
-        return self._ids_of(self._process([_blank((height, width))])[1][0])
+    def _text_of(self, height: int, width: int) -> str:
+        return self._process([_blank((height, width))])[1][0]
 
     def _counted(self, sizes: list[tuple[int, int]]) -> list[int]:
         """Number of tokens of images by the formula of the processor."""
@@ -393,7 +400,7 @@ class ProcessorVision(VisionFamily):
         for before, after in _CONTEXTS:
             text = before + self.template_token + after
             expected = self._call(text, [_blank(size)], add_special_tokens=False)
-            ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
+            ids = tokenizer(before + self.placeholder.join(run.edges) + after, add_special_tokens=False)["input_ids"]
             actual, _ = expanded(np.array(ids), np.array(ids), [self._feature], [run])
             theirs = np.asarray(expected["input_ids"][0])
             # Some processors add a token at an end of every text, as a chat template does.
@@ -439,7 +446,7 @@ class ProcessorVision(VisionFamily):
                     f"{name} adds {' '.join(tokens)} at the {place} of every text, and `pack` does not: add it to the "
                     "chat template if the model needs it"
                 )
-        if self._constant is None:
+        if self._constant is None or self._has_own_edges:
             notices.append(
                 f"{name} has no formula for the tokens of an image: it processes a blank image of each size, "
                 f"{1 / max(seconds, 1e-6):,.0f} sizes per second"
