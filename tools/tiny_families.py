@@ -31,6 +31,7 @@ from transformers.models.auto import (
 )
 from transformers.utils import is_torchvision_available
 
+DEMO_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"  # in the chat template of energon_packed.demo
 _SIDE = {"height": 56, "width": 56}
 _CROPPED = {"size": {"shortest_edge": 56}, "crop_size": _SIDE}
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [56, 168]]
@@ -94,7 +95,7 @@ _IDEFICS3 = {
 #   parts: class names of the processor's parts that the mappings of Transformers do not name
 #   images, videos: settings of the image and the video processor; processor: settings of the processor
 #   tokens: named special tokens of the tokenizer; more_tokens: special tokens without a name
-#   text: the text of an image, if it is not the image token of the processor
+#   text: the text of an image, if it is not the image token of the processor; also written by the chat template
 #   call: settings of the call of the processor
 #   added: numbers of tokens that the processor adds at the start and the end of every text, and the encoder does not
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
@@ -529,6 +530,8 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
     names = [name for name in names if name not in (*optional, *_TEXT_TOKENS) and not name.startswith("add_")]
     named = {name: f"<{name}>" for name in names} | family.get("tokens", {})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=named)
+    if "text" in family:
+        tokenizer.chat_template = tokenizer.chat_template.replace(DEMO_IMAGE, family["text"])
     texts = [text for text in dict.fromkeys([*texts, *family.get("more_tokens", ())]) if text not in named.values()]
     tokenizer.add_special_tokens({"extra_special_tokens": texts}, replace_extra_special_tokens=False)
     for name in _TEXT_TOKENS:

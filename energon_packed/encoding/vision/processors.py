@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from jinja2.exceptions import TemplateError
+
 from energon_packed.encoding.pretrained import load_processor
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.model_class import ModelClass
@@ -95,7 +97,7 @@ class ProcessorVision(VisionFamily):
         # The most frequent token of the longest image is replaced by features; tags and separators are rarer.
         feature = Counter(max(ids.values(), key=len).tolist()).most_common(1)[0][0]
         self.image_token = processor.tokenizer.convert_ids_to_tokens(feature)  # type: ignore[misc]
-        self.placeholder = self._written(before + self.image_token + after)  # type: ignore[misc]
+        self.placeholder = before + self.image_token + after  # type: ignore[misc]
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
         self._constant = self._formula_constant(ids)
@@ -118,7 +120,7 @@ class ProcessorVision(VisionFamily):
             ConfigError: Transformers cannot load it here, or it is not a processor of text with images.
         """
         processor = load_processor(folder)
-        for name in ("tokenizer", "image_processor", "image_token"):
+        for name in ("tokenizer", "image_processor"):
             if not getattr(processor, name, None):
                 raise ConfigError(f"{type(processor).__name__} of {folder} has no {name} for text with images")
         try:
@@ -254,23 +256,26 @@ class ProcessorVision(VisionFamily):
         return [int(count) for count in counts.num_image_tokens]
 
     def _text_of_image(self) -> str:
-        """Text of an image in the input of the processor, the first that it accepts: one token, or three."""
-        names = ("image_start_token", "image_token", "image_end_token")
-        tokens = [str(getattr(self.processor, name, "")) for name in names]
-        placeholder = getattr(self.processor, "image_placeholder_token", tokens[1])
-        errors = []
-        for self._token, text in ((placeholder, placeholder), (tokens[1], "".join(tokens))):
+        """Text of an image in the input of the processor: its image token, or the text of its chat template."""
+        token = getattr(self.processor, "image_token", None)
+        if token is not None:
             try:
-                self._call(text, [_blank(_PROBES[0])])
+                self._call(token, [_blank(_PROBES[0])])
             except ValueError as error:
-                errors.append(error)
+                problem = str(error)
             else:
-                return text
-        raise errors[0]
-
-    def _written(self, image: str) -> str:
-        """Text of an image for the tokenizer; `image` replaces the token that the processor expands."""
-        return self.template_token.replace(self._token, image)
+                return str(token)
+        else:
+            problem = "it has no image_token"
+        parts = [{"type": "text", "text": "a("}, {"type": "image"}, {"type": "text", "text": ")b"}]
+        try:
+            rendered = self.processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        except (ValueError, TypeError, TemplateError):  # the folder has no chat template, or one without images
+            rendered = ""
+        found = re.search(r"a\((.+)\)b", rendered, re.DOTALL)
+        if found is None or not (text := found[1].strip()):
+            raise self._unsupported(f"{problem}; add a chat template that writes images")
+        return text
 
     def _process(self, images: "Sequence[Image.Image]") -> tuple[dict[str, Any], list[str]]:
         """Return the tensors of the processor, and its text of each image."""
@@ -278,7 +283,9 @@ class ProcessorVision(VisionFamily):
 
         text = " ".join([self.template_token] * len(images))
         out = self._call(text, images, return_text_replacement_offsets=True)
-        texts = [replaced["replacement"] for replaced in out.pop("text_replacement_offsets")[0]]
+        # Without a replacement, the text of an image has all its tokens already.
+        replaced = next(iter(out.pop("text_replacement_offsets")), [{"text": "", "replacement": ""}] * len(images))
+        texts = [self.template_token.replace(found["text"], found["replacement"]) for found in replaced]
         return {name: _tensor(value, torch) for name, value in out.items()}, texts
 
     def _call(self, text: str, images: "Sequence[Image.Image]", **settings: Any) -> Any:
@@ -386,7 +393,8 @@ class ProcessorVision(VisionFamily):
             self._typed = np.unique(ids[types != 0])
         # A model that attends within an image is wrong for several samples unless it was tested.
         is_wrong = self._trial() != "packed" if names else self._trial() == "one sample"
-        is_wrong |= not self._joins_samples
+        # A model of M-RoPE with other than three axes refuses the row of text positions that separates samples.
+        is_wrong |= not self._joins_samples or (self.model is not None and self.model.position_axes > 3)
         if names or is_wrong:
             self.needs = ModelNeeds(names[0] if names else None, one_sample=is_wrong)
 
