@@ -281,12 +281,25 @@ class ProcessorVision(VisionFamily):
         """Return the tensors of the processor, and its text of each image."""
         import torch
 
-        text = " ".join([self.template_token] * len(images))
-        out = self._call(text, images, return_text_replacement_offsets=True)
+        mark = self.processor.tokenizer.eos_token or " "
+        out = self._call(f"{mark}{(self.template_token + mark) * len(images)}", images, return_text_replacement_offsets=True)
+        if "text_replacement_offsets" not in out:
+            texts = self._between(mark, np.asarray(out["input_ids"][0]))
+            return {name: _tensor(value, torch) for name, value in out.items()}, texts
         # Without a replacement, the text of an image has all its tokens already.
         replaced = next(iter(out.pop("text_replacement_offsets")), [{"text": "", "replacement": ""}] * len(images))
         texts = [self.template_token.replace(found["text"], found["replacement"]) for found in replaced]
         return {name: _tensor(value, torch) for name, value in out.items()}, texts
+
+    def _between(self, mark: str, ids: Int64) -> list[str]:
+        """Text of the images between special tokens, from the ids of a processor that does not return it."""
+        tokenizer = self.processor.tokenizer
+        parts = np.split(ids, np.flatnonzero(ids == tokenizer.convert_tokens_to_ids(mark)))[1:-1]
+        texts = [tokenizer.decode(part[1:].tolist(), clean_up_tokenization_spaces=False) for part in parts]
+        for text, part in zip(texts, parts, strict=True):
+            if tokenizer(text, add_special_tokens=False)["input_ids"] != part[1:].tolist():
+                raise self._unsupported("it does not return the text of an image, which does not follow from its ids")
+        return texts
 
     def _call(self, text: str, images: "Sequence[Image.Image]", **settings: Any) -> Any:
         """Output of the processor, as tensors if all images have the same shape."""
