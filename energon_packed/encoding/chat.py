@@ -468,7 +468,8 @@ class ChatEncoder(Processor):
                 else size.spelled or conversation
                 for conversation, size in zip(conversations, media, strict=True)
             ]
-        conversations = [with_edges(c, size.runs) for c, size in zip(conversations, media, strict=True)]
+        gap = "" if self.vision is None else self.vision.gap
+        conversations = [with_edges(c, size.runs, gap) for c, size in zip(conversations, media, strict=True)]
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:

@@ -226,14 +226,15 @@ def _with_timestamps(
     return with_timestamps(conversation, runs, None if positions is None else positions[:: vision.merge_size**2, 0])
 
 
-def with_edges(conversation: Conversation, runs: Sequence[ImageRun]) -> Conversation:
-    """Write the plain text around each image into the text, for families in which it depends on the image."""
+def with_edges(conversation: Conversation, runs: Sequence[ImageRun], gap: str) -> Conversation:
+    """Write the plain text around each image into the text, for families in which it is not part of the placeholder."""
     edges = iter([run.edges for run in runs if not run.is_video])
-    if conversation.input_ids is not None or not any(any(run.edges) for run in runs):
+    if conversation.input_ids is not None or not (runs and gap or any(any(run.edges) for run in runs)):
         return conversation
 
     def spelled(text: str) -> str:
-        return re.sub(IMAGE_PLACEHOLDER, lambda match: match[0].join(next(edges, ("", ""))), text)
+        text = re.sub(IMAGE_PLACEHOLDER, lambda match: match[0].join(next(edges, ("", ""))), text)
+        return re.sub(f"{IMAGE_PLACEHOLDER}{gap}", f"{IMAGE_PLACEHOLDER} ", text) if gap else text
 
     messages = tuple([message._replace(content=spelled(message.content)) for message in conversation.messages])
     return replace(

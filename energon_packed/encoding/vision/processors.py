@@ -12,6 +12,7 @@ without `_get_num_multimodal_tokens` processes a blank image of each size in pla
 
 import json
 import re
+import string
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -105,11 +106,12 @@ class ProcessorVision(VisionFamily):
         self._number: tuple[str, str] | None = None  # text of an image up to its index in the sample, and the tag after it
         self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
+        self.gap = self._gap()
         for size in edges.values():
             self._check_texts(size)
-        if model is not None and model.position_axes:
-            own = self._ids_of(self._texts[_PROBES[0]])
-            self.adjacent_images = not own[0] == own[-1] == feature
+        own = self._ids_of(self._texts[_PROBES[0]])
+        are_joined = model is not None and model.position_axes and own[0] == own[-1] == feature
+        self.adjacent_images = not are_joined and self._follows(self.template_token, 2)
         self.warnings = self._notices(seconds)
 
     @classmethod
@@ -411,6 +413,24 @@ class ProcessorVision(VisionFamily):
         if names or is_wrong:
             self.needs = ModelNeeds(names[0] if names else None, one_sample=is_wrong)
 
+    def _follows(self, after: str, images: int = 1) -> bool:
+        """Whether the tokens of the processor for an image and text are those of the image and of the text."""
+        size = _PROBES[0]
+        theirs = self._call(self.template_token + after, [_blank(size)] * images, add_special_tokens=False)
+        runs = self.numbered([self.image_token_run(*size)] * images)
+        placeholders = [self.placeholder.join(run.edges) for run in runs]
+        text = placeholders[0] + after.replace(self.template_token, placeholders[-1])
+        ids = np.array(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ours = expanded(ids, ids, [self._feature], runs)[0].tolist()
+        found = np.asarray(theirs["input_ids"][0]).tolist()
+        return any(found[at:][: len(ours)] == ours for at in range(len(found) - len(ours) + 1))
+
+    def _gap(self) -> str:
+        """Pattern of the text before which the processor puts a space after an image; "" if there is none."""
+        if self._follows("b") or not self._follows(" b"):
+            return ""
+        return f"(?=[^\\s{re.escape(''.join(mark for mark in string.punctuation if self._follows(f'{mark}b')))}])"
+
     def _check_texts(self, size: tuple[int, int]) -> None:
         """Compare the tokens of text with an image with the tokens of the processor, for several strings around it.
 
@@ -424,6 +444,8 @@ class ProcessorVision(VisionFamily):
             ids = tokenizer(before + self.placeholder.join(run.edges) + after, add_special_tokens=False)["input_ids"]
             actual, _ = expanded(np.array(ids), np.array(ids), [self._feature], [run])
             theirs = np.asarray(expected["input_ids"][0])
+            if self.gap and re.match(self.gap, after):
+                continue  # the text of the conversation gets a space there
             # Some processors add a token at an end of every text, as a chat template does.
             starts = [at for at in range(len(theirs) - len(actual) + 1) if (theirs[at:][: len(actual)] == actual).all()]
             if not starts:
