@@ -14,7 +14,17 @@ from PIL import Image
 from transformers import AutoProcessor, LlavaNextProcessor
 from transformers.utils import is_torchvision_available as has_torchvision
 
-from energon_packed import ChatEncoder, ConfigError, Conversation, EncodedSample, MediaReference, Message, RecordError
+from energon_packed import (
+    BatchError,
+    ChatEncoder,
+    ConfigError,
+    Conversation,
+    EncodedSample,
+    MediaReference,
+    Message,
+    PaddingFreeCollator,
+    RecordError,
+)
 from tests.internals import ProcessorVision
 
 sys.path.append(str(Path(__file__).parents[2] / "tools"))
@@ -296,3 +306,54 @@ def test_plain_text_around_an_image_may_depend_on_its_size(
         text = encoder.tokenizer.decode(sample.input_ids.tolist())
         assert ("<image> of What? <image><image><image><image>a" in text) == (len(heights) == 2)
         assert sample.input_ids.tolist() == encoder.tokenizer.encode(text, add_special_tokens=False)
+
+
+def returning(
+    monkeypatch: pytest.MonkeyPatch, values_of: Callable[[list[Image.Image]], Any], folder: Path, tokenizer: Path
+) -> ChatEncoder:
+    """An encoder with a processor whose images have one tensor, `values_of` the images."""
+    original = LlavaNextProcessor.__call__
+
+    def call(self: Any, images: Any = None, return_tensors: str | None = None, **settings: Any) -> Any:
+        out = original(self, images=images, return_tensors="pt", **settings)
+        del out["image_sizes"], out["pixel_values"]
+        out["pixel_values"] = values_of(images)
+        if return_tensors and len({value.shape for value in out["pixel_values"]}) > 1:
+            raise ValueError("Unable to create tensor")
+        return out
+
+    monkeypatch.setattr(LlavaNextProcessor, "__call__", call)
+    return ChatEncoder.from_pretrained(write_processor(folder / "llava_next", "llava_next", tokenizer))
+
+
+def test_images_of_different_numbers_of_tiles_join_along_the_tiles(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiles(images: list[Image.Image]) -> list[torch.Tensor]:
+        return [torch.full((1 + image.height // 80, 2), float(image.width)) for image in images]
+
+    encoder = returning(monkeypatch, tiles, tmp_path, text_tokenizer_dir)
+    sizes = ((50, 100), (60, 100)), ((70, 300),), ((80, 200), (90, 90))
+    samples = [encoder.encode(talk("a <image>" * len(s), [Image.new("RGB", size) for size in s])) for s in sizes]
+    for sample, count in zip(samples, (4, 4, 5), strict=True):
+        assert sample.vision_inputs is not None
+        assert sample.vision_inputs.values["pixel_values"].shape == (1, count, 2)
+    row = PaddingFreeCollator(dummy_images="never").collate(samples).transformers_inputs()
+    expected = [50, 50, 60, 60, 70, 70, 70, 70, 80, 80, 80, 90, 90]
+    assert row["pixel_values"][0, :, 0].tolist() == expected
+
+
+def test_tensors_that_depend_on_the_images_before_need_rows_of_one_sample(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Molmo2 counts the patches of all images of a sample."""
+
+    def indices(images: list[Image.Image]) -> torch.Tensor:
+        return torch.arange(2 * len(images)).reshape(-1, 2)
+
+    encoder = returning(monkeypatch, indices, tmp_path, text_tokenizer_dir)
+    sample = encoder.encode(talk("a <image> b <image>", pictures(1, 2)))
+    collator = PaddingFreeCollator(dummy_images="never")
+    assert collator.collate([sample]).transformers_inputs()["pixel_values"].tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(BatchError, match="A row with images must have 1 segment for this model family, got 2"):
+        collator.collate([sample, sample]).transformers_inputs()
