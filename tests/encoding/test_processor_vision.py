@@ -219,7 +219,9 @@ def tokens_of(encoder: ChatEncoder, question: str, images: int) -> list[str]:
 def test_a_processor_that_adds_tokens_to_every_text_is_warned_about(tmp_path: Path, text_tokenizer_dir: Path) -> None:
     encoder = tiny(tmp_path, "chameleon", text_tokenizer_dir)
     [warning] = [line for line in vision_of(encoder).warnings if "adds" in line]
-    assert warning.startswith("ChameleonProcessor adds <sep_token> at the end of every text, and `pack` does not: add it to")
+    assert warning.startswith(
+        "ChameleonProcessor adds <sep_token> at the end of every text, and `pack` does not: add it to"
+    )
     assert "<sep_token>" not in tokens_of(encoder, "Look <image> here", 1)
 
 
@@ -269,7 +271,10 @@ def test_text_with_the_index_of_an_image(
     tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = writing(
-        monkeypatch, lambda index, _: f"<|vision_start|>{index}<|vision_end|><image><image>", tmp_path, text_tokenizer_dir
+        monkeypatch,
+        lambda index, _: f"<|vision_start|>{index}<|vision_end|><image><image>",
+        tmp_path,
+        text_tokenizer_dir,
     )
     encoder = ChatEncoder.from_pretrained(folder)
     record = talk("<image>" + " <image>" * 11, pictures(1, 12))

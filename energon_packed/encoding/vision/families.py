@@ -179,7 +179,7 @@ class VisionFamily(ABC):
         """Tokens of an image of `height` x `width` pixels. Raises the errors of `num_patches`."""
         return ImageRun(self.num_tokens(self.num_patches(height, width)))
 
-    def numbered(self, runs: Sequence[ImageRun]) -> Sequence[ImageRun]:
+    def numbered(self, runs: list[ImageRun]) -> list[ImageRun]:
         """Return the tokens of the images of a sample, in the order of the text; some families write their indices."""
         return runs
 

@@ -227,9 +227,9 @@ def _with_timestamps(
 
 
 def with_edges(conversation: Conversation, runs: Sequence[ImageRun], gap: str) -> Conversation:
-    """Write the plain text around each image into the text, for families in which it is not part of the placeholder."""
+    """Write the plain text around each image into the text, for families whose placeholder does not contain it."""
     edges = iter([run.edges for run in runs if not run.is_video])
-    if conversation.input_ids is not None or not (runs and gap or any(any(run.edges) for run in runs)):
+    if conversation.input_ids is not None or not ((runs and gap) or any(any(run.edges) for run in runs)):
         return conversation
 
     def spelled(text: str) -> str:

@@ -1,12 +1,19 @@
 """ProcessorVision: a VisionFamily for any Transformers processor of text with images.
 
-    processor(text=image token, images)  ─►  text of each image, tensors for the model           (encode)
+    processor(text of images, images)    ─►  text of each image, tensors for the model           (encode)
     _get_num_multimodal_tokens(sizes)    ─►  number of tokens of each image                      (measure)
     get_rope_index of the model's class  ─►  M-RoPE positions                                    (encode)
 
-The module has no knowledge of single families. When a family is loaded, small images are processed to find the text
-around an image, the token that the features replace, and how the tensors of several images join. The
-result is compared with the output of the processor for text with images; a difference is an error. A processor
+The module has no knowledge of single families. When a family is loaded, small images are processed to find:
+
+    the text of an image in the input    the image token; else what the chat template writes for a content part
+    its text in the output               as the processor returns it, else from the ids between two special tokens
+    the text around it                   in the placeholder; if it depends on the size, in the text of the conversation
+    the index of the image in its text   between two special tokens
+    the token that features replace      the most frequent token of the longest image
+    how the tensors of images join       the dimension; tiles of images join along the tiles
+
+The result is compared with the output of the processor for text with images; a difference is an error. A processor
 without `_get_num_multimodal_tokens` processes a blank image of each size in place of the formula.
 """
 
@@ -22,7 +29,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-
 from jinja2.exceptions import TemplateError
 
 from energon_packed.encoding.pretrained import load_processor
@@ -85,7 +91,7 @@ class ProcessorVision(VisionFamily):
         self._sizes: dict[tuple[int, int], tuple[int, tuple[str, str]]] = {}
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
-        self.template_token = self._text_of_image()  # type: ignore[misc]
+        self.template_token = self._text_of_image()
         started = time.perf_counter()
         outputs = {size: self._process([_blank(size)]) for size in _PROBES}
         seconds = (time.perf_counter() - started) / len(_PROBES)
@@ -103,7 +109,9 @@ class ProcessorVision(VisionFamily):
         self._feature = feature
         self._constant = self._formula_constant(ids)
         self._joins_samples = True
-        self._number: tuple[str, str] | None = None  # text of an image up to its index in the sample, and the tag after it
+        self._number: tuple[str, str] | None = (
+            None  # text of an image up to its index in the sample, and the tag after it
+        )
         self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
         self.gap = self._gap()
@@ -138,7 +146,7 @@ class ProcessorVision(VisionFamily):
         length, edges = self._measured(height, width)
         return ImageRun(length, lambda: self._ids_of(self._text_of(height, width)), edges=edges)
 
-    def numbered(self, runs: Sequence[ImageRun]) -> Sequence[ImageRun]:
+    def numbered(self, runs: list[ImageRun]) -> list[ImageRun]:
         """Tokens of the images of a sample, with the index of each image."""
         if self._number is None:
             return runs
@@ -179,7 +187,9 @@ class ProcessorVision(VisionFamily):
                 )
         runs = [replace(run, make=lambda ids=ids: ids) for run, ids in zip(measured, tokens, strict=True)]  # type: ignore[misc]
         # A tensor (1, tiles, ...) joins along the tiles; for images with as many tiles, it is (images, tiles, ...).
-        values = {name: _joined(out[name]) if dim == 1 else out[name] for name, dim in self._dims.items() if name in out}
+        values = {
+            name: _joined(out[name]) if dim == 1 else out[name] for name, dim in self._dims.items() if name in out
+        }
         grids = NO_IMAGES if self.model is None or not self.model.grids else out[self.model.grids].numpy()
         return Pixels(runs=runs, inputs=VisionInputs(values, self._dims, len(loaded)), grids=grids)
 
@@ -284,7 +294,9 @@ class ProcessorVision(VisionFamily):
         import torch
 
         mark = self.processor.tokenizer.eos_token or " "
-        out = self._call(f"{mark}{(self.template_token + mark) * len(images)}", images, return_text_replacement_offsets=True)
+        out = self._call(
+            f"{mark}{(self.template_token + mark) * len(images)}", images, return_text_replacement_offsets=True
+        )
         if "text_replacement_offsets" not in out:
             texts = self._between(mark, np.asarray(out["input_ids"][0]))
             return {name: _tensor(value, torch) for name, value in out.items()}, texts
@@ -447,7 +459,9 @@ class ProcessorVision(VisionFamily):
             if self.gap and re.match(self.gap, after):
                 continue  # the text of the conversation gets a space there
             # Some processors add a token at an end of every text, as a chat template does.
-            starts = [at for at in range(len(theirs) - len(actual) + 1) if (theirs[at:][: len(actual)] == actual).all()]
+            starts = [
+                at for at in range(len(theirs) - len(actual) + 1) if (theirs[at:][: len(actual)] == actual).all()
+            ]
             if not starts:
                 raise self._unsupported(
                     f"its tokens of {text!r} differ from the tokens of the text around the image's"
@@ -528,7 +542,7 @@ def _release() -> str:
 
 
 def _tensor(value: Any, torch: Any) -> Any:
-    """Convert an array, a list of arrays, or numbers to a tensor; arrays of different sizes are joined in its row 0."""
+    """Convert an array, a list of arrays, or numbers to a tensor; arrays of different sizes are joined in row 0."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
