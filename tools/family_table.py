@@ -118,7 +118,7 @@ class Family:
             inputs = PaddingFreeCollator(dummy_images="never").collate([ours]).transformers_inputs()
             for name, value in theirs.items():
                 is_compared = name in inputs and name not in ("attention_mask", "position_ids")
-                if is_compared and not torch.equal(torch.as_tensor(inputs[name]), torch.as_tensor(value)):
+                if is_compared and not _equal(torch.as_tensor(inputs[name]), torch.as_tensor(value)):
                     raise ValueError(f"{name} of {question!r} differs")
         return accepted
 
@@ -160,6 +160,13 @@ class Family:
         if _difference(_run(model, plain, row.labels), separate) is None:
             return {"result": "not tested", "reason": "the samples of the tiny model do not influence each other"}
         return {"result": "packed", "reason": ""}
+
+
+def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether tensors are equal; (images, tiles, ...) of the processor may be (1, images * tiles, ...) in a row."""
+    if ours.shape != theirs.shape and len(ours) == 1 and ours.ndim == theirs.ndim:
+        theirs = theirs.flatten(0, 1)[None]
+    return torch.equal(ours, theirs)
 
 
 def talk(question: str, images: list[Image.Image]) -> Conversation:

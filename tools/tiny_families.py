@@ -31,6 +31,7 @@ from transformers.models.auto import (
 )
 from transformers.utils import is_torchvision_available
 
+DEMO_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"  # in the chat template of energon_packed.demo
 _SIDE = {"height": 56, "width": 56}
 _CROPPED = {"size": {"shortest_edge": 56}, "crop_size": _SIDE}
 _PINPOINTS = [[56, 112], [112, 56], [112, 112], [56, 168]]
@@ -94,8 +95,9 @@ _IDEFICS3 = {
 #   parts: class names of the processor's parts that the mappings of Transformers do not name
 #   images, videos: settings of the image and the video processor; processor: settings of the processor
 #   tokens: named special tokens of the tokenizer; more_tokens: special tokens without a name
-#   text: the text of an image, if it is not the image token of the processor
+#   text: the text of an image, if it is not the image token of the processor; also written by the chat template
 #   call: settings of the call of the processor
+#   added: numbers of tokens that the processor adds at the start and the end of every text, and the encoder does not
 #   config: settings of the model by dotted path; attention: its attention if it has no sdpa
 FAMILIES: dict[str, dict[str, Any]] = {
     "aria": {
@@ -112,6 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "images": {"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
         "processor": {"image_seq_length": 16},
         "more_tokens": ("<image>", *(f"IMGIMG{letter}Z" for letter in "ABCDEFGH")),
+        "added": (0, 1),
         "config": {"vq_config.resolution": 64, "vq_config.num_embeddings": 8},
     },
     "cohere2_vision": {
@@ -169,6 +172,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "emu3": {
+        "added": (1, 0),
         "images": {"min_pixels": 4096, "max_pixels": 9216},
         "tokens": {"image_token": "<image>"},
         "more_tokens": ("<|extra_200|>", *(f"<|visual token {code:06}|>" for code in range(8))),
@@ -271,6 +275,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral3": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "mistral_large4": {**_PIXTRAL, "processor": {"patch_size": 14, "spatial_merge_size": 2}},
     "molmo2": {
+        "added": (1, 0),
         "images": {"size": _SIDE, "overlap_margins": [1, 1]},
         "tokens": {"image_patch_token": "<im_patch>"},
         "config": {
@@ -453,9 +458,14 @@ def image_text(model_type: str, processor: Any) -> str:
 
 def model_inputs(model_type: str, processor: Any, text: str, images: list[Image.Image]) -> dict[str, Any]:
     """Return the output of the processor as inputs of the model, with float32 tensors."""
-    settings = _processor_family(model_type).get("call", {})
+    family = _processor_family(model_type)
+    settings, (head, tail) = family.get("call", {}), family.get("added", (0, 0))
     media = {"images": images} if images else {}
     inputs = processor(text=[text], add_special_tokens=False, return_tensors="pt", **media, **settings)
+    length = inputs["input_ids"].shape[1]
+    for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+        if name in inputs:
+            inputs[name] = inputs[name][:, head : length - tail]
     floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return {name: value.float() if name in floats else value for name, value in inputs.items()}
 
@@ -522,6 +532,8 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
     names = [name for name in names if name not in (*optional, *_TEXT_TOKENS) and not name.startswith("add_")]
     named = {name: f"<{name}>" for name in names} | family.get("tokens", {})
     tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=named)
+    if "text" in family:
+        tokenizer.chat_template = tokenizer.chat_template.replace(DEMO_IMAGE, family["text"])
     texts = [text for text in dict.fromkeys([*texts, *family.get("more_tokens", ())]) if text not in named.values()]
     tokenizer.add_special_tokens({"extra_special_tokens": texts}, replace_extra_special_tokens=False)
     for name in _TEXT_TOKENS:

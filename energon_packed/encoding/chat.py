@@ -44,6 +44,7 @@ from energon_packed.encoding.vision.media import (
     patch_positions,
     read_pixels,
     trained_grids,
+    with_edges,
     with_frames_as_images,
 )
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
@@ -467,6 +468,8 @@ class ChatEncoder(Processor):
                 else size.spelled or conversation
                 for conversation, size in zip(conversations, media, strict=True)
             ]
+        gap = "" if self.vision is None else self.vision.gap
+        conversations = [with_edges(c, size.runs, gap) for c, size in zip(conversations, media, strict=True)]
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_families import write_folder
-from transformers import Glm4vConfig, LlavaConfig, Qwen2VLConfig
+from transformers import Glm4vConfig, LlavaConfig, MiniCPMV4_7Config, Qwen2VLConfig
 
 from energon_packed import BatchError, ChatEncoder, EncodedSample, PaddingFreeCollator, RecordError
 from tests.encoding.test_processor_vision import pictures, talk
@@ -111,3 +111,24 @@ def test_tensors_of_some_samples_only_are_joined() -> None:
     assert joined["crops"].tolist() == [[3, 3]] * 3
     assert [set(place) for place in places] == [{"pixel_values"}, {"pixel_values", "crops"}, {"pixel_values"}]
     assert VisionInputs.joined([whole])[0].keys() == {"pixel_values"}
+
+
+def test_a_row_of_one_sample_has_no_text_positions_if_the_model_needs_such_rows() -> None:
+    """Models of M-RoPE with four axes refuse the row of text positions."""
+    ids = np.arange(3, dtype=np.int64)
+    axes = np.stack([ids, ids + 1, ids + 2, ids + 3])
+    sample = EncodedSample(id="a", input_ids=ids, labels=ids, position_ids=axes, needs=ModelNeeds(one_sample=True))
+    collator = PaddingFreeCollator(dummy_images="never")
+    assert collator.collate([sample]).transformers_inputs()["position_ids"][:, 0].tolist() == axes.tolist()
+    assert collator.collate([sample, sample]).transformers_inputs()["position_ids"].shape == (5, 1, 6)
+
+
+def test_positions_may_follow_from_grids_of_slices(tmp_path: Path) -> None:
+    """MiniCPM-V 4.7 has the grid of each slice in place of one grid per image."""
+    model = ModelClass.of(folder_of(tmp_path, MiniCPMV4_7Config()))
+    assert model is not None
+    assert (model.grids, model.position_axes) == ("target_sizes", 3)
+    ids = np.array([1, 2, IMAGE, IMAGE, IMAGE, IMAGE, 3, 4], dtype=np.int64)
+    found = model.position_ids(ids, IMAGE, np.array([[8, 8]]))
+    assert found is not None
+    assert found[1, 2:6].tolist() == [found[1, 2], found[1, 2], found[1, 2] + 1, found[1, 2] + 1]

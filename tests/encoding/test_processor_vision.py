@@ -2,18 +2,30 @@
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny_families
 import torch
 from PIL import Image
 from tiny_families import write_folder
-from transformers import AutoProcessor
+from transformers import AutoProcessor, LlavaNextProcessor
 from transformers.utils import is_torchvision_available as has_torchvision
 
-from energon_packed import ChatEncoder, ConfigError, Conversation, EncodedSample, MediaReference, Message, RecordError
+from energon_packed import (
+    BatchError,
+    ChatEncoder,
+    ConfigError,
+    Conversation,
+    EncodedSample,
+    MediaReference,
+    Message,
+    PaddingFreeCollator,
+    RecordError,
+)
 from tests import oldest
 from tests.internals import ProcessorVision
 
@@ -146,7 +158,7 @@ def test_a_wrong_length_formula_raises(encoder: ChatEncoder, monkeypatch: pytest
     vision = vision_of(encoder)
     if vision._constant is None:
         return  # its formula is not used
-    monkeypatch.setattr(vision, "_lengths", {})
+    monkeypatch.setattr(vision, "_sizes", {})
     monkeypatch.setattr(vision, "_constant", vision._constant + 1)
     with pytest.raises(
         ConfigError, match=r"Processor needs a custom VisionFamily: it computes \d+ tokens for 40x30 pixels"
@@ -197,3 +209,165 @@ def test_text_without_images_has_token_types(encoder: ChatEncoder) -> None:
     for one in (sample, *rows):
         assert (one.token_type_ids is not None) == (vision_of(encoder).needs is not None)
         assert one.num_images == 0
+
+
+def tiny(path: Path, model_type: str, text: Path) -> ChatEncoder:
+    """An encoder of a folder with the processor and the configuration of a tiny model."""
+    return ChatEncoder.from_pretrained(tiny_families.write_folder(path / model_type, model_type, text))
+
+
+def tokens_of(encoder: ChatEncoder, question: str, images: int) -> list[str]:
+    """Tokens of the question, as encoded and as measured."""
+    record = talk(question, pictures(1, images))
+    sample = encoder.encode(record)
+    assert encoder.length(record) == len(sample)
+    found = [encoder.tokenizer.decode([token]) for token in sample.input_ids.tolist()]
+    return found[found.index("<|im_start|>") + 1 : found.index("<|im_end|>")]
+
+
+def test_a_processor_that_adds_tokens_to_every_text_is_warned_about(tmp_path: Path, text_tokenizer_dir: Path) -> None:
+    encoder = tiny(tmp_path, "chameleon", text_tokenizer_dir)
+    [warning] = [line for line in vision_of(encoder).warnings if "adds" in line]
+    assert warning.startswith(
+        "ChameleonProcessor adds <sep_token> at the end of every text, and `pack` does not: add it to"
+    )
+    assert "<sep_token>" not in tokens_of(encoder, "Look <image> here", 1)
+
+
+def test_the_text_of_an_image_follows_from_ids_and_gets_a_space_after_it(
+    tmp_path: Path, text_tokenizer_dir: Path
+) -> None:
+    """Idefics2 returns no text of images, puts a space after an image, and shares a tag of two images."""
+    encoder = tiny(tmp_path, "idefics2", text_tokenizer_dir)
+    processor = AutoProcessor.from_pretrained(tmp_path / "idefics2")
+    for question in ("<image>What?", "<image> What?", "Look\n<image>\n<image>.", "<image><b>", "<image>"):
+        images = pictures(2, question.count("<image>"))
+        sample = encoder.encode(talk(question, images))
+        assert sample.input_ids.tolist() == by_processor(processor, encoder, question, images)["input_ids"][0].tolist()
+    for use in (encoder.encode, encoder.length):
+        with pytest.raises(RecordError, match="unsupported_media: two images without a token between them"):
+            use(talk("<image><image>", pictures(1, 2)))
+
+
+def test_the_text_of_an_image_may_come_from_the_chat_template(tmp_path: Path, text_tokenizer_dir: Path) -> None:
+    """Qianfan-OCR's placeholder is not its image token, and PP-Chart2Table has no image token."""
+    encoder = tiny(tmp_path, "qianfan_ocr", text_tokenizer_dir)
+    assert vision_of(encoder).template_token == "<image>"
+    assert tokens_of(encoder, "<image>", 1)[2:5] == ["<img>", "<IMG_CONTEXT>", "<IMG_CONTEXT>"]
+    encoder = tiny(tmp_path, "pp_chart2table", text_tokenizer_dir)
+    assert vision_of(encoder).placeholder == "<imgpad>"
+    assert tokens_of(encoder, "<image> and <image>", 2).count("<imgpad>") == 512
+    template = tmp_path / "pp_chart2table" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("<imgpad>", ""))
+    with pytest.raises(ConfigError, match="it has no image_token; add a chat template that writes images"):
+        ChatEncoder.from_pretrained(tmp_path / "pp_chart2table")
+
+
+def writing(
+    monkeypatch: pytest.MonkeyPatch, text_of: Callable[[int, int], str], folder: Path, tokenizer: Path
+) -> Path:
+    """A processor without a formula that writes `text_of` the index and the height of an image."""
+
+    def replace_image_token(self: Any, image_inputs: Any, image_idx: int, **_: Any) -> str:
+        return text_of(image_idx, int(image_inputs["image_sizes"][image_idx][0]))
+
+    monkeypatch.setattr(LlavaNextProcessor, "replace_image_token", replace_image_token)
+    monkeypatch.delattr(LlavaNextProcessor, "_get_num_multimodal_tokens")
+    return write_folder(folder / "llava_next", "llava_next", tokenizer)
+
+
+def test_text_with_the_index_of_an_image(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = writing(
+        monkeypatch,
+        lambda index, _: f"<|vision_start|>{index}<|vision_end|><image><image>",
+        tmp_path,
+        text_tokenizer_dir,
+    )
+    encoder = ChatEncoder.from_pretrained(folder)
+    record = talk("<image>" + " <image>" * 11, pictures(1, 12))
+    sample = encoder.encode(record)
+    text = encoder.tokenizer.decode(sample.input_ids.tolist())
+    for index in range(12):
+        assert f"<|vision_start|>{index}<|vision_end|><image><image>" in text
+    assert encoder.length(record) == len(sample)
+    kept = encoder.measure([record], keep_tokens=True)[0].sample
+    assert kept is not None
+    assert kept.input_ids.tolist() == sample.input_ids.tolist()
+
+
+def test_text_that_depends_on_other_images_is_refused(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = writing(monkeypatch, lambda index, _: "<image>" * (index + 1), tmp_path, text_tokenizer_dir)
+    with pytest.raises(ConfigError, match="the text of an image depends on the other images of the sample"):
+        ChatEncoder.from_pretrained(folder)
+
+
+def test_plain_text_around_an_image_may_depend_on_its_size(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is text of the conversation, so that a tokenizer can merge it with the text around."""
+    folder = writing(
+        monkeypatch, lambda _, height: "<image>" * 4 + " of" * (height > 100), tmp_path, text_tokenizer_dir
+    )
+    encoder = ChatEncoder.from_pretrained(folder)
+    for question, heights in (("<image> What? <image>a", (300, 50)), ("<image>fer", (300,))):
+        record = talk(question, [Image.new("RGB", (60, height)) for height in heights])
+        sample = encoder.encode(record)
+        assert encoder.length(record) == len(sample)
+        text = encoder.tokenizer.decode(sample.input_ids.tolist())
+        assert ("<image> of What? <image><image><image><image>a" in text) == (len(heights) == 2)
+        assert sample.input_ids.tolist() == encoder.tokenizer.encode(text, add_special_tokens=False)
+
+
+def returning(
+    monkeypatch: pytest.MonkeyPatch, values_of: Callable[[list[Image.Image]], Any], folder: Path, tokenizer: Path
+) -> ChatEncoder:
+    """An encoder with a processor whose images have one tensor, `values_of` the images."""
+    original = LlavaNextProcessor.__call__
+
+    def call(self: Any, images: Any = None, return_tensors: str | None = None, **settings: Any) -> Any:
+        out = original(self, images=images, return_tensors="pt", **settings)
+        del out["image_sizes"], out["pixel_values"]
+        out["pixel_values"] = values_of(images)
+        if return_tensors and len({value.shape for value in out["pixel_values"]}) > 1:
+            raise ValueError("Unable to create tensor")
+        return out
+
+    monkeypatch.setattr(LlavaNextProcessor, "__call__", call)
+    return ChatEncoder.from_pretrained(write_folder(folder / "llava_next", "llava_next", tokenizer))
+
+
+def test_images_of_different_numbers_of_tiles_join_along_the_tiles(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tiles(images: list[Image.Image]) -> list[torch.Tensor]:
+        return [torch.full((1 + image.height // 80, 2), float(image.width)) for image in images]
+
+    encoder = returning(monkeypatch, tiles, tmp_path, text_tokenizer_dir)
+    sizes = ((50, 100), (60, 100)), ((70, 300),), ((80, 200), (90, 90))
+    samples = [encoder.encode(talk("a <image>" * len(s), [Image.new("RGB", size) for size in s])) for s in sizes]
+    for sample, count in zip(samples, (4, 4, 5), strict=True):
+        assert sample.vision_inputs is not None
+        assert sample.vision_inputs.values["pixel_values"].shape == (1, count, 2)
+    row = PaddingFreeCollator(dummy_images="never").collate(samples).transformers_inputs()
+    expected = [50, 50, 60, 60, 70, 70, 70, 70, 80, 80, 80, 90, 90]
+    assert row["pixel_values"][0, :, 0].tolist() == expected
+
+
+def test_tensors_that_depend_on_the_images_before_need_rows_of_one_sample(
+    tmp_path: Path, text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Molmo2 counts the patches of all images of a sample."""
+
+    def indices(images: list[Image.Image]) -> torch.Tensor:
+        return torch.arange(2 * len(images)).reshape(-1, 2)
+
+    encoder = returning(monkeypatch, indices, tmp_path, text_tokenizer_dir)
+    sample = encoder.encode(talk("a <image> b <image>", pictures(1, 2)))
+    collator = PaddingFreeCollator(dummy_images="never")
+    assert collator.collate([sample]).transformers_inputs()["pixel_values"].tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(BatchError, match="A row with images must have 1 segment for this model family, got 2"):
+        collator.collate([sample, sample]).transformers_inputs()

@@ -67,6 +67,7 @@ class VisionFamily(ABC):
         needs: what the model needs of a row with images, or None.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
         adjacent_images: whether the positions of two images without a token between them are right.
+        gap: pattern of text after an image that gets a space in front; "" for none.
         writes_timestamps: whether `fps` of a record with images becomes timestamps in its text.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
             no processor folder; limits as in the preprocessor_config.json of the published models.
@@ -96,6 +97,7 @@ class VisionFamily(ABC):
     needs: ModelNeeds | None = None
     takes_patch_positions: ClassVar[bool] = False
     adjacent_images: bool = True
+    gap: str = ""
     writes_timestamps: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
     default_merge: ClassVar[int] = 2
@@ -176,6 +178,10 @@ class VisionFamily(ABC):
     def image_token_run(self, height: int, width: int) -> ImageRun:
         """Tokens of an image of `height` x `width` pixels. Raises the errors of `num_patches`."""
         return ImageRun(self.num_tokens(self.num_patches(height, width)))
+
+    def numbered(self, runs: list[ImageRun]) -> list[ImageRun]:
+        """Return the tokens of the images of a sample, in the order of the text; some families write their indices."""
+        return runs
 
     def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
         """Return pixels and tokens of all images of a sample, RGB images."""

@@ -13,6 +13,9 @@ import numpy as np
 from energon_packed.encoding.vision.positions import NO_IMAGES, Int64
 from energon_packed.errors import ConfigError, Reason, RecordError
 
+# Grids of the images, or of the images and their slices (MiniCPM-V 4.7).
+_GRIDS = ("image_grid_thw", "target_sizes")
+
 
 class ModelClass:
     """The Transformers class of a vision-language model.
@@ -21,6 +24,7 @@ class ModelClass:
         model_type: its name in config.json.
         arguments: names of the arguments of its forward pass.
         position_axes: number of axes of its M-RoPE positions; 0 if positions are 0..L-1.
+        grids: tensor of the processor from which M-RoPE positions follow; "" if positions are 0..L-1.
     """
 
     def __init__(self, config: Any, model: type[Any]) -> None:
@@ -29,9 +33,13 @@ class ModelClass:
         self.model_type = str(config.model_type)
         self.arguments = frozenset(inspect.signature(model.forward).parameters)
         self._positions: Any = None
-        self.position_axes = 0
+        self.position_axes, self.grids = 0, ""
         if (owner := _owner(config, model)) is None:
             return
+        taken = inspect.signature(owner.get_rope_index).parameters
+        self.grids = next((name for name in _GRIDS if name in taken), "")
+        if not self.grids:
+            raise ConfigError(f"{owner.__name__} computes positions without {' or '.join(_GRIDS)}")
         token = np.zeros(1, dtype=np.int64)
         # An instance without its parts: the function of most classes reads `config` alone.
         self._positions = object.__new__(owner)
@@ -69,7 +77,7 @@ class ModelClass:
         Args:
             input_ids: int64 (L,).
             image_token_id: token that represents image features.
-            grids: int64 (images, 3), patches of each image in time, height and width.
+            grids: int64 (images, 3), patches of each image in time, height and width; or the tensor `grids`.
 
         Raises:
             RecordError: `unsupported_media`, if the function cannot separate the images, such as images without any
@@ -87,9 +95,7 @@ class ModelClass:
         import torch
 
         taken = inspect.signature(self._positions.get_rope_index).parameters
-        if "image_grid_thw" not in taken:
-            raise ConfigError(f"{type(self._positions).__name__} computes positions without image_grid_thw")
-        arguments: dict[str, Any] = {"image_grid_thw": torch.from_numpy(grids) if len(grids) else None}
+        arguments: dict[str, Any] = {self.grids: torch.from_numpy(grids) if len(grids) else None}
         if "mm_token_type_ids" in taken:
             arguments["mm_token_type_ids"] = torch.from_numpy((input_ids == image_token_id).astype(np.int32))[None]
         if "attention_mask" in taken:

@@ -106,11 +106,14 @@ class ImageRun:
             function, because the planner needs only lengths, and the ids of some families cost a call of their
             processor.
         is_video: they are the tokens of a video.
+        edges: plain text before and after the image, if it depends on the image; part of the text of the conversation,
+            as a tokenizer may merge it with the text around.
     """
 
     length: int
     make: Callable[[], Int64] | None = None
     is_video: bool = False
+    edges: tuple[str, str] = ("", "")
 
     def features(self, token: int | None) -> int:
         """Number of image tokens or video tokens among them, which the features of the vision tower replace."""

@@ -1,25 +1,35 @@
 """ProcessorVision: a VisionFamily for any Transformers processor of text with images.
 
-    processor(text=image token, images)  ─►  text of each image, tensors for the model           (encode)
+    processor(text of images, images)    ─►  text of each image, tensors for the model           (encode)
     _get_num_multimodal_tokens(sizes)    ─►  number of tokens of each image                      (measure)
     get_rope_index of the model's class  ─►  M-RoPE positions                                    (encode)
 
-The module has no knowledge of single families. When a family is loaded, small images are processed to find the text
-around an image, the token that the features replace, and how the tensors of several images join. The
-result is compared with the output of the processor for text with images; a difference is an error. A processor
+The module has no knowledge of single families. When a family is loaded, small images are processed to find:
+
+    the text of an image in the input    the image token; else what the chat template writes for a content part
+    its text in the output               as the processor returns it, else from the ids between two special tokens
+    the text around it                   in the placeholder; if it depends on the size, in the text of the conversation
+    the index of the image in its text   between two special tokens
+    the token that features replace      the most frequent token of the longest image
+    how the tensors of images join       the dimension; tiles of images join along the tiles
+
+The result is compared with the output of the processor for text with images; a difference is an error. A processor
 without `_get_num_multimodal_tokens` processes a blank image of each size in place of the formula.
 """
 
 import json
 import re
+import string
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 
 from energon_packed.encoding.pretrained import load_processor
 from energon_packed.encoding.vision.families import VisionFamily
@@ -78,32 +88,38 @@ class ProcessorVision(VisionFamily):
         self.image_processor = processor.image_processor
         self.merge_size = 1  # unused: token counts come from the processor, not from patches
         self._ids: dict[str, Int64] = {}
-        self._lengths: dict[tuple[int, int], int] = {}
+        self._sizes: dict[tuple[int, int], tuple[int, tuple[str, str]]] = {}
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
         self._special = re.compile("|".join(map(re.escape, sorted(added, key=len, reverse=True))) or r"(?!)")
+        self.template_token = self._text_of_image()
         started = time.perf_counter()
         outputs = {size: self._process([_blank(size)]) for size in _PROBES}
         seconds = (time.perf_counter() - started) / len(_PROBES)
         self._texts = {size: texts[0] for size, (_, texts) in outputs.items()}
-        edges = {self._edges(text) for text in self._texts.values()}
-        if len(edges) != 1:
-            raise self._unsupported("the text around an image depends on its size")
-        self._before, self._after = edges.pop()
+        edges = {self._edges(text): size for size, text in self._texts.items()}
+        # Text around all images is part of the placeholder, other text of the conversation.
+        self._has_own_edges = len(edges) > 1
+        before, after = ("", "") if self._has_own_edges else next(iter(edges))
         ids = {size: self._ids_of(text) for size, text in self._texts.items()}
         # The most frequent token of the longest image is replaced by features; tags and separators are rarer.
         feature = Counter(max(ids.values(), key=len).tolist()).most_common(1)[0][0]
         self.image_token = processor.tokenizer.convert_ids_to_tokens(feature)  # type: ignore[misc]
-        self.placeholder = self._before + self.image_token + self._after  # type: ignore[misc]
-        self.template_token = processor.image_token
+        self.placeholder = before + self.image_token + after  # type: ignore[misc]
         self.reserved = ()  # type: ignore[misc]
         self._feature = feature
         self._constant = self._formula_constant(ids)
-        self._dims = self._joins({size: set(out) for size, (out, _) in outputs.items()})
+        self._joins_samples = True
+        self._number: tuple[str, str] | None = (
+            None  # text of an image up to its index in the sample, and the tag after it
+        )
+        self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
-        self._check_texts(_PROBES[0])
-        if model is not None and model.position_axes:
-            own = self._ids_of(self._texts[_PROBES[0]])
-            self.adjacent_images = not own[0] == own[-1] == feature
+        self.gap = self._gap()
+        for size in edges.values():
+            self._check_texts(size)
+        own = self._ids_of(self._texts[_PROBES[0]])
+        are_joined = model is not None and model.position_axes and own[0] == own[-1] == feature
+        self.adjacent_images = not are_joined and self._follows(self.template_token, 2)
         self.warnings = self._notices(seconds)
 
     @classmethod
@@ -114,7 +130,7 @@ class ProcessorVision(VisionFamily):
             ConfigError: Transformers cannot load it here, or it is not a processor of text with images.
         """
         processor = load_processor(folder)
-        for name in ("tokenizer", "image_processor", "image_token"):
+        for name in ("tokenizer", "image_processor"):
             if not getattr(processor, name, None):
                 raise ConfigError(f"{type(processor).__name__} of {folder} has no {name} for text with images")
         try:
@@ -127,7 +143,27 @@ class ProcessorVision(VisionFamily):
 
     def image_token_run(self, height: int, width: int) -> ImageRun:
         """Tokens of an image of this size, without its pixels."""
-        return ImageRun(self._length(height, width), lambda: self._run_ids(height, width))
+        length, edges = self._measured(height, width)
+        return ImageRun(length, lambda: self._ids_of(self._text_of(height, width)), edges=edges)
+
+    def numbered(self, runs: list[ImageRun]) -> list[ImageRun]:
+        """Tokens of the images of a sample, with the index of each image."""
+        if self._number is None:
+            return runs
+        images, found = 0, list[ImageRun]()
+        for run in runs:
+            found.append(run if run.is_video else self._with_index(run, images))
+            images += not run.is_video
+        return found
+
+    def _with_index(self, run: ImageRun, index: int) -> ImageRun:
+        """Tokens of the image of an index in the sample, from those of index 0."""
+        if self._number is None or run.make is None:
+            return run
+        (before, closing), make = self._number, run.make
+        zero, own = (self._ids_of(f"{before}{number}{closing}") for number in (0, index))
+        length = run.length - len(zero) + len(own)
+        return replace(run, length=length, make=lambda: np.concatenate([own, make()[len(zero) :]]))
 
     def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
         """Return tokens and vision tower arguments for all images of a sample.
@@ -143,15 +179,18 @@ class ProcessorVision(VisionFamily):
             raise RecordError(Reason.CORRUPT_IMAGE, " ".join(str(error).split())[:200]) from error
         tokens = [self._ids_of(text) for text in texts]
         # A wrong formula would make planned lengths differ from encoded lengths, so every image is compared.
-        for image, ids in zip(loaded, tokens, strict=True):
-            expected = self._length(image.height, image.width)
-            if expected != len(ids):
+        measured = self.numbered([self.image_token_run(image.height, image.width) for image in loaded])
+        for image, ids, run in zip(loaded, tokens, measured, strict=True):
+            if run.length != len(ids):
                 raise self._unsupported(
-                    f"it computes {expected} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
+                    f"it computes {run.length} tokens for {image.width}x{image.height} pixels, but writes {len(ids)}"
                 )
-        runs = [ImageRun(len(ids), lambda ids=ids: ids) for ids in tokens]  # type: ignore[misc]
-        values = {name: out[name] for name in self._dims if name in out}
-        grids = NO_IMAGES if self.model is None or not self.model.position_axes else out["image_grid_thw"].numpy()
+        runs = [replace(run, make=lambda ids=ids: ids) for run, ids in zip(measured, tokens, strict=True)]  # type: ignore[misc]
+        # A tensor (1, tiles, ...) joins along the tiles; for images with as many tiles, it is (images, tiles, ...).
+        values = {
+            name: _joined(out[name]) if dim == 1 else out[name] for name, dim in self._dims.items() if name in out
+        }
+        grids = NO_IMAGES if self.model is None or not self.model.grids else out[self.model.grids].numpy()
         return Pixels(runs=runs, inputs=VisionInputs(values, self._dims, len(loaded)), grids=grids)
 
     def position_ids(
@@ -197,23 +236,27 @@ class ProcessorVision(VisionFamily):
         """Same as `config`: lengths depend on all of it."""
         return self.config()
 
-    def _length(self, height: int, width: int) -> int:
-        """Number of tokens of an image, cached by size."""
+    def _measured(self, height: int, width: int) -> tuple[int, tuple[str, str]]:
+        """Number of tokens of an image and its own text around them, cached by size."""
         size = (height, width)
         if height in _CHANNELS:
             detail = f"{width}x{height} pixels: Transformers reads a height of {height} for color channels"
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
-        if size not in self._lengths:
-            _bound(self._lengths, _KEPT_SIZES)
+        if size not in self._sizes:
+            _bound(self._sizes, _KEPT_SIZES)
             # Without a formula that is right for all sizes, each new size is processed once.
-            known = None if self._constant is None else self._counted([size])[0] + self._constant
-            self._lengths[size] = len(self._run_ids(height, width)) if known is None else known
-        if self._lengths[size] < 1:
+            if self._constant is None or self._has_own_edges:
+                text = self._text_of(height, width)
+                edges = self._edges(text) if self._has_own_edges else ("", "")
+                self._sizes[size] = len(self._ids_of(text)), edges
+            else:
+                self._sizes[size] = self._counted([size])[0] + self._constant, ("", "")
+        if self._sizes[size][0] < 1:
             raise RecordError(Reason.CORRUPT_IMAGE, f"{width}x{height} pixels have no token")
-        return self._lengths[size]
+        return self._sizes[size]
 
-    def _run_ids(self, height: int, width: int) -> Int64:
-        return self._ids_of(self._process([_blank((height, width))])[1][0])
+    def _text_of(self, height: int, width: int) -> str:
+        return self._process([_blank((height, width))])[1][0]
 
     def _counted(self, sizes: list[tuple[int, int]]) -> list[int]:
         """Number of tokens of images by the formula of the processor."""
@@ -224,14 +267,60 @@ class ProcessorVision(VisionFamily):
             raise RecordError(Reason.CORRUPT_IMAGE, detail) from error
         return [int(count) for count in counts.num_image_tokens]
 
+    def _text_of_image(self) -> str:
+        """Text of an image in the input of the processor: its image token, or the text of its chat template."""
+        token = getattr(self.processor, "image_token", None)
+        if token is not None:
+            try:
+                self._call(token, [_blank(_PROBES[0])])
+            except ValueError as error:
+                problem = str(error)
+            else:
+                return str(token)
+        else:
+            problem = "it has no image_token"
+        parts = [{"type": "text", "text": "a("}, {"type": "image"}, {"type": "text", "text": ")b"}]
+        try:
+            rendered = self.processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+        except (ValueError, TypeError, TemplateError):  # the folder has no chat template, or one without images
+            rendered = ""
+        found = re.search(r"a\((.+)\)b", rendered, re.DOTALL)
+        if found is None or not (text := found[1].strip()):
+            raise self._unsupported(f"{problem}; add a chat template that writes images")
+        return text
+
     def _process(self, images: "Sequence[Image.Image]") -> tuple[dict[str, Any], list[str]]:
         """Return the tensors of the processor, and its text of each image."""
         import torch
 
-        text = " ".join([self.processor.image_token] * len(images))
-        out = self.processor(text=[text], images=list(images), return_text_replacement_offsets=True)
-        texts = [replaced["replacement"] for replaced in out.pop("text_replacement_offsets")[0]]
+        mark = self.processor.tokenizer.eos_token or " "
+        out = self._call(
+            f"{mark}{(self.template_token + mark) * len(images)}", images, return_text_replacement_offsets=True
+        )
+        if "text_replacement_offsets" not in out:
+            texts = self._between(mark, np.asarray(out["input_ids"][0]))
+            return {name: _tensor(value, torch) for name, value in out.items()}, texts
+        # Without a replacement, the text of an image has all its tokens already.
+        replaced = next(iter(out.pop("text_replacement_offsets")), [{"text": "", "replacement": ""}] * len(images))
+        texts = [self.template_token.replace(found["text"], found["replacement"]) for found in replaced]
         return {name: _tensor(value, torch) for name, value in out.items()}, texts
+
+    def _between(self, mark: str, ids: Int64) -> list[str]:
+        """Text of the images between special tokens, from the ids of a processor that does not return it."""
+        tokenizer = self.processor.tokenizer
+        parts = np.split(ids, np.flatnonzero(ids == tokenizer.convert_tokens_to_ids(mark)))[1:-1]
+        texts = [tokenizer.decode(part[1:].tolist(), clean_up_tokenization_spaces=False) for part in parts]
+        for text, part in zip(texts, parts, strict=True):
+            if tokenizer(text, add_special_tokens=False)["input_ids"] != part[1:].tolist():
+                raise self._unsupported("it does not return the text of an image, which does not follow from its ids")
+        return texts
+
+    def _call(self, text: str, images: "Sequence[Image.Image]", **settings: Any) -> Any:
+        """Output of the processor, as tensors if all images have the same shape."""
+        try:
+            return self.processor(text=[text], images=list(images), return_tensors="pt", **settings)
+        except ValueError:
+            return self.processor(text=[text], images=list(images), **settings)
 
     def _edges(self, text: str) -> tuple[str, str]:
         """Plain text at both ends, which may share a token with the text around it."""
@@ -262,7 +351,7 @@ class ProcessorVision(VisionFamily):
         omitted = {len(tokens) - count for tokens, count in zip(ids.values(), counts, strict=True)}
         return omitted.pop() if len(omitted) == 1 else None
 
-    def _joins(self, outputs: dict[tuple[int, int], set[str]]) -> dict[str, int]:
+    def _joins(self, outputs: dict[tuple[int, int], dict[str, Any]]) -> dict[str, int]:
         """Find the dimension along which each tensor of two samples joins.
 
         The joined tensors of two images must equal the tensors of both images in the same sample. The images are
@@ -272,15 +361,27 @@ class ProcessorVision(VisionFamily):
         names = sorted({name for found in outputs.values() for name in found} - _OF_TEXT - set(_OF_TYPES))
         while names:
             sizes = [size for size, found in outputs.items() if names[0] in found]
+            # Two shapes if there are several: tensors of the same shape may join along another dimension.
             first, second = sizes[0], sizes[min(1, len(sizes) - 1)]
+            shape = outputs[first][names[0]].shape
+            second = next((size for size in sizes if outputs[size][names[0]].shape != shape), second)
             (left, _), (right, _) = self._process([_noise(first)]), self._process([_noise(second)])
             both, texts = self._process([_noise(first), _noise(second)])
-            if texts != [self._texts[first], self._texts[second]]:
-                raise self._unsupported("the text of an image depends on the other images of the sample")
+            if texts != (alone := [self._texts[first], self._texts[second]]):
+                self._number = self._numbering(*alone, *texts)
             shared = [name for name in names if name in left and name in right]
             dims |= self._join_dims({name: (left[name], right[name], both[name]) for name in shared})
             names = [name for name in names if name not in shared]
         return dims
+
+    def _numbering(self, first: str, second: str, first_of_two: str, second_of_two: str) -> tuple[str, str]:
+        """Find the tags around the index of an image in its text; all other text must be equal in both samples."""
+        for tags in re.finditer(f"({self._special.pattern})0({self._special.pattern})", second):
+            before, after = second[: tags.end(1)], second[tags.start(2) :]
+            is_first = all(text.startswith(before + "0" + tags[2]) for text in self._texts.values())
+            if is_first and (first_of_two, second_of_two) == (first, before + "1" + after):
+                return before, tags[2]
+        raise self._unsupported("the text of an image depends on the other images of the sample")
 
     def _join_dims(self, tensors: "dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]") -> dict[str, int]:
         """`_joins` for the tensors, by name, of two images alone and of both."""
@@ -296,8 +397,10 @@ class ProcessorVision(VisionFamily):
         parts = [VisionInputs({name: values[at] for name, values in tensors.items()}, dims, 1) for at in (0, 1)]
         joined, _ = VisionInputs.joined(parts)
         for name, (_, _, both) in tensors.items():
-            if not (joined[name].shape == both.shape and bool((joined[name] == both).all())):
-                raise self._unsupported(f"{name} of two images differs from {name} of each image alone")
+            if joined[name].shape != both.shape:
+                raise self._unsupported(f"{name} of two images has another shape than of each image alone")
+            # Such as indices that count the patches of all images before: right for the images of one sample.
+            self._joins_samples &= bool((joined[name] == both).all())
         return dims
 
     def _set_needs(self, outputs: set[str]) -> None:
@@ -311,14 +414,34 @@ class ProcessorVision(VisionFamily):
         if len(names) > 1:
             raise self._unsupported(f"the model has {' and '.join(names)}")
         if names:
-            text = f"a {self.processor.image_token} b"
-            out = self.processor(text=[text], images=[_blank(_PROBES[0])], add_special_tokens=False)
+            text = f"a {self.template_token} b"
+            out = self._call(text, [_blank(_PROBES[0])], add_special_tokens=False)
             ids, types = (np.asarray(out[name][0]) for name in ("input_ids", names[0]))
             self._typed = np.unique(ids[types != 0])
         # A model that attends within an image is wrong for several samples unless it was tested.
         is_wrong = self._trial() != "packed" if names else self._trial() == "one sample"
+        # A model of M-RoPE with other than three axes refuses the row of text positions that separates samples.
+        is_wrong |= not self._joins_samples or (self.model is not None and self.model.position_axes > 3)
         if names or is_wrong:
             self.needs = ModelNeeds(names[0] if names else None, one_sample=is_wrong)
+
+    def _follows(self, after: str, images: int = 1) -> bool:
+        """Whether the tokens of the processor for an image and text are those of the image and of the text."""
+        size = _PROBES[0]
+        theirs = self._call(self.template_token + after, [_blank(size)] * images, add_special_tokens=False)
+        runs = self.numbered([self.image_token_run(*size)] * images)
+        placeholders = [self.placeholder.join(run.edges) for run in runs]
+        text = placeholders[0] + after.replace(self.template_token, placeholders[-1])
+        ids = np.array(self.processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ours = expanded(ids, ids, [self._feature], runs)[0].tolist()
+        found = np.asarray(theirs["input_ids"][0]).tolist()
+        return any(found[at:][: len(ours)] == ours for at in range(len(found) - len(ours) + 1))
+
+    def _gap(self) -> str:
+        """Pattern of the text before which the processor puts a space after an image; "" if there is none."""
+        if self._follows("b") or not self._follows(" b"):
+            return ""
+        return f"(?=[^\\s{re.escape(''.join(mark for mark in string.punctuation if self._follows(f'{mark}b')))}])"
 
     def _check_texts(self, size: tuple[int, int]) -> None:
         """Compare the tokens of text with an image with the tokens of the processor, for several strings around it.
@@ -326,20 +449,33 @@ class ProcessorVision(VisionFamily):
         A tokenizer may merge the text of an image with the text next to it; the image must not change such tokens.
         """
         tokenizer, run = self.processor.tokenizer, self.image_token_run(*size)
+        added = set()
         for before, after in _CONTEXTS:
-            text = before + self.processor.image_token + after
-            expected = self.processor(text=[text], images=[_blank(size)], add_special_tokens=False)
-            ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
+            text = before + self.template_token + after
+            expected = self._call(text, [_blank(size)], add_special_tokens=False)
+            ids = tokenizer(before + self.placeholder.join(run.edges) + after, add_special_tokens=False)["input_ids"]
             actual, _ = expanded(np.array(ids), np.array(ids), [self._feature], [run])
-            if actual.tolist() != np.asarray(expected["input_ids"][0]).tolist():
+            theirs = np.asarray(expected["input_ids"][0])
+            if self.gap and re.match(self.gap, after):
+                continue  # the text of the conversation gets a space there
+            # Some processors add a token at an end of every text, as a chat template does.
+            starts = [
+                at for at in range(len(theirs) - len(actual) + 1) if (theirs[at:][: len(actual)] == actual).all()
+            ]
+            if not starts:
                 raise self._unsupported(
                     f"its tokens of {text!r} differ from the tokens of the text around the image's"
                 )
+            own = slice(starts[0], starts[0] + len(actual))
+            added.add((tuple(theirs[: own.start].tolist()), tuple(theirs[own.stop :].tolist())))
             if self.needs is None or (typed := self.token_type_ids(actual)) is None:
                 continue
             argument = self.needs.types
-            if np.asarray(expected[argument][0]).tolist() != typed.tolist():
+            if np.asarray(expected[argument][0])[own].tolist() != typed.tolist():
                 raise self._unsupported(f"its {argument} do not follow from the token ids")
+        if len(added) > 1:
+            raise self._unsupported("the tokens that it adds at the ends of a text depend on the text")
+        self._added = tuple(tokenizer.convert_ids_to_tokens(list(ids)) for ids in added.pop())
 
     def _trial(self) -> str | None:
         """Result of the trial with tiny models of this family, as tools/family_table.py wrote it; None if untested."""
@@ -361,7 +497,13 @@ class ProcessorVision(VisionFamily):
                 f"{name} is not among the processors whose models were tested packed (docs/vision-families.md); "
                 "compare packed with separate logits once"
             )
-        if self._constant is None:
+        for tokens, place in zip(self._added, ("start", "end"), strict=True):
+            if tokens:
+                notices.append(
+                    f"{name} adds {' '.join(tokens)} at the {place} of every text, and `pack` does not: add it to the "
+                    "chat template if the model needs it"
+                )
+        if self._constant is None or self._has_own_edges:
             notices.append(
                 f"{name} has no formula for the tokens of an image: it processes a blank image of each size, "
                 f"{1 / max(seconds, 1e-6):,.0f} sizes per second"
@@ -390,14 +532,19 @@ def _noise(size: tuple[int, int]) -> "Image.Image":
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8))
 
 
+def _joined(value: Any) -> Any:
+    """(1, n * m, ...) of a tensor (n, m, ...)."""
+    return value.flatten(0, 1)[None]
+
+
 def _release() -> str:
     return f"Transformers {installed('transformers')}"
 
 
 def _tensor(value: Any, torch: Any) -> Any:
-    """Convert an array, a list of arrays of the same shape, or numbers to a tensor."""
+    """Convert an array, a list of arrays, or numbers to a tensor; arrays of different sizes are joined in row 0."""
     if isinstance(value, torch.Tensor):
         return value
     if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        return torch.stack(value)
+        return torch.stack(value) if len({part.shape for part in value}) == 1 else torch.cat(value)[None]
     return torch.as_tensor(np.asarray(value))

@@ -243,7 +243,7 @@ class PackedBatch(Batch):
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
-            "position_ids": self.position_ids,
+            "position_ids": self._positions(len(bounds) - 1),
             "use_cache": False,
             "cu_seq_lens_q": bounds,
             "cu_seq_lens_k": bounds,
@@ -259,6 +259,11 @@ class PackedBatch(Batch):
         if logits == "targets":
             inputs |= _of_targets(self.labels)
         return inputs | {name: value for name, value in self._in_one_call().items() if value is not None}
+
+    def _positions(self, segments: int) -> torch.Tensor:
+        """`position_ids`; without the text row for a model that is right for rows of one sample, and may refuse it."""
+        has_no_text = self._needs.one_sample and segments == 1 and self.position_ids.ndim == 3
+        return self.position_ids[1:] if has_no_text else self.position_ids
 
     def loss(self, logits: torch.Tensor, *, targets: torch.Tensor | float | None = None) -> torch.Tensor:
         """Cross entropy weighted by `loss_mask`: sum(loss * loss_mask) / sum(loss_mask), a scalar.
