@@ -115,7 +115,7 @@ PLACES = {
     "AudioFamily": "encoding.audio.families:AudioFamily",
     "AUDIO_RULES": "encoding.audio.families:RULES",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
-    "ProcessorVision": "encoding.vision.processors:ProcessorVision",
+    "ProcessorVision": "encoding.vision.processor_videos:ProcessorVision",
     "ModelClass": "encoding.vision.model_class:ModelClass",
     "ModelNeeds": "encoding.vision.positions:ModelNeeds",
     "ContentGuard": "encoding.skeleton:ContentGuard",

@@ -66,7 +66,9 @@ class VisionFamily(ABC):
         reserved: tokens that text must not contain.
         needs: what the model needs of a row with images, or None.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
-        adjacent_images: whether the positions of two images without a token between them are right.
+        adjacent_images: whether the positions of two images, or two videos, without a token between them are right.
+        mixed_media: whether a sample can have both images and videos.
+        takes_clips: `preprocess` gets videos with all their frames, as `Clip`, among the images of a sample.
         writes_timestamps: whether `fps` of a record with images becomes timestamps in its text.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
             no processor folder; limits as in the preprocessor_config.json of the published models.
@@ -96,6 +98,8 @@ class VisionFamily(ABC):
     needs: ModelNeeds | None = None
     takes_patch_positions: ClassVar[bool] = False
     adjacent_images: bool = True
+    mixed_media: bool = True
+    takes_clips: bool = False
     writes_timestamps: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
     default_merge: ClassVar[int] = 2

@@ -1,4 +1,4 @@
-"""ProcessorVision: a VisionFamily for any Transformers processor of text with images.
+"""ProcessorImages: the images of `ProcessorVision`, by any Transformers processor of text with images.
 
     processor(text=image token, images)  ─►  text of each image, tensors for the model           (encode)
     _get_num_multimodal_tokens(sizes)    ─►  number of tokens of each image                      (measure)
@@ -43,11 +43,11 @@ if TYPE_CHECKING:
 
 _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150), (64, 64))  # (height, width) in pixels
 _CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format interprets as a number of channels
-_CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
+CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
-_OF_TEXT = {"input_ids", "attention_mask", "text_replacement_offsets"}
+OF_TEXT = {"input_ids", "attention_mask", "text_replacement_offsets"}
 # Types of tokens by the argument of the model. M-RoPE models compute positions from the second one.
-_OF_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+OF_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 @cache
@@ -58,8 +58,8 @@ def trials() -> list[dict[str, str]]:
     return rows
 
 
-class ProcessorVision(VisionFamily):
-    """Preprocess images with a Transformers processor; used for folders that no registered family matches.
+class ProcessorImages(VisionFamily):
+    """Preprocess images with a Transformers processor.
 
     Attributes:
         processor: the Transformers processor.
@@ -107,7 +107,7 @@ class ProcessorVision(VisionFamily):
         self.warnings = self._notices(seconds)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ProcessorVision":
+    def from_folder(cls, folder: Path) -> "ProcessorImages":
         """Load the processor of a model folder.
 
         Raises:
@@ -204,7 +204,7 @@ class ProcessorVision(VisionFamily):
             detail = f"{width}x{height} pixels: Transformers reads a height of {height} for color channels"
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
         if size not in self._lengths:
-            _bound(self._lengths, _KEPT_SIZES)
+            bound(self._lengths, _KEPT_SIZES)
             # Without a formula that is right for all sizes, each new size is processed once.
             known = None if self._constant is None else self._counted([size])[0] + self._constant
             self._lengths[size] = len(self._run_ids(height, width)) if known is None else known
@@ -231,7 +231,7 @@ class ProcessorVision(VisionFamily):
         text = " ".join([self.processor.image_token] * len(images))
         out = self.processor(text=[text], images=list(images), return_text_replacement_offsets=True)
         texts = [replaced["replacement"] for replaced in out.pop("text_replacement_offsets")[0]]
-        return {name: _tensor(value, torch) for name, value in out.items()}, texts
+        return {name: to_tensor(value, torch) for name, value in out.items()}, texts
 
     def _edges(self, text: str) -> tuple[str, str]:
         """Plain text at both ends, which may share a token with the text around it."""
@@ -249,7 +249,7 @@ class ProcessorVision(VisionFamily):
         """Tokens of an image's text, without the plain text at its ends."""
         inner = self._inner(text)
         if inner not in self._ids:
-            _bound(self._ids, _KEPT_TEXTS)
+            bound(self._ids, _KEPT_TEXTS)
             ids = self.processor.tokenizer(inner, add_special_tokens=False)["input_ids"]
             self._ids[inner] = np.array(ids, dtype=np.int64)
         return self._ids[inner]
@@ -269,7 +269,7 @@ class ProcessorVision(VisionFamily):
         noise, so that a wrong dimension cannot go unnoticed. Some tensors exist for images of some sizes only.
         """
         dims: dict[str, int] = {}
-        names = sorted({name for found in outputs.values() for name in found} - _OF_TEXT - set(_OF_TYPES))
+        names = sorted({name for found in outputs.values() for name in found} - OF_TEXT - set(OF_TYPES))
         while names:
             sizes = [size for size, found in outputs.items() if names[0] in found]
             first, second = sizes[0], sizes[min(1, len(sizes) - 1)]
@@ -303,7 +303,7 @@ class ProcessorVision(VisionFamily):
     def _set_needs(self, outputs: set[str]) -> None:
         """Find the argument of the model for the types of tokens, the tokens of type 1, and whether rows are right."""
         arguments, has_axes = (None, False) if self.model is None else (self.model.arguments, self.model.position_axes)
-        names = [name for name in _OF_TYPES if name in outputs and (arguments is None or name in arguments)]
+        names = [name for name in OF_TYPES if name in outputs and (arguments is None or name in arguments)]
         if has_axes and "mm_token_type_ids" in names:
             names.remove("mm_token_type_ids")  # used for positions only, which the sample has
         if self.model is None and (unknown := sorted({"mm_token_type_ids", "image_grid_thw"} & outputs)):
@@ -326,7 +326,7 @@ class ProcessorVision(VisionFamily):
         A tokenizer may merge the text of an image with the text next to it; the image must not change such tokens.
         """
         tokenizer, run = self.processor.tokenizer, self.image_token_run(*size)
-        for before, after in _CONTEXTS:
+        for before, after in CONTEXTS:
             text = before + self.processor.image_token + after
             expected = self.processor(text=[text], images=[_blank(size)], add_special_tokens=False)
             ids = tokenizer(before + self.placeholder + after, add_special_tokens=False)["input_ids"]
@@ -341,11 +341,11 @@ class ProcessorVision(VisionFamily):
             if np.asarray(expected[argument][0]).tolist() != typed.tolist():
                 raise self._unsupported(f"its {argument} do not follow from the token ids")
 
-    def _trial(self) -> str | None:
+    def _trial(self, column: str = "result") -> str | None:
         """Result of the trial with tiny models of this family, as tools/family_table.py wrote it; None if untested."""
         name = type(self.processor).__name__
         key, value = ("processor", name) if self.model is None else ("model_type", self.model.model_type)
-        found = {row["result"] for row in trials() if row[key] == value}
+        found = {row.get(column) for row in trials() if row[key] == value}
         return found.pop() if len(found) == 1 else None
 
     def _notices(self, seconds: float) -> tuple[str, ...]:
@@ -372,7 +372,7 @@ class ProcessorVision(VisionFamily):
         return ConfigError(f"{type(self.processor).__name__} needs a custom VisionFamily: {reason}")
 
 
-def _bound(cache: dict[Any, Any], limit: int) -> None:
+def bound(cache: dict[Any, Any], limit: int) -> None:
     """Clear a cache that is full; simpler than removing single entries, and rare."""
     if len(cache) >= limit:
         cache.clear()
@@ -394,7 +394,7 @@ def _release() -> str:
     return f"Transformers {installed('transformers')}"
 
 
-def _tensor(value: Any, torch: Any) -> Any:
+def to_tensor(value: Any, torch: Any) -> Any:
     """Convert an array, a list of arrays of the same shape, or numbers to a tensor."""
     if isinstance(value, torch.Tensor):
         return value

@@ -233,7 +233,11 @@ class PackedBatch(Batch):
                 "PackedTrainer."
             )
         bounds = self._bounds()
-        has_images = any(self.num_images) or (self.token_type_ids is not None and bool(self.token_type_ids.any()))
+        has_images = (
+            any(self.num_images)
+            or any(self.num_videos)
+            or (self.token_type_ids is not None and bool(self.token_type_ids.any()))
+        )
         if self._needs.one_sample and len(bounds) > 2 and has_images:
             raise BatchError(
                 f"A row with images must have 1 segment for this model family, got {len(bounds) - 1}: Transformers "
@@ -333,10 +337,10 @@ class PackedBatch(Batch):
 
     def _vision_inputs_of(self, index: int) -> VisionInputs | None:
         """Arguments of the vision tower for the images of one sample."""
-        if self.vision_inputs is None or not self.num_images[index]:
+        if self.vision_inputs is None or not self.vision_places[index]:
             return None
         values = {name: self.vision_inputs[name][part] for name, part in self.vision_places[index].items()}
-        return VisionInputs(values, self.vision_dims, self.num_images[index])
+        return VisionInputs(values, self.vision_dims, self.num_images[index], self.num_videos[index])
 
     def _audio_inputs_of(self, index: int) -> VisionInputs | None:
         """Arguments of the audio encoder for one sample."""
@@ -419,7 +423,7 @@ class PackedBatch(Batch):
         image, video = self.image_token_id, self.video_token_id
         pixels, grids = arguments["pixel_values"], arguments["image_grid_thw"]
         videos, video_grids = arguments["pixel_values_videos"], arguments["video_grid_thw"]
-        if image is None or video is None or self.patch_positions is not None:
+        if image is None or video is None or self.patch_positions is not None or self.vision_inputs is not None:
             return arguments
         if pixels is None or grids is None or videos is None or video_grids is None:
             return arguments
