@@ -547,7 +547,7 @@ class ChatEncoder(Processor):
         return batch, rejects
 
     def _joined_images(self, conversations: Sequence[Conversation], batch: TokenBatch) -> list[int]:
-        """Conversations with two images, or two videos, side by side, if positions of the model need a token between."""
+        """Conversations with two images or videos side by side, if positions of the model need a token between."""
         if self.vision is None or self.vision.adjacent_images:
             return []
         if not any([len(c.images) > 1 or len(c.videos) > 1 for c in conversations]):

@@ -181,8 +181,8 @@ class VisionFamily(ABC):
         """Tokens of an image of `height` x `width` pixels. Raises the errors of `num_patches`."""
         return ImageRun(self.num_tokens(self.num_patches(height, width)))
 
-    def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
-        """Return pixels and tokens of all images of a sample, RGB images."""
+    def preprocess(self, images: "Iterable[Any]") -> Pixels:
+        """Return pixels and tokens of all images of a sample, RGB images, and with `takes_clips` of its videos."""
         return self._with_runs(*self.pixels(list(images)))
 
     def smallest(self) -> Pixels:

@@ -23,7 +23,7 @@ import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -377,7 +377,7 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     )
 
 
-def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Any]:
+def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.Image | Clip]:
     """Yield images, and videos as clips, or their frames as images."""
     for item in media:
         if isinstance(item, tuple):

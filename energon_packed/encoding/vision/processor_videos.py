@@ -129,14 +129,14 @@ class ProcessorVision(ProcessorImages):
         if not first.keys() == second.keys() == both.keys():
             raise ConfigError("the names of the tensors of a video depend on the other videos of the sample")
         dims: dict[str, int] = {}
-        for name, whole in both.items():
+        for name in both:
             sizes = [tuple(values[name].shape) for values in (first, second, both)]
             fitting = [dim for dim, (a, b, joined) in enumerate(zip(*sizes, strict=False)) if a + b == joined]
             if name not in self._dims and len(fitting) != 1:
                 raise ConfigError(f"{name} of two videos cannot be joined, {sizes}")
             dims[name] = self._dims.get(name, fitting[0] if fitting else -1)
-        if (name := _difference([first, second], dims, both)) is not None:
-            raise ConfigError(f"{name} of two videos differs from {name} of each video alone")
+        if (different := _difference([first, second], dims, both)) is not None:
+            raise ConfigError(f"{different} of two videos differs from {different} of each video alone")
         return dims
 
     def _can_join(self, dims: dict[str, int], clip: Clip, longer: Clip, first: _Tensors, second: _Tensors) -> bool:
@@ -156,16 +156,28 @@ class ProcessorVision(ProcessorImages):
         return _difference([first, second], dims, both) is None
 
     def _is_mixed(self, clip: Clip, of_clip: _Tensors) -> bool:
-        """Whether the tensors of a sample with an image and a video are the tensors of each alone."""
+        """Whether the tensors of a sample with an image and a video are the tensors of each alone.
+
+        Raises:
+            ConfigError: an image and a video would be padded to the same size in a row, and the processor does not.
+        """
         image = _picture()
         of_image, of_both = self._process_media([image])[0], list[_Tensors]()
-        for media in ([image, clip], [clip, image]):
+        orders: tuple[list[Image.Image | Clip], ...] = ([image, clip], [clip, image])
+        for media in orders:
             try:
                 of_both.append(self._process_media(media)[0])
             except _FAILURES:
-                return False
+                break
         parts = ([of_image, of_clip], [of_clip, of_image])
-        return all(_difference(two, self._dims, both) is None for two, both in zip(parts, of_both, strict=True))
+        if [_difference(two, self._dims, both) for two, both in zip(parts, of_both, strict=False)] == [None, None]:
+            return True
+        for name in of_image.keys() & of_clip.keys():
+            shapes = [tuple(values[name].shape) for values in (of_image, of_clip)]
+            rest = [[side for at, side in enumerate(shape) if at != self._dims[name]] for shape in shapes]
+            if rest[0] != rest[1]:
+                raise ConfigError(f"{name} of an image and of a video cannot be joined, {shapes}")
+        return False
 
     def _set_video_types(self, clip: Clip) -> None:
         """Find the types of the tokens of a video, if the model has an argument for types."""
@@ -200,7 +212,7 @@ class ProcessorVision(ProcessorImages):
                 found.append(self._sampled(600, 30.0, {name: value}).tolist())
             except _FAILURES:
                 return False
-        return found[0] != found[1]
+        return bool(found[0] != found[1])
 
     # --- calls of the processor ------------------------------------------------------------------------------------
 
@@ -257,8 +269,8 @@ class ProcessorVision(ProcessorImages):
             if name not in self._used:
                 option = name if name == "total_pixels" else f"video_{name}"
                 raise ConfigError(
-                    f"`{option}` must not be set for {type(self.processor).__name__}, whose video processor does not use "
-                    "it. Change the settings of the video processor in its folder."
+                    f"`{option}` must not be set for {type(self.processor).__name__}, whose video processor does not "
+                    "use it. Change the settings of the video processor in its folder."
                 )
         self.videos = VideoSettings().updated(options)
 
@@ -298,10 +310,9 @@ class ProcessorVision(ProcessorImages):
         try:
             indices = self._sampled(num_frames, fps, options)
         except TypeError as error:  # its own settings are None
-            needed = " or ".join(f"`video_{name}`" for name in self._used)
-            raise ConfigError(
-                f"the video processor of {name} has no number of frames. Set {needed}, or add it to the folder."
-            ) from error
+            named = " or ".join(f"`video_{option}`" for option in self._used)
+            remedy = f"Set {named}" if named else "Add `num_frames` and `fps` to its settings in the folder"
+            raise ConfigError(f"the video processor of {name} has no number or rate of frames. {remedy}.") from error
         if not len(indices) or indices[0] < 0 or indices[-1] >= num_frames or (np.diff(indices) < 0).any():
             raise ValueError(f"{name} does not select increasing frames of the {num_frames} in the file")
         if self._equal_frames:

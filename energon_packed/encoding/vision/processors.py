@@ -129,7 +129,7 @@ class ProcessorImages(VisionFamily):
         """Tokens of an image of this size, without its pixels."""
         return ImageRun(self._length(height, width), lambda: self._run_ids(height, width))
 
-    def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
+    def preprocess(self, images: "Iterable[Any]") -> Pixels:
         """Return tokens and vision tower arguments for all images of a sample.
 
         Raises:
