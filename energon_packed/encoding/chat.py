@@ -532,11 +532,13 @@ class ChatEncoder(Processor):
                 ]
         batch = batch.scaled([conversation.weight for conversation in conversations])
         batch, rejects = self.rules.check(batch, images, videos, spoken, in_vocabulary=in_vocabulary)
-        if self.vision is not None and not self.vision.mixed_media:
-            detail = f"images and videos in one record, whose tensors {type(self.vision).__name__} cannot join"
-            for index, conversation in enumerate(conversations):
-                if conversation.images and conversation.videos:
-                    rejects.setdefault(index, Reject(Reason.UNSUPPORTED_MEDIA, detail))
+        for index, conversation in enumerate(conversations):
+            if (
+                conversation.videos
+                and self.vision is not None
+                and (problem := self.vision.media_problem(conversation))
+            ):
+                rejects.setdefault(index, Reject(Reason.UNSUPPORTED_MEDIA, problem))
         for index in self._joined_images(conversations, batch):
             detail = "two images without a token between them, which its model cannot separate; add text between them"
             rejects.setdefault(index, Reject(Reason.UNSUPPORTED_MEDIA, detail))

@@ -85,7 +85,7 @@ class Renderer:
 
     def _with_edges(self, rendered: Rendered, edges: Sequence[tuple[str, str]]) -> Rendered:
         """Write the text around each video; it differs between videos, for example by their times."""
-        token = self.video_placeholder
+        token = self.template.video_token
         # Another number of tokens: the text contains the token itself, and the record will be rejected.
         if not any([before or after for before, after in edges]) or rendered.text.count(token or "") != len(edges):
             return rendered
@@ -217,7 +217,10 @@ class Renderer:
             assert text is not None, "without a vision family, images are rejected earlier"
             contents = [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
         if conversation.videos and self.video_placeholder is not None:
-            contents = [content.replace(VIDEO_PLACEHOLDER, self.video_placeholder) for content in contents]
+            has_parts = conversation.text is None and self.template.needs_video_parts
+            text = self.template.video_token if has_parts else self.video_placeholder
+            assert text is not None, "only a template with a video token needs parts"
+            contents = [content.replace(VIDEO_PLACEHOLDER, text) for content in contents]
         if conversation.audios:
             has_parts = self._has_audio_parts(conversation)
             text = self.template.audio_token if has_parts else self.audio_placeholder

@@ -354,7 +354,7 @@ class ChatTemplate:
         return self._needs_parts(self.audio_token, "audio")
 
     @cached_property
-    def _needs_video_parts(self) -> bool:
+    def needs_video_parts(self) -> bool:
         """Whether videos must be content parts: GLM-4.1V's template writes tags around a video."""
         return self._needs_parts(self.video_token, "video")
 
@@ -369,7 +369,7 @@ class ChatTemplate:
         parts = {self.image_token: "image"} if self.image_token and self.needs_image_parts else {}
         if self.audio_token and self.needs_audio_parts:
             parts[self.audio_token] = "audio"
-        if self.video_token and self._needs_video_parts:
+        if self.video_token and self.needs_video_parts:
             parts[self.video_token] = "video"
         return parts
 

@@ -38,7 +38,7 @@ from energon_packed.encoding.vision.video_sampling import (
     uniform_indices,
 )
 from energon_packed.errors import ConfigError, Reason, RecordError
-from energon_packed.records import IMAGE_PLACEHOLDER, FrameSelection
+from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, FrameSelection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,6 @@ class VisionFamily(ABC):
         needs: what the model needs of a row with images, or None.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
         adjacent_images: whether the positions of two images, or two videos, without a token between them are right.
-        mixed_media: whether a sample can have both images and videos.
         takes_clips: `preprocess` gets videos with all their frames, as `Clip`, among the images of a sample.
         writes_timestamps: whether `fps` of a record with images becomes timestamps in its text.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
@@ -98,7 +97,6 @@ class VisionFamily(ABC):
     needs: ModelNeeds | None = None
     takes_patch_positions: ClassVar[bool] = False
     adjacent_images: bool = True
-    mixed_media: bool = True
     takes_clips: bool = False
     writes_timestamps: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
@@ -282,6 +280,10 @@ class VisionFamily(ABC):
             resized=resized,
             settings=resolved.plain(),
         )
+
+    def media_problem(self, conversation: Conversation) -> str:
+        """Reason why the media of a conversation cannot be in the same sample, or ""."""
+        return ""
 
     def check_selection(self, frames: FrameSelection) -> None:
         """Check that stored frames have a size that this family can use.

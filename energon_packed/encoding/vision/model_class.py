@@ -100,7 +100,7 @@ class ModelClass:
             return None
         try:
             return self._rope_index(input_ids, image_token_id, grids, video_grids, types)
-        except (ValueError, RuntimeError, StopIteration, IndexError) as error:
+        except (ValueError, RuntimeError, StopIteration, IndexError, TypeError) as error:
             detail = f"{type(self._positions).__name__} has no positions for this sample: {error}"
             raise RecordError(Reason.UNSUPPORTED_MEDIA, " ".join(detail.split())[:300]) from error
 

@@ -11,6 +11,7 @@ not. Without a video processor, the frames of a video are images of the family.
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -33,7 +34,7 @@ from energon_packed.encoding.vision.positions import (
 from energon_packed.encoding.vision.processors import CONTEXTS, OF_TEXT, OF_TYPES, ProcessorImages, bound, to_tensor
 from energon_packed.encoding.vision.video_sampling import VideoSettings
 from energon_packed.errors import ConfigError, Reason, RecordError
-from energon_packed.records import FrameSelection
+from energon_packed.records import Conversation, FrameSelection
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ class ProcessorVision(ProcessorImages):
         super().__init__(processor, model)
         self._clips: dict[tuple[Any, ...], ImageRun] = {}
         self._video_types: dict[int, int] = {}
-        self._equal_frames = False
+        self._equal_frames, self._is_mixed, self._several = False, True, True
         if getattr(processor, "video_processor", None) is None:
             return
         try:
@@ -96,7 +97,7 @@ class ProcessorVision(ProcessorImages):
             raise ConfigError("its tokenizer has no token for a video")
         if token in (self.processor.image_token, self.image_token):
             raise ConfigError(f"images and videos have the same token {token}")
-        self._video = token
+        self._video = str(token)
         axes = 0 if self.model is None else self.model.position_axes
         if self.model is not None and (reason := self.model.video_problem):
             raise ConfigError(reason)
@@ -110,16 +111,22 @@ class ProcessorVision(ProcessorImages):
         if texts != [text, outputs[1][1][0]]:
             raise ConfigError("the text of a video depends on the other videos of the sample")
         dims = self._video_dims(first, second, both)
+        of_images = frozenset(self._dims)
         self._equal_frames = not self._can_join(dims, clips[0], clips[2], first, longer)
+        try:
+            self._several = self._process_media([clips[0], clips[2]])[1] == [text, outputs[2][1][0]]
+        except _FAILURES:  # its tensors cannot be joined by the processor, but as the samples of a row
+            self._several = True
         self._dims.update(dims)  # the same object as in all samples
-        self.mixed_media = self._is_mixed(clips[0], first)
-        self._set_video_types(clips[0])
         ids = self._ids_of(text)
-        if axes and ids[0] == ids[-1]:
-            self.adjacent_images = False
+        # With one token for images and videos, the model cannot find the tokens of two tensors.
+        is_shared = bool((ids == self._feature).any()) and not first.keys() & of_images
+        self._is_mixed = self._can_mix(clips[0], first) and not is_shared
+        self._set_video_types(clips[0])
         self._check_video_texts(clips[0], text)
+        placeholder = self._check_video_positions(clips[0], text) if axes else token
         self._used = tuple(name for name in _TRIED if self._has_effect(name))
-        self.video_token = self.video_placeholder = token  # type: ignore[misc]
+        self.video_token, self.video_placeholder = token, placeholder  # type: ignore[misc]
         self.reserved = (token,)  # type: ignore[misc]
         self.takes_clips = True
         self.videos = VideoSettings()
@@ -155,7 +162,7 @@ class ProcessorVision(ProcessorImages):
             return False
         return _difference([first, second], dims, both) is None
 
-    def _is_mixed(self, clip: Clip, of_clip: _Tensors) -> bool:
+    def _can_mix(self, clip: Clip, of_clip: _Tensors) -> bool:
         """Whether the tensors of a sample with an image and a video are the tensors of each alone.
 
         Raises:
@@ -203,6 +210,25 @@ class ProcessorVision(ProcessorImages):
                 raise ConfigError(
                     f"its tokens of a video in {left + self._video + right!r} depend on the text around it"
                 )
+
+    def _check_video_positions(self, clip: Clip, text: str) -> str:
+        """Return the text of a video with which its tokens have the type of videos, and find adjacent videos.
+
+        GLM-4.1V has the same token for images and videos: the type of a token depends on the tags around the video,
+        which its chat template writes.
+        """
+        tags = [getattr(self.processor, name, None) for name in ("video_start_id", "video_end_id")]
+        convert = self.processor.tokenizer.convert_ids_to_tokens
+        before, after = ("" if tag is None else str(convert(tag)) for tag in tags)
+        feature = Counter(self._ids_of(text).tolist()).most_common(1)[0][0]
+        for placeholder in dict.fromkeys([self._video, before + self._video + after]):
+            [ids] = self._called(placeholder, clip, "input_ids")
+            types = np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0])
+            if (types[ids == feature] == 2).all():
+                if ids[0] == ids[-1]:
+                    self.adjacent_images = False
+                return placeholder
+        raise ConfigError("its tokens of a video have the type of another medium")
 
     def _has_effect(self, name: str) -> bool:
         """Whether the video processor uses an option: two values of it select different frames."""
@@ -289,6 +315,15 @@ class ProcessorVision(ProcessorImages):
         return replace(
             frames, settings={name: frames.settings[name] for name in self._used if name in frames.settings}
         )
+
+    def media_problem(self, conversation: Conversation) -> str:
+        """Reason why the media of a conversation cannot be in the same sample, or ""."""
+        name = type(self.processor).__name__
+        if not self._is_mixed and conversation.images and conversation.videos:
+            return f"images and videos in one record, which {name} does not join"
+        if not self._several and len(conversation.videos) > 1:
+            return f"several videos in one record, whose texts depend on each other for {name}"
+        return ""
 
     def check_selection(self, frames: FrameSelection) -> None:
         """Check that the family takes videos. Raises the errors of `select_frames`."""

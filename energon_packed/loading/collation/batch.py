@@ -423,8 +423,10 @@ class PackedBatch(Batch):
         image, video = self.image_token_id, self.video_token_id
         pixels, grids = arguments["pixel_values"], arguments["image_grid_thw"]
         videos, video_grids = arguments["pixel_values_videos"], arguments["video_grid_thw"]
-        if image is None or video is None or self.patch_positions is not None or self.vision_inputs is not None:
+        if image is None or video is None or self.patch_positions is not None:
             return arguments
+        if self.vision_inputs is not None:
+            return arguments | self._with_one_token(self.vision_inputs, video)
         if pixels is None or grids is None or videos is None or video_grids is None:
             return arguments
         is_image, is_video = self.input_ids[0] == image, self.input_ids[0] == video
@@ -448,6 +450,20 @@ class PackedBatch(Batch):
             "video_grid_thw": torch.cat([grids, video_grids])[order],
             "second_per_grid_ts": seconds,
         }
+
+    def _with_one_token(self, inputs: dict[str, torch.Tensor], video: int) -> dict[str, torch.Tensor | None]:
+        """Arguments that pass images as videos, if features of both replace the same token, as in GLM-4.1V; else {}.
+
+        Such a model counts this token for images, and again for videos. No sample has both kinds.
+        """
+        kinds = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
+        if any(name not in inputs for pair in kinds.items() for name in pair) or bool((self.input_ids == video).any()):
+            return {}
+        arguments: dict[str, torch.Tensor | None] = dict.fromkeys(kinds)
+        for pair in kinds.items():
+            parts = [inputs[name][place[name]] for place in self.vision_places for name in pair if name in place]
+            arguments[pair[1]] = torch.cat(parts)
+        return arguments
 
     def _thd_metadata(self) -> dict[str, Any]:
         """Boundaries of the samples, as Megatron names them."""
