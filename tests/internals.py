@@ -116,6 +116,7 @@ PLACES = {
     "AUDIO_RULES": "encoding.audio.families:RULES",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
     "ProcessorVision": "encoding.vision.processor_videos:ProcessorVision",
+    "trials": "encoding.vision.processors:trials",
     "ModelClass": "encoding.vision.model_class:ModelClass",
     "ModelNeeds": "encoding.vision.positions:ModelNeeds",
     "ContentGuard": "encoding.skeleton:ContentGuard",

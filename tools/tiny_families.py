@@ -163,7 +163,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {
         "images": {"temporal_patch_size": 1},
-        "videos": {"temporal_patch_size": 1},
+        "videos": {"temporal_patch_size": 1, "patch_size": 14},
         "config": {
             "vision_config.num_attention_heads": 4,
             "audio_config.adapter_input_size": 160,
@@ -261,7 +261,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llava": _LLAVA,
     "llava_next": _LLAVA_NEXT,
-    "llava_next_video": _LLAVA_NEXT,
+    "llava_next_video": {**_LLAVA_NEXT, "videos": _CROPPED},
     "llava_onevision": {
         "images": {"size": _SIDE, "image_grid_pinpoints": _PINPOINTS},
         "videos": {"size": _SIDE},
@@ -371,7 +371,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "unlimited_ocr": {"config": {"vision_config.sam_config.num_attention_heads": 1}},
     "video_llama_3": {"config": {"vision_config.patch_size": 14}},
-    "video_llava": _LLAVA,
+    "video_llava": {**_LLAVA, "videos": _CROPPED},
     "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
 }
 

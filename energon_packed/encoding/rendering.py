@@ -100,6 +100,10 @@ class Renderer:
         """Whether the template gets the audio files of this conversation as content parts."""
         return bool(conversation.audios) and conversation.text is None and self.template.needs_audio_parts
 
+    def _has_video_parts(self, conversation: Conversation) -> bool:
+        """Whether the template gets the videos of this conversation as content parts."""
+        return bool(conversation.videos) and conversation.text is None and self.template.needs_video_parts
+
     def escaped(self, conversation: Conversation) -> Conversation:
         """Return the conversation as it is rendered: with its special tokens escaped."""
         if self.special is None:
@@ -127,7 +131,7 @@ class Renderer:
         if any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
         # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
-        has_parts = self._has_parts(conversation) or self._has_audio_parts(conversation)
+        has_parts = any([has(conversation) for has in (self._has_parts, self._has_audio_parts, self._has_video_parts)])
         is_plain = not (conversation.tools or any(extras) or has_parts)
         joined = self.template.join(roles, self.contents(conversation)) if is_plain else None
         if joined is not None:
@@ -217,8 +221,7 @@ class Renderer:
             assert text is not None, "without a vision family, images are rejected earlier"
             contents = [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
         if conversation.videos and self.video_placeholder is not None:
-            has_parts = conversation.text is None and self.template.needs_video_parts
-            text = self.template.video_token if has_parts else self.video_placeholder
+            text = self.template.video_token if self._has_video_parts(conversation) else self.video_placeholder
             assert text is not None, "only a template with a video token needs parts"
             contents = [content.replace(VIDEO_PLACEHOLDER, text) for content in contents]
         if conversation.audios:

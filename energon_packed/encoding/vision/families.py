@@ -261,6 +261,8 @@ class VisionFamily(ABC):
             if resized is not None and resized[0] * resized[1] > MAX_FRAME_PIXELS:
                 detail = f"frames resized to {resized[1]}x{resized[0]} have more than {MAX_FRAME_PIXELS:,} pixels"
                 raise ValueError(f"{detail}. Lower `min_pixels` or `max_pixels` of the video")
+        except ConfigError:
+            raise
         except ValueError as error:
             raise RecordError(Reason.UNSUPPORTED_VIDEO, str(error)) from error
         times = np.asarray(info.timestamps, dtype=np.float64)

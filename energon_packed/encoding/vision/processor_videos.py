@@ -63,9 +63,9 @@ class ProcessorVision(ProcessorImages):
         Raises:
             ConfigError: the processor has a behavior for images that this class does not support.
         """
+        self._video_types: dict[int, int] = {}  # read by `token_type_ids`
         super().__init__(processor, model)
         self._clips: dict[tuple[Any, ...], ImageRun] = {}
-        self._video_types: dict[int, int] = {}
         self._equal_frames, self._is_mixed, self._several = False, True, True
         if getattr(processor, "video_processor", None) is None:
             return
