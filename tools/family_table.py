@@ -153,6 +153,8 @@ class Family:
         if measured.length != len(ours):
             raise ValueError(f"{measured.length} tokens are measured, {len(ours)} are encoded")
         inputs = PaddingFreeCollator(dummy_images="never").collate([ours]).transformers_inputs()
+        if inputs["input_ids"][0].tolist() != ours.input_ids.tolist():  # images are passed to the model as videos
+            return 1
         for name, value in theirs.items():
             if name not in inputs or name in ("attention_mask", "position_ids"):
                 continue
@@ -280,7 +282,7 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
     name = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type) or ""
     row = {"model_type": model_type, "processor": name}
     if model_type in tiny_families.NOT_CHAT:
-        return row | {"result": "not tested", "reason": tiny_families.NOT_CHAT[model_type]}
+        return row | {"result": "not tested", "reason": tiny_families.NOT_CHAT[model_type], "video": "not tested"}
     with TemporaryDirectory() as folder:
         text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
         try:
@@ -288,9 +290,9 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
         except EnergonPackedError as error:
             text = " ".join(str(error).replace(folder, "").split())
             found = re.search(r"needs a custom VisionFamily: (.*)\)\. Set", text) or re.search(r"\((.*)\)\. Set", text)
-            return row | {"result": "refused", "reason": found[1] if found else text}
+            return row | {"result": "refused", "reason": found[1] if found else text, "video": "refused: as images"}
         except Exception as error:
-            return row | {"result": "not tested", "reason": line(error)}
+            return row | {"result": "not tested", "reason": line(error), "video": "not tested"}
         row["processor"] = type(family.processor).__name__
         row |= _tried(family, lambda: family.compare(conversations), conversations, family.trial)
         return row | {"video": video_result(family, Path(folder), row["result"])}
@@ -350,7 +352,13 @@ def main() -> None:
     def run(model_type: str) -> dict[str, str]:
         row = bounded(row_of, (model_type, options.conversations), seconds=SECONDS, gigabytes=GIGABYTES)
         if isinstance(row, str):
-            row = {"model_type": model_type, "processor": "", "result": "not tested", "reason": row}
+            row = {
+                "model_type": model_type,
+                "processor": "",
+                "result": "not tested",
+                "reason": row,
+                "video": "not tested",
+            }
         print(json.dumps(row), flush=True)
         return row
 
@@ -359,8 +367,10 @@ def main() -> None:
     before = {row["model_type"]: row for row in json.loads(DATA.read_text(encoding="utf-8"))["families"]}
     print(", ".join(f"{result} {count}" for result, count in Counter(row["result"] for row in rows).most_common()))
     if options.check:
-        results = {name: row["result"] for name, row in before.items()}
-        changed = [row["model_type"] for row in rows if results.get(row["model_type"]) != row["result"]]
+        results = {name: (row["result"], row.get("video")) for name, row in before.items()}
+        changed = [
+            row["model_type"] for row in rows if results.get(row["model_type"]) != (row["result"], row["video"])
+        ]
         raise SystemExit(f"other results than in {DATA.name}: {', '.join(changed)}" if changed else 0)
     found = before | {row["model_type"]: row for row in rows}
     order = [name for name in tiny_families.types() if name in found]

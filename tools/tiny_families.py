@@ -78,6 +78,7 @@ _GEMMA3 = {
 _GEMMA4 = {
     "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
     "images": {"max_soft_tokens": 70},
+    "videos": {"num_frames": 8},
 }
 _MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
 _INTERNVL = {
@@ -180,7 +181,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vq_config.codebook_size": 8},
     },
     "ernie4_5_vl_moe": {
-        "videos": {"draw_on_frames": False},
+        "videos": {"draw_on_frames": False, "num_frames": 16},
         "config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)},
     },
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},

@@ -62,7 +62,7 @@ class Frames:
             steps, high, wide = -(-len(pixels) // 2), 2 + 2 * (frames.shape[1] > 80), 2 + 2 * (frames.shape[2] > 80)
             pooled = torch.nn.functional.adaptive_avg_pool2d(pixels, (high, wide))
             pooled = torch.cat([pooled, pooled[-1:]])[: 2 * steps].reshape(steps, 6, high, wide)
-            values.append(pooled.permute(0, 2, 3, 1).reshape(-1, 6))
+            values.append(pooled.permute(0, 2, 3, 1).reshape(-1, 6).repeat(1, 196))  # as wide as patches of images
             grids.append([steps, high, wide])
         if not self.is_grid:
             return {"pixel_values_videos": torch.stack(values)}

@@ -274,9 +274,12 @@ class ProcessorVision(ProcessorImages):
         return out
 
     def _sampled(self, num_frames: int, fps: float, options: Mapping[str, Any]) -> Int64:
-        """Indices of the frames that the video processor selects."""
+        """Indices of the frames that the video processor selects, called with all its settings as it calls itself."""
         selection = FrameSelection(indices=(), timestamps=(), fps=fps, num_frames=num_frames, height=1, width=1)
-        found = self.processor.video_processor.sample_frames(metadata=_metadata(selection), **options)
+        processor = self.processor.video_processor
+        names = getattr(getattr(processor, "valid_kwargs", None), "__annotations__", ())
+        settings = {name: value for name in names if (value := getattr(processor, name, None)) is not None}
+        found = processor.sample_frames(metadata=_metadata(selection), **{**settings, **options})
         return np.asarray(found).astype(np.int64)
 
     # --- VisionFamily ----------------------------------------------------------------------------------------------
