@@ -247,7 +247,7 @@ def test_positions_equal_the_model_with_the_types_of_the_processor(
 def test_a_template_with_parts_writes_its_own_tags(glm: Any, files: list[Path], tmp_path: Path) -> None:
     """As GLM-4.1V's, with a mark that a string does not have."""
     part = (
-        "{% if part.type == 'video' %}V:<|begin_of_video|><|video|><|end_of_video|>{% else %}{{ part.text }}{% endif %}"
+        "{% if part.type == 'video' %}V<|begin_of_video|><|video|><|end_of_video|>{% else %}{{ part.text }}{% endif %}"
     )
     content = "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}" + part
     template = (
@@ -262,7 +262,7 @@ def test_a_template_with_parts_writes_its_own_tags(glm: Any, files: list[Path], 
         text = encoder.tokenizer.decode(encoder.encode(talk("See <video>!", files)).input_ids)
     finally:
         glm.tokenizer.chat_template = before
-    assert text.startswith("<|im_start|>user\nSee V:<|begin_of_video|><|begin_of_image|>")
+    assert text.startswith("<|im_start|>user\nSee V<|begin_of_video|><|begin_of_image|>")
     assert text.count("<|begin_of_video|>") == text.count("<|end_of_video|>") == 1
 
 
