@@ -19,6 +19,9 @@ Results, with the reason of all but the first:
     wrong       something differs, without a message
     not tested  there is no processor, no conversation, or no tiny model of this type
 
+The same is tried with videos, whose frames the processor selects (`video`). A family whose videos differ is refused by
+its result; `none`: the frames of a video are images.
+
 They are written to energon_packed/encoding/vision/vision_families.json and to the table in docs/vision-families.md.
 With types, only their rows change. --check compares with the file, and writes nothing. torchvision's operators, which
 processors do not call, are declared if it has no build for this machine.
@@ -32,12 +35,14 @@ import re
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import av
 import numpy as np
 import torch
 
@@ -53,18 +58,27 @@ from PIL import Image  # noqa: E402
 
 from energon_packed import ChatEncoder, Conversation, MediaReference, Message, PaddingFreeCollator  # noqa: E402
 from energon_packed.demo import write_tokenizer  # noqa: E402
+from energon_packed.demo.videos import write_video  # noqa: E402
 from energon_packed.errors import EnergonPackedError, IsolationError, Reject  # noqa: E402
+from energon_packed.records import VideoReference  # noqa: E402
 
 DATA = ROOT / "energon_packed" / "encoding" / "vision" / "vision_families.json"
 SECONDS, GIGABYTES = 240, 14  # of one type: processor time, memory
 # Relative to the largest logit, or gradient of a parameter: float32 sums in another order differ by less.
 TOLERANCE = 2e-5
 _SIDES = (20, 33, 56, 90, 140, 250, 401)
-_ROW: tuple[tuple[str, tuple[tuple[int, int], ...]], ...] = (
+_CLIPS = ((24, 8, 112, 160), (30, 10, 90, 120), (16, 8, 140, 84))  # frames, frames per second, height, width
+_ROW: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = (
     ("<image>What is a house?", ((90, 140),)),
     ("What is this?", ()),
     ("A house <image> is <image> a drawing.", ((140, 60), (56, 56))),
     ("Is it? <image>", ((120, 120),)),
+)
+_VIDEO_ROW = (
+    ("<video>What is a house?", _CLIPS[:1]),
+    ("What is this?", ()),
+    ("A house <image> is a drawing.", ((140, 60),)),
+    ("Is it? <video>", _CLIPS[1:2]),
 )
 
 
@@ -77,14 +91,15 @@ class Family:
         self.processor = transformers.AutoProcessor.from_pretrained(path)
         self.encoder = ChatEncoder.from_pretrained(path)
 
-    def expected(self, question: str, images: list[Image.Image]) -> dict[str, Any]:
+    def expected(
+        self, question: str, images: list[Image.Image], videos: list[tiny_families.Video] | None = None
+    ) -> dict[str, Any]:
         """What the processor returns for the conversation of `talk`."""
-        turns = [
-            {"role": "user", "content": question.replace("<image>", self.encoder.vision.template_token)},
-            {"role": "assistant", "content": "It is."},
-        ]
+        vision = self.encoder.vision
+        question = question.replace("<image>", vision.template_token).replace("<video>", vision.video_placeholder)
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "It is."}]
         text = self.encoder.renderer.template.render(turns)
-        return tiny_families.model_inputs(self.model_type, self.processor, text, images)
+        return tiny_families.model_inputs(self.model_type, self.processor, text, images, videos)
 
     def compare(self, conversations: int) -> int:
         """Compare ids, tensors and lengths of random conversations with the processor; return how many it accepts.
@@ -103,36 +118,67 @@ class Family:
                 theirs = self.expected(question, images)
             except (ValueError, ZeroDivisionError):  # an image or text that the processor rejects
                 continue
-            record = talk(question, images)
-            [ours] = self.encoder.encode_many([record])
-            [measured] = self.encoder.measure([record])
-            if isinstance(ours, Reject):
-                if measured.reject != ours:
-                    raise ValueError(f"`encode` rejects {question!r} with {ours}, `measure` with {measured.reject}")
-                continue
-            accepted += 1
-            if ours.input_ids.tolist() != theirs["input_ids"][0].tolist():
-                raise ValueError(f"tokens of {question!r} with images {[image.size for image in images]} differ")
-            if measured.length != len(ours):
-                raise ValueError(f"{measured.length} tokens are measured, {len(ours)} are encoded")
-            inputs = PaddingFreeCollator(dummy_images="never").collate([ours]).transformers_inputs()
-            for name, value in theirs.items():
-                is_compared = name in inputs and name not in ("attention_mask", "position_ids")
-                if is_compared and not _equal(torch.as_tensor(inputs[name]), torch.as_tensor(value)):
-                    raise ValueError(f"{name} of {question!r} differs")
+            accepted += self.equals(talk(question, images), theirs)
         return accepted
 
-    def trial(self, attention: str = "sdpa") -> dict[str, str]:
+    def compare_videos(self, folder: Path) -> int:
+        """`compare` for conversations with videos, and images."""
+        accepted = 0
+        for question in ("<video>What is it?", "A <video>\n<video> b", "<image> a <video>", "It is <video><image>."):
+            for first in range(len(_CLIPS)):
+                count = question.count("<video>")
+                videos = [video(folder, *clip) for clip in (_CLIPS * 2)[first : first + count]]
+                images = [_noise(90, 140, seed=first)] * question.count("<image>")
+                try:
+                    theirs = self.expected(question, images, [_frames(path) for path in videos])
+                except (ValueError, RuntimeError):  # videos of different lengths, or more than one
+                    continue
+                accepted += self.equals(talk(question, images, videos), theirs, has_shapes=len(videos + images) > 1)
+        return accepted
+
+    def equals(self, record: Conversation, theirs: dict[str, Any], *, has_shapes: bool = False) -> int:
+        """Compare a conversation with the output of the processor; return 1, or 0 if it is rejected.
+
+        Raises:
+            ValueError: something differs; `has_shapes` permits other shapes with the same values.
+        """
+        [ours] = self.encoder.encode_many([record])
+        [measured] = self.encoder.measure([record])
+        if isinstance(ours, Reject):
+            if measured.reject != ours:
+                raise ValueError(f"`encode` rejects {record.id!r} with {ours}, `measure` with {measured.reject}")
+            return 0
+        if ours.input_ids.tolist() != theirs["input_ids"][0].tolist():
+            raise ValueError(f"tokens of {record.id!r} differ")
+        if measured.length != len(ours):
+            raise ValueError(f"{measured.length} tokens are measured, {len(ours)} are encoded")
+        inputs = PaddingFreeCollator(dummy_images="never").collate([ours]).transformers_inputs()
+        if inputs["input_ids"][0].tolist() != ours.input_ids.tolist():  # images are passed to the model as videos
+            return 1
+        for name, value in theirs.items():
+            if name not in inputs or name in ("attention_mask", "position_ids"):
+                continue
+            own, value = torch.as_tensor(inputs[name]), torch.as_tensor(value)
+            if has_shapes and own.numel() == value.numel():
+                own = own.reshape(value.shape)
+            if not _equal(own, value):
+                raise ValueError(f"{name} of {record.id!r} differs")
+        return 1
+
+    def trial(
+        self, attention: str = "sdpa", row_of_media: tuple[Any, ...] = _ROW, folder: Path | None = None
+    ) -> dict[str, str]:
         """Compare a packed row with separate calls of the model."""
         model = tiny_families.build_model(self.model_type, self.processor, attention)
         samples, alone = [], []
-        for index, (question, shapes) in enumerate(_ROW):
-            images = [_noise(*shape, seed=index) for shape in shapes]
+        for index, (question, shapes) in enumerate(row_of_media):
+            images = [_noise(*shape, seed=index) for shape in shapes if len(shape) == 2]
+            videos = [video(folder, *shape) for shape in shapes if len(shape) > 2 and folder is not None]
             try:
-                alone.append(self.expected(question, images))
+                alone.append(self.expected(question, images, [_frames(path) for path in videos]))
             except ValueError:  # some processors have no text without images
                 continue
-            samples.append(self.encoder.encode(talk(question, images)))
+            samples.append(self.encoder.encode(talk(question, images, videos)))
         labels = [torch.from_numpy(sample.labels)[None] for sample in samples]
         separate = [_run(model, inputs, of) for inputs, of in zip(alone, labels, strict=True)]
         collator = PaddingFreeCollator(dummy_images="never")
@@ -169,16 +215,33 @@ def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours, theirs)
 
 
-def talk(question: str, images: list[Image.Image]) -> Conversation:
-    """Return a conversation with images as PNG files."""
+def talk(question: str, images: list[Image.Image], videos: list[Path] | None = None) -> Conversation:
+    """Return a conversation with images as PNG files, and videos."""
     files = []
     for image in images:
         stream = io.BytesIO()
         image.save(stream, "PNG")
         files.append(MediaReference(data=stream.getvalue()))
     return Conversation(
-        id=question, messages=[Message("user", question), Message("assistant", "It is.")], images=files
+        id=question,
+        messages=[Message("user", question), Message("assistant", "It is.")],
+        images=files,
+        videos=[VideoReference(file=MediaReference(data=path.read_bytes())) for path in videos or ()],
     )
+
+
+def video(folder: Path, frames: int, fps: int, height: int, width: int) -> Path:
+    """Write a video whose frames differ."""
+    path = folder / f"{frames}-{fps}-{height}-{width}.mp4"
+    if not path.exists():
+        write_video(path, [np.array(_noise(height, width, seed=index)) for index in range(frames)], fps=fps)
+    return path
+
+
+def _frames(path: Path) -> tiny_families.Video:
+    with av.open(str(path)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        return np.stack(frames), float(container.streams.video[0].average_rate)
 
 
 def _noise(height: int, width: int, seed: int) -> Image.Image:
@@ -226,7 +289,7 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
     name = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type) or ""
     row = {"model_type": model_type, "processor": name}
     if model_type in tiny_families.NOT_CHAT:
-        return row | {"result": "not tested", "reason": tiny_families.NOT_CHAT[model_type]}
+        return row | {"result": "not tested", "reason": tiny_families.NOT_CHAT[model_type], "video": "not tested"}
     with TemporaryDirectory() as folder:
         text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
         try:
@@ -234,22 +297,55 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
         except EnergonPackedError as error:
             text = " ".join(str(error).replace(folder, "").split())
             found = re.search(r"needs a custom VisionFamily: (.*)\)\. Set", text) or re.search(r"\((.*)\)\. Set", text)
-            return row | {"result": "refused", "reason": found[1] if found else text}
+            return row | {
+                "result": "refused",
+                "reason": found[1] if found else text,
+                "video": "refused: as for images",
+            }
         except Exception as error:
-            return row | {"result": "not tested", "reason": line(error)}
+            return row | {"result": "not tested", "reason": line(error), "video": "not tested"}
         row["processor"] = type(family.processor).__name__
-        try:
-            if 2 * (accepted := family.compare(conversations)) < conversations:
-                reason = f"only {accepted} of {conversations} conversations are accepted"
-                return row | {"result": "not tested", "reason": reason}
-        except ValueError as error:
-            return row | {"result": "wrong", "reason": line(error)}
-        try:
-            return row | family.trial()
-        except Exception as error:
-            if "packed sequences apart without" in str(error):
-                return row | {"result": "kernel", "reason": str(error).split("without `")[1].split("`")[0]}
-            return row | {"result": "not tested", "reason": f"the tiny model: {line(error)}"}
+        row |= _tried(family, lambda: family.compare(conversations), conversations, family.trial)
+        return row | {"video": video_result(family, Path(folder), row["result"])}
+
+
+def _tried(
+    family: Family, compare: Callable[[], int], conversations: int, trial: Callable[[], dict[str, str]]
+) -> dict[str, str]:
+    """Result and reason of a comparison with the processor and a comparison with the model."""
+    try:
+        if 2 * (accepted := compare()) < conversations:
+            reason = f"only {accepted} of {conversations} conversations are accepted"
+            return {"result": "not tested", "reason": reason}
+    except ValueError as error:
+        return {"result": "wrong", "reason": line(error)}
+    try:
+        return trial()
+    except Exception as error:
+        if "packed sequences apart without" in str(error):
+            return {"result": "kernel", "reason": str(error).split("without `")[1].split("`")[0]}
+        return {"result": "not tested", "reason": f"the tiny model: {line(error)}"}
+
+
+def video_result(family: Family, folder: Path, of_images: str) -> str:
+    """Try videos: the result, `refused: REASON`, or `none` if the family has the frames of a video as images."""
+    vision = family.encoder.vision
+    if getattr(vision, "takes_clips", False):
+        vision.video_problem = ""  # tried whatever the last result says
+    if vision.video_problem:
+        return f"refused: {vision.video_problem.split('not supported, ')[1].split('. Pass the frames')[0]}"
+    if vision.video_token is None:
+        return "none"
+    found = _tried(
+        family,
+        lambda: family.compare_videos(folder),
+        2 * len(_CLIPS),
+        lambda: family.trial("sdpa", _VIDEO_ROW, folder),
+    )
+    if found["result"] in ("packed", of_images):
+        return of_images  # rows of several samples are refused for videos as they are for images
+    untested = "its model is not tested: " if found["result"] == "not tested" else ""
+    return f"refused: {untested}{found['reason']}"
 
 
 def main() -> None:
@@ -267,7 +363,13 @@ def main() -> None:
     def run(model_type: str) -> dict[str, str]:
         row = bounded(row_of, (model_type, options.conversations), seconds=SECONDS, gigabytes=GIGABYTES)
         if isinstance(row, str):
-            row = {"model_type": model_type, "processor": "", "result": "not tested", "reason": row}
+            row = {
+                "model_type": model_type,
+                "processor": "",
+                "result": "not tested",
+                "reason": row,
+                "video": "not tested",
+            }
         print(json.dumps(row), flush=True)
         return row
 
@@ -276,8 +378,10 @@ def main() -> None:
     before = {row["model_type"]: row for row in json.loads(DATA.read_text(encoding="utf-8"))["families"]}
     print(", ".join(f"{result} {count}" for result, count in Counter(row["result"] for row in rows).most_common()))
     if options.check:
-        results = {name: row["result"] for name, row in before.items()}
-        changed = [row["model_type"] for row in rows if results.get(row["model_type"]) != row["result"]]
+        results = {name: (row["result"], row.get("video")) for name, row in before.items()}
+        changed = [
+            row["model_type"] for row in rows if results.get(row["model_type"]) != (row["result"], row["video"])
+        ]
         raise SystemExit(f"other results than in {DATA.name}: {', '.join(changed)}" if changed else 0)
     found = before | {row["model_type"]: row for row in rows}
     order = [name for name in tiny_families.types() if name in found]

@@ -95,10 +95,16 @@ def vision_families() -> str:
     rows = json.loads(file.read_text(encoding="utf-8"))["families"]
     order = ("packed", "one sample", "kernel", "refused", "wrong", "not tested")
     cells = [
-        [f"`{row['model_type']}`", row["processor"] and f"`{row['processor']}`", row["result"], _plain(row["reason"])]
+        [
+            f"`{row['model_type']}`",
+            row["processor"] and f"`{row['processor']}`",
+            row["result"],
+            _plain(row["reason"]),
+            _plain(row.get("video", "not tested")),
+        ]
         for row in sorted(rows, key=lambda row: order.index(row["result"]))
     ]
-    return _table(["model type", "processor", "result", "reason"], cells)
+    return _table(["model type", "processor", "result", "reason", "videos"], cells)
 
 
 def _plain(text: str) -> str:

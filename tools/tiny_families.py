@@ -30,6 +30,10 @@ from transformers.models.auto import (
     video_processing_auto,
 )
 from transformers.utils import is_torchvision_available
+from transformers.video_utils import VideoMetadata
+
+Video = tuple[Any, float]
+"""All frames of a video, uint8 (frames, height, width, 3), and its frames per second."""
 
 DEMO_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"  # in the chat template of energon_packed.demo
 _SIDE = {"height": 56, "width": 56}
@@ -75,10 +79,12 @@ _GEMMA3 = {
 _GEMMA4 = {
     "tokens": {"audio_token": "<audio_soft_token>", "boa_token": "<start_of_audio>", "eoa_token": "<end_of_audio>"},
     "images": {"max_soft_tokens": 70},
+    "videos": {"num_frames": 8},
 }
 _MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
 _INTERNVL = {
     "images": {"size": _SIDE},
+    "videos": {"size": _SIDE},
     "processor": {"image_seq_length": 4},
     "tokens": {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>"},
     "config": _PAIRS,
@@ -161,7 +167,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dots3_note": {
         "images": {"temporal_patch_size": 1},
-        "videos": {"temporal_patch_size": 1},
+        "videos": {"temporal_patch_size": 1, "patch_size": 14},
         "config": {
             "vision_config.num_attention_heads": 4,
             "audio_config.adapter_input_size": 160,
@@ -179,7 +185,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vq_config.codebook_size": 8},
     },
     "ernie4_5_vl_moe": {
-        "videos": {"draw_on_frames": False},
+        "videos": {"draw_on_frames": False, "num_frames": 16},
         "config": {**_QWEN2["config"], "text_config.head_dim": 16, **_mrope(3, 3, 2)},
     },
     "exaone4_5": {"config": {**_WINDOWS["config"], "vision_config.num_key_value_heads": 2}},
@@ -260,9 +266,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "llava": _LLAVA,
     "llava_next": _LLAVA_NEXT,
-    "llava_next_video": _LLAVA_NEXT,
+    "llava_next_video": {**_LLAVA_NEXT, "videos": _CROPPED},
     "llava_onevision": {
         "images": {"size": _SIDE, "image_grid_pinpoints": _PINPOINTS},
+        "videos": {"size": _SIDE},
         "processor": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
         "config": {**_TOWER, "image_grid_pinpoints": _PINPOINTS},
     },
@@ -308,6 +315,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "perception_lm": {
         "images": {"size": _SIDE, "tile_size": 56},
+        "videos": {"size": _SIDE},
         "processor": {"patch_size": 14},
         "config": {
             "projector_pooling_ratio": 2,
@@ -359,14 +367,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "text_config.indexer_compress_ratio": 4,
         },
     },
-    "smolvlm": _IDEFICS3,
+    "smolvlm": {
+        **_IDEFICS3,
+        "videos": {"size": {"longest_edge": 56}, "max_image_size": {"longest_edge": 56}, "num_frames": 8, "fps": 2},
+    },
     "step3p7": {
         "images": {"size": {"height": 224, "width": 224}, "patch_size": 112},
         "config": {"vision_config.image_size": 224, "text_config.sliding_window": 16},
     },
     "unlimited_ocr": {"config": {"vision_config.sam_config.num_attention_heads": 1}},
     "video_llama_3": {"config": {"vision_config.patch_size": 14}},
-    "video_llava": _LLAVA,
+    "video_llava": {**_LLAVA, "videos": _CROPPED},
     "vipllava": {**_LLAVA, "config": {**_TOWER, "vision_feature_layer": [-2, -1]}},
 }
 
@@ -445,6 +456,9 @@ def build_processor(model_type: str, text_tokenizer: Path) -> Any:
             else:
                 settings = family.get({"image_processor": "images", "video_processor": "videos"}.get(part, part), {})
                 parts[part] = getattr(transformers, _part_class(part, model_type, name))(**settings)
+        videos = parts.get("video_processor")
+        if videos is not None and getattr(videos, "num_frames", None) is None and getattr(videos, "fps", None) is None:
+            videos.num_frames = 8  # published folders have a number or a rate
         return processor_class(**parts, **family.get("processor", {}))
     except (ImportError, AttributeError, TypeError, KeyError) as error:
         line = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -456,18 +470,32 @@ def image_text(model_type: str, processor: Any) -> str:
     return str(_processor_family(model_type).get("text", getattr(processor, "image_token", "")))
 
 
-def model_inputs(model_type: str, processor: Any, text: str, images: list[Image.Image]) -> dict[str, Any]:
-    """Return the output of the processor as inputs of the model, with float32 tensors."""
+def model_inputs(
+    model_type: str, processor: Any, text: str, images: list[Image.Image], videos: list[Video] | None = None
+) -> dict[str, Any]:
+    """Return the output of the processor as inputs of the model, with float32 tensors.
+
+    The processor gets all frames of the videos, and selects some of them.
+    """
     family = _processor_family(model_type)
     settings, (head, tail) = family.get("call", {}), family.get("added", (0, 0))
-    media = {"images": images} if images else {}
+    media: dict[str, Any] = {"images": images} if images else {}
+    if videos:
+        media |= {"videos": [frames for frames, _ in videos], "do_sample_frames": True, "return_metadata": True}
+        media["video_metadata"] = [_metadata(frames, fps) for frames, fps in videos]
     inputs = processor(text=[text], add_special_tokens=False, return_tensors="pt", **media, **settings)
+    inputs.pop("video_metadata", None)
     length = inputs["input_ids"].shape[1]
     for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
         if name in inputs:
             inputs[name] = inputs[name][:, head : length - tail]
     floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return {name: value.float() if name in floats else value for name, value in inputs.items()}
+
+
+def _metadata(frames: Any, fps: float) -> VideoMetadata:
+    count, height, width, _ = frames.shape
+    return VideoMetadata(total_num_frames=count, fps=fps, width=width, height=height, duration=count / fps)
 
 
 def build_model(model_type: str, processor: Any, attention: str = "sdpa") -> Any:

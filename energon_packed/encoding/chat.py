@@ -124,6 +124,7 @@ class ChatEncoder(Processor):
                 self.parts,
                 image_token=vision.template_token if vision else None,
                 audio_token=audio.token if audio else None,
+                video_token=vision.video_token if vision and vision.takes_clips else None,
             ),
             placeholder=vision.placeholder if vision else None,
             video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
@@ -473,7 +474,8 @@ class ChatEncoder(Processor):
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:
-                    rendered[index] = self.renderer.render(conversation)
+                    edges = [run.edges for run in media[index].runs if run.is_video]
+                    rendered[index] = self.renderer.render(conversation, edges)
                 except RecordError as error:
                     rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)
@@ -533,6 +535,13 @@ class ChatEncoder(Processor):
                 ]
         batch = batch.scaled([conversation.weight for conversation in conversations])
         batch, rejects = self.rules.check(batch, images, videos, spoken, in_vocabulary=in_vocabulary)
+        for index, conversation in enumerate(conversations):
+            if (
+                conversation.videos
+                and self.vision is not None
+                and (problem := self.vision.media_problem(conversation))
+            ):
+                rejects.setdefault(index, Reject(Reason.UNSUPPORTED_MEDIA, problem))
         for index in self._joined_images(conversations, batch):
             detail = "two images without a token between them, which its model cannot separate; add text between them"
             rejects.setdefault(index, Reject(Reason.UNSUPPORTED_MEDIA, detail))
@@ -543,18 +552,22 @@ class ChatEncoder(Processor):
         return batch, rejects
 
     def _joined_images(self, conversations: Sequence[Conversation], batch: TokenBatch) -> list[int]:
-        """Conversations with two images next to each other, for models whose positions need a token between them."""
-        if self.vision is None or self.vision.adjacent_images or not any([len(c.images) > 1 for c in conversations]):
+        """Conversations with two images or videos side by side, if positions of the model need a token between."""
+        if self.vision is None or self.vision.adjacent_images:
             return []
-        is_image = batch.input_ids == self.image_token_id
-        is_pair = np.flatnonzero(is_image[1:] & is_image[:-1]) + 1
+        if not any([len(c.images) > 1 or len(c.videos) > 1 for c in conversations]):
+            return []
+        ids, tokens = batch.input_ids, [self.image_token_id, self.rules.video_token_id]
+        is_media = np.isin(ids, [token for token in tokens if token is not None])
+        is_pair = np.flatnonzero(is_media[1:] & (ids[1:] == ids[:-1])) + 1
         found = np.unique(np.searchsorted(batch.cu_seqlens, is_pair[~np.isin(is_pair, batch.cu_seqlens)], "right") - 1)
         return [index for index in found.tolist() if conversations[index].input_ids is None]
 
     def _features(self, size: MediaSize, *, is_video: bool) -> int:
         """Number of image tokens, or of video tokens, that the media of a conversation need."""
         token = self.rules.video_token_id if is_video else self.image_token_id
-        return sum([run.features(token) for run in size.runs if run.is_video == is_video])
+        # In some families, image tokens are in the runs of videos.
+        return sum([run.features(token) for run in size.runs if run.is_video == is_video or run.make is not None])
 
     def _expanded(
         self,

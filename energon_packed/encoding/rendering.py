@@ -8,6 +8,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from energon_packed.encoding.completeness import Messages, check_rendered, turn_places
@@ -61,14 +62,18 @@ class Renderer:
     audio_placeholder: str | None = None
     special: SpecialText | None = None
 
-    def render(self, conversation: Conversation) -> Rendered:
+    def render(self, conversation: Conversation, edges: Sequence[tuple[str, str]] = ()) -> Rendered:
         """Render messages or a document.
+
+        Args:
+            conversation: messages or a document.
+            edges: text before and after the placeholder of each video, in order.
 
         Raises:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
         """
         escaped = self.escaped(conversation)
-        rendered = self.with_placeholders(self.by_template(escaped), escaped)
+        rendered = self._with_edges(self.with_placeholders(self.by_template(escaped), escaped), edges)
         return rendered if escaped is conversation else rendered._replace(text=EscapedText(rendered.text))
 
     def with_placeholders(self, rendered: Rendered, conversation: Conversation) -> Rendered:
@@ -76,15 +81,16 @@ class Renderer:
         token, placeholder = self.template.image_token, self.placeholder
         if not (self._has_parts(conversation) and token and placeholder and token != placeholder):
             return rendered
-        starts = [match.start() for match in re.finditer(re.escape(token), rendered.text)]
-        growth = len(placeholder) - len(token)
-        spans = None
-        if rendered.spans is not None:
-            spans = [
-                (start + growth * bisect_left(starts, start), end + growth * bisect_left(starts, end))
-                for start, end in rendered.spans
-            ]
-        return rendered._replace(text=rendered.text.replace(token, placeholder), spans=spans)
+        return _replaced(rendered, token, [placeholder] * rendered.text.count(token))
+
+    def _with_edges(self, rendered: Rendered, edges: Sequence[tuple[str, str]]) -> Rendered:
+        """Write the text around each video; it differs between videos, for example by their times."""
+        token = self.template.video_token
+        # Another number of tokens: the text contains the token itself, and the record will be rejected.
+        if not any([before or after for before, after in edges]) or rendered.text.count(token or "") != len(edges):
+            return rendered
+        assert token is not None, "families without videos have no edges"
+        return _replaced(rendered, token, [f"{before}{token}{after}" for before, after in edges])
 
     def _has_parts(self, conversation: Conversation) -> bool:
         """Whether the template gets the images of this conversation as content parts."""
@@ -93,6 +99,10 @@ class Renderer:
     def _has_audio_parts(self, conversation: Conversation) -> bool:
         """Whether the template gets the audio files of this conversation as content parts."""
         return bool(conversation.audios) and conversation.text is None and self.template.needs_audio_parts
+
+    def _has_video_parts(self, conversation: Conversation) -> bool:
+        """Whether the template gets the videos of this conversation as content parts."""
+        return bool(conversation.videos) and conversation.text is None and self.template.needs_video_parts
 
     def escaped(self, conversation: Conversation) -> Conversation:
         """Return the conversation as it is rendered: with its special tokens escaped."""
@@ -121,7 +131,7 @@ class Renderer:
         if any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
         # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
-        has_parts = self._has_parts(conversation) or self._has_audio_parts(conversation)
+        has_parts = any([has(conversation) for has in (self._has_parts, self._has_audio_parts, self._has_video_parts)])
         is_plain = not (conversation.tools or any(extras) or has_parts)
         joined = self.template.join(roles, self.contents(conversation)) if is_plain else None
         if joined is not None:
@@ -211,13 +221,29 @@ class Renderer:
             assert text is not None, "without a vision family, images are rejected earlier"
             contents = [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
         if conversation.videos and self.video_placeholder is not None:
-            contents = [content.replace(VIDEO_PLACEHOLDER, self.video_placeholder) for content in contents]
+            text = self.template.video_token if self._has_video_parts(conversation) else self.video_placeholder
+            assert text is not None, "only a template with a video token needs parts"
+            contents = [content.replace(VIDEO_PLACEHOLDER, text) for content in contents]
         if conversation.audios:
             has_parts = self._has_audio_parts(conversation)
             text = self.template.audio_token if has_parts else self.audio_placeholder
             assert text is not None, "without an audio family, audio is rejected earlier"
             contents = [content.replace(AUDIO_PLACEHOLDER, text) for content in contents]
         return list(contents)
+
+
+def _replaced(rendered: Rendered, token: str, texts: Sequence[str]) -> Rendered:
+    """Replace each occurrence of a token by its text, and move the spans."""
+    starts = [match.start() for match in re.finditer(re.escape(token), rendered.text)]
+    growth = list(accumulate([len(text) - len(token) for text in texts], initial=0))
+    spans = None
+    if rendered.spans is not None:
+        spans = [
+            (start + growth[bisect_left(starts, start)], end + growth[bisect_left(starts, end)])
+            for start, end in rendered.spans
+        ]
+    following = iter(texts)
+    return rendered._replace(text=re.sub(re.escape(token), lambda _: next(following), rendered.text), spans=spans)
 
 
 def _with_rest(size: int, weighted: Sequence[tuple[Span, float]]) -> list[tuple[Span, float]]:

@@ -168,7 +168,9 @@ class EncodedSample:
 
     @property
     def num_videos(self) -> int:
-        """Number of video files with a grid; families without a video token count their frames as images."""
+        """Number of video files; families without a video token count their frames as images."""
+        if self.vision_inputs is not None:
+            return self.vision_inputs.videos
         return 0 if self.video_grid_thw is None else len(self.video_grid_thw)
 
     @property

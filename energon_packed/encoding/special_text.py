@@ -42,7 +42,7 @@ from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
-from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, Conversation, Message
+from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation, Message
 
 ESCAPE_BASE = 0xF0000
 """Character that replaces the first control token; consecutive characters replace the others (Unicode, Supplementary
@@ -337,8 +337,9 @@ def control_tokens_of(
 
 
 def control_tokens(tokens: Sequence[str]) -> tuple[str, ...]:
-    """Tokens in a fixed order, without `<image>`, which represents an image in every record."""
-    return tuple(sorted({token for token in tokens if token and token not in (IMAGE_PLACEHOLDER, AUDIO_PLACEHOLDER)}))
+    """Tokens in a fixed order, without `<image>`, `<audio>` and `<video>`, which represent media in every record."""
+    media = (IMAGE_PLACEHOLDER, AUDIO_PLACEHOLDER, VIDEO_PLACEHOLDER)
+    return tuple(sorted({token for token in tokens if token and token not in media}))
 
 
 def token_pattern(tokens: Sequence[str]) -> re.Pattern[str]:

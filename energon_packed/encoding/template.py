@@ -95,21 +95,26 @@ class ChatTemplate:
     Attributes:
         source: the Jinja source, or None.
         image_token: text that the template writes for a content part of type `image`; None without images.
-        audio_token: the same of the type `audio`.
+        audio_token, video_token: the same of the types `audio` and `video`.
         is_tagged: the template has `{% generation %}` tags.
     """
 
     def __init__(
-        self, tokenizer: TokenizerParts, *, image_token: str | None = None, audio_token: str | None = None
+        self,
+        tokenizer: TokenizerParts,
+        *,
+        image_token: str | None = None,
+        audio_token: str | None = None,
+        video_token: str | None = None,
     ) -> None:
         """Analyze the template of a tokenizer.
 
         Args:
             tokenizer: its template, special tokens and added tokens.
             image_token: text that the template writes for a content part of type `image`; None without images.
-            audio_token: the same of the type `audio`.
+            audio_token, video_token: the same of the types `audio` and `video`.
         """
-        self.image_token, self.audio_token = image_token, audio_token
+        self.image_token, self.audio_token, self.video_token = image_token, audio_token, video_token
         self.source = tokenizer.chat_template
         self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
         self._dated = _with_fixed_date(self.source or "")
@@ -349,9 +354,14 @@ class ChatTemplate:
         return self._needs_parts(self.audio_token, "audio")
 
     @cached_property
+    def needs_video_parts(self) -> bool:
+        """Whether videos must be content parts: GLM-4.1V's template writes tags around a video."""
+        return self._needs_parts(self.video_token, "video")
+
+    @cached_property
     def media_tokens(self) -> tuple[str, ...]:
-        """Tokens of images and audio files in contents."""
-        return tuple(token for token in (self.image_token, self.audio_token) if token)
+        """Tokens of images, audio files and videos in contents."""
+        return tuple(token for token in (self.image_token, self.audio_token, self.video_token) if token)
 
     @property
     def _parts(self) -> dict[str, str]:
@@ -359,6 +369,8 @@ class ChatTemplate:
         parts = {self.image_token: "image"} if self.image_token and self.needs_image_parts else {}
         if self.audio_token and self.needs_audio_parts:
             parts[self.audio_token] = "audio"
+        if self.video_token and self.needs_video_parts:
+            parts[self.video_token] = "video"
         return parts
 
     def _needs_parts(self, token: str | None, kind: str) -> bool:

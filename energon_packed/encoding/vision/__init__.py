@@ -1,7 +1,8 @@
 """Images of a model family: image files and settings -> token counts, pixels and positions.
 
 families.py     VisionFamily and the built-in families
-processors.py   families that are supported through a Transformers processor
+processors.py   images of families that are supported through a Transformers processor
+processor_videos.py  videos of these families
 model_class.py  class of a model, by its config.json: argument names, M-RoPE positions
 settings.py     processor folder and settings -> VisionFamily
 images.py       image file -> size (from the header) or RGB pixels

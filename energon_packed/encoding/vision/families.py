@@ -38,7 +38,7 @@ from energon_packed.encoding.vision.video_sampling import (
     uniform_indices,
 )
 from energon_packed.errors import ConfigError, Reason, RecordError
-from energon_packed.records import IMAGE_PLACEHOLDER, FrameSelection
+from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, FrameSelection
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -66,8 +66,9 @@ class VisionFamily(ABC):
         reserved: tokens that text must not contain.
         needs: what the model needs of a row with images, or None.
         takes_patch_positions: whether the vision tower uses patch positions; otherwise they are only validated.
-        adjacent_images: whether the positions of two images without a token between them are right.
+        adjacent_images: whether the positions of two images, or two videos, without a token between them are right.
         gap: pattern of text after an image that gets a space in front; "" for none.
+        takes_clips: `preprocess` gets videos with all their frames, as `Clip`, among the images of a sample.
         writes_timestamps: whether `fps` of a record with images becomes timestamps in its text.
         patch_size, default_merge, temporal_patch_size, image_mean, image_std, min_pixels, max_pixels: used if there is
             no processor folder; limits as in the preprocessor_config.json of the published models.
@@ -98,6 +99,7 @@ class VisionFamily(ABC):
     takes_patch_positions: ClassVar[bool] = False
     adjacent_images: bool = True
     gap: str = ""
+    takes_clips: bool = False
     writes_timestamps: ClassVar[bool] = False
     patch_size: ClassVar[int] = 14
     default_merge: ClassVar[int] = 2
@@ -183,8 +185,8 @@ class VisionFamily(ABC):
         """Return the tokens of the images of a sample, in the order of the text; some families write their indices."""
         return runs
 
-    def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
-        """Return pixels and tokens of all images of a sample, RGB images."""
+    def preprocess(self, images: "Iterable[Any]") -> Pixels:
+        """Return pixels and tokens of all images of a sample, RGB images, and with `takes_clips` of its videos."""
         return self._with_runs(*self.pixels(list(images)))
 
     def smallest(self) -> Pixels:
@@ -265,6 +267,8 @@ class VisionFamily(ABC):
             if resized is not None and resized[0] * resized[1] > MAX_FRAME_PIXELS:
                 detail = f"frames resized to {resized[1]}x{resized[0]} have more than {MAX_FRAME_PIXELS:,} pixels"
                 raise ValueError(f"{detail}. Lower `min_pixels` or `max_pixels` of the video")
+        except ConfigError:
+            raise
         except ValueError as error:
             raise RecordError(Reason.UNSUPPORTED_VIDEO, str(error)) from error
         times = np.asarray(info.timestamps, dtype=np.float64)
@@ -284,6 +288,10 @@ class VisionFamily(ABC):
             resized=resized,
             settings=resolved.plain(),
         )
+
+    def media_problem(self, conversation: Conversation) -> str:
+        """Reason why the media of a conversation cannot be in the same sample, or ""."""
+        return ""
 
     def check_selection(self, frames: FrameSelection) -> None:
         """Check that stored frames have a size that this family can use.

@@ -31,7 +31,7 @@ from PIL import Image
 
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
 from energon_packed.encoding.vision.images import check_as_jpeg, load_image, read_header
-from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
+from energon_packed.encoding.vision.positions import Clip, ImageRun, Int64, Pixels
 from energon_packed.encoding.vision.timestamps import has_timestamps, with_timestamps
 from energon_packed.encoding.vision.video_file import decode_frames, read_video_info
 from energon_packed.errors import ConfigError, Reason, RecordError
@@ -367,7 +367,7 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     vision.check_decided()
     videos = [(video, _selected(vision, video)[0]) for video in conversation.videos]
     frames = [selection for _, selection in videos]
-    if vision.video_token is None:
+    if vision.video_token is None or vision.takes_clips:
         # Frames and images are preprocessed in one call: in some families, tensors depend on all images of a sample.
         ordered: list[_Medium] = _in_text_order(conversation, conversation.images, [[video] for video in videos])
         pixels = replace(vision.preprocess(_decoded(vision, ordered)), frames=frames)
@@ -395,11 +395,17 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     )
 
 
-def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.Image]:
-    """Yield images, and the frames of videos as images."""
+def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.Image | Clip]:
+    """Yield images, and videos as clips, or their frames as images."""
     for item in media:
         if isinstance(item, tuple):
             video, frames = item
+            if vision.takes_clips:
+                pixels = np.empty((len(frames.indices), frames.height, frames.width, 3), dtype=np.uint8)
+                for slot, frame in zip(pixels, video_frames(video, frames), strict=True):
+                    slot[...] = frame
+                yield Clip(frames, pixels)
+                continue
             yield from (vision.frame_image(frames, pixels) for pixels in video_frames(video, frames))
             continue
         image = load_image(item)

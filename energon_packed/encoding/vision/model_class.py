@@ -71,13 +71,34 @@ class ModelClass:
                 return cls(config, found[0] if isinstance(found, tuple) else found)
         return None
 
-    def position_ids(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64 | None:
+    @property
+    def video_problem(self) -> str:
+        """Reason why positions of videos cannot be computed, or ""."""
+        if not self.position_axes:
+            return ""
+        taken = inspect.signature(self._positions.get_rope_index).parameters
+        name = type(self._positions).__name__
+        if "video_grid_thw" not in taken:
+            return f"{name} computes positions without video_grid_thw"
+        seconds = [argument for argument in taken if "second" in argument]
+        return f"{name} computes positions with {seconds[0]}" if seconds else ""
+
+    def position_ids(
+        self,
+        input_ids: Int64,
+        image_token_id: int,
+        grids: Int64,
+        video_grids: Int64 = NO_IMAGES,
+        types: Int64 | None = None,
+    ) -> Int64 | None:
         """Positions of a sample by the model's `get_rope_index`, int64 (axes, L); None for positions 0..L-1.
 
         Args:
             input_ids: int64 (L,).
             image_token_id: token that represents image features.
             grids: int64 (images, 3), patches of each image in time, height and width; or the tensor `grids`.
+            video_grids: int64 (videos, 3), patches of each video.
+            types: int64 (L,), 1 for tokens of images and 2 for tokens of videos; None without videos.
 
         Raises:
             RecordError: `unsupported_media`, if the function cannot separate the images, such as images without any
@@ -86,18 +107,28 @@ class ModelClass:
         if self._positions is None:
             return None
         try:
-            return self._rope_index(input_ids, image_token_id, grids)
-        except (ValueError, RuntimeError, StopIteration, IndexError) as error:
+            return self._rope_index(input_ids, image_token_id, grids, video_grids, types)
+        except (ValueError, RuntimeError, StopIteration, IndexError, TypeError) as error:
             detail = f"{type(self._positions).__name__} has no positions for this sample: {error}"
             raise RecordError(Reason.UNSUPPORTED_MEDIA, " ".join(detail.split())[:300]) from error
 
-    def _rope_index(self, input_ids: Int64, image_token_id: int, grids: Int64) -> Int64:
+    def _rope_index(
+        self,
+        input_ids: Int64,
+        image_token_id: int,
+        grids: Int64,
+        video_grids: Int64 = NO_IMAGES,
+        types: Int64 | None = None,
+    ) -> Int64:
         import torch
 
         taken = inspect.signature(self._positions.get_rope_index).parameters
         arguments: dict[str, Any] = {self.grids: torch.from_numpy(grids) if len(grids) else None}
+        if len(video_grids):
+            arguments["video_grid_thw"] = torch.from_numpy(video_grids)
         if "mm_token_type_ids" in taken:
-            arguments["mm_token_type_ids"] = torch.from_numpy((input_ids == image_token_id).astype(np.int32))[None]
+            types = input_ids == image_token_id if types is None else types
+            arguments["mm_token_type_ids"] = torch.from_numpy(types.astype(np.int32))[None]
         if "attention_mask" in taken:
             arguments["attention_mask"] = torch.ones((1, len(input_ids)), dtype=torch.int64)
         positions, _ = self._positions.get_rope_index(torch.from_numpy(input_ids)[None], **arguments)

@@ -24,7 +24,7 @@ second of its model. The text after it starts at start + max(height, width) too,
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
 Int64 = npt.NDArray[np.int64]
+UInt8 = npt.NDArray[np.uint8]
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 NO_IMAGES: Int64 = np.zeros((0, 3), dtype=np.int64)
@@ -50,11 +51,13 @@ class VisionInputs:
         values: tensors by argument, as the family's processor returns them; it may leave out some of `dims`.
         dims: dimension along which each tensor is joined; all others are padded with zeros to the largest.
         images: number of images.
+        videos: number of videos.
     """
 
     values: "dict[str, torch.Tensor]"
     dims: dict[str, int]
     images: int
+    videos: int = 0
 
     @classmethod
     def joined(cls, parts: "Sequence[VisionInputs]") -> "tuple[dict[str, torch.Tensor], list[dict[str, Place]]]":
@@ -83,6 +86,18 @@ class VisionInputs:
         return rows, places
 
 
+class Clip(NamedTuple):
+    """A video with its decoded frames.
+
+    Attributes:
+        frames: the selection.
+        pixels: RGB, uint8 (frames, height, width, 3).
+    """
+
+    frames: FrameSelection
+    pixels: UInt8
+
+
 @dataclass(frozen=True, slots=True)
 class ModelNeeds:
     """What a model needs of a row with images, besides positions and boundaries.
@@ -106,8 +121,8 @@ class ImageRun:
             function, because the planner needs only lengths, and the ids of some families cost a call of their
             processor.
         is_video: they are the tokens of a video.
-        edges: plain text before and after the image, if it depends on the image; part of the text of the conversation,
-            as a tokenizer may merge it with the text around.
+        edges: plain text before and after them, if it depends on the image or video; part of the text of the
+            conversation, as a tokenizer may merge it with the text around.
     """
 
     length: int

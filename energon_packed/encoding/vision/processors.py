@@ -1,4 +1,4 @@
-"""ProcessorVision: a VisionFamily for any Transformers processor of text with images.
+"""ProcessorImages: the images of `ProcessorVision`, by any Transformers processor of text with images.
 
     processor(text of images, images)    ─►  text of each image, tensors for the model           (encode)
     _get_num_multimodal_tokens(sizes)    ─►  number of tokens of each image                      (measure)
@@ -53,11 +53,11 @@ if TYPE_CHECKING:
 
 _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150), (64, 64))  # (height, width) in pixels
 _CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format interprets as a number of channels
-_CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
+CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
-_OF_TEXT = {"input_ids", "attention_mask", "text_replacement_offsets"}
+OF_TEXT = {"input_ids", "attention_mask", "text_replacement_offsets"}
 # Types of tokens by the argument of the model. M-RoPE models compute positions from the second one.
-_OF_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
+OF_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
 @cache
@@ -68,8 +68,8 @@ def trials() -> list[dict[str, str]]:
     return rows
 
 
-class ProcessorVision(VisionFamily):
-    """Preprocess images with a Transformers processor; used for folders that no registered family matches.
+class ProcessorImages(VisionFamily):
+    """Preprocess images with a Transformers processor.
 
     Attributes:
         processor: the Transformers processor.
@@ -109,9 +109,8 @@ class ProcessorVision(VisionFamily):
         self._feature = feature
         self._constant = self._formula_constant(ids)
         self._joins_samples = True
-        self._number: tuple[str, str] | None = (
-            None  # text of an image up to its index in the sample, and the tag after it
-        )
+        # Text of an image up to its index in the sample, and the tag after it.
+        self._number: tuple[str, str] | None = None
         self._dims = self._joins({size: out for size, (out, _) in outputs.items()})
         self._set_needs({name for out, _ in outputs.values() for name in out})
         self.gap = self._gap()
@@ -123,7 +122,7 @@ class ProcessorVision(VisionFamily):
         self.warnings = self._notices(seconds)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ProcessorVision":
+    def from_folder(cls, folder: Path) -> "ProcessorImages":
         """Load the processor of a model folder.
 
         Raises:
@@ -165,7 +164,7 @@ class ProcessorVision(VisionFamily):
         length = run.length - len(zero) + len(own)
         return replace(run, length=length, make=lambda: np.concatenate([own, make()[len(zero) :]]))
 
-    def preprocess(self, images: "Iterable[Image.Image]") -> Pixels:
+    def preprocess(self, images: "Iterable[Any]") -> Pixels:
         """Return tokens and vision tower arguments for all images of a sample.
 
         Raises:
@@ -243,7 +242,7 @@ class ProcessorVision(VisionFamily):
             detail = f"{width}x{height} pixels: Transformers reads a height of {height} for color channels"
             raise RecordError(Reason.CORRUPT_IMAGE, detail)
         if size not in self._sizes:
-            _bound(self._sizes, _KEPT_SIZES)
+            bound(self._sizes, _KEPT_SIZES)
             # Without a formula that is right for all sizes, each new size is processed once.
             if self._constant is None or self._has_own_edges:
                 text = self._text_of(height, width)
@@ -299,11 +298,11 @@ class ProcessorVision(VisionFamily):
         )
         if "text_replacement_offsets" not in out:
             texts = self._between(mark, np.asarray(out["input_ids"][0]))
-            return {name: _tensor(value, torch) for name, value in out.items()}, texts
+            return {name: to_tensor(value, torch) for name, value in out.items()}, texts
         # Without a replacement, the text of an image has all its tokens already.
         replaced = next(iter(out.pop("text_replacement_offsets")), [{"text": "", "replacement": ""}] * len(images))
         texts = [self.template_token.replace(found["text"], found["replacement"]) for found in replaced]
-        return {name: _tensor(value, torch) for name, value in out.items()}, texts
+        return {name: to_tensor(value, torch) for name, value in out.items()}, texts
 
     def _between(self, mark: str, ids: Int64) -> list[str]:
         """Text of the images between special tokens, from the ids of a processor that does not return it."""
@@ -315,12 +314,14 @@ class ProcessorVision(VisionFamily):
                 raise self._unsupported("it does not return the text of an image, which does not follow from its ids")
         return texts
 
-    def _call(self, text: str, images: "Sequence[Image.Image]", **settings: Any) -> Any:
+    def _call(self, text: str, media: "Sequence[Any]", **settings: Any) -> dict[str, Any]:
         """Output of the processor, as tensors if all images have the same shape."""
+        if media:
+            settings["images"] = list(media)
         try:
-            return self.processor(text=[text], images=list(images), return_tensors="pt", **settings)
+            return dict(self.processor(text=[text], return_tensors="pt", **settings))
         except ValueError:
-            return self.processor(text=[text], images=list(images), **settings)
+            return dict(self.processor(text=[text], **settings))
 
     def _edges(self, text: str) -> tuple[str, str]:
         """Plain text at both ends, which may share a token with the text around it."""
@@ -338,7 +339,7 @@ class ProcessorVision(VisionFamily):
         """Tokens of an image's text, without the plain text at its ends."""
         inner = self._inner(text)
         if inner not in self._ids:
-            _bound(self._ids, _KEPT_TEXTS)
+            bound(self._ids, _KEPT_TEXTS)
             ids = self.processor.tokenizer(inner, add_special_tokens=False)["input_ids"]
             self._ids[inner] = np.array(ids, dtype=np.int64)
         return self._ids[inner]
@@ -358,7 +359,7 @@ class ProcessorVision(VisionFamily):
         noise, so that a wrong dimension cannot go unnoticed. Some tensors exist for images of some sizes only.
         """
         dims: dict[str, int] = {}
-        names = sorted({name for found in outputs.values() for name in found} - _OF_TEXT - set(_OF_TYPES))
+        names = sorted({name for found in outputs.values() for name in found} - OF_TEXT - set(OF_TYPES))
         while names:
             sizes = [size for size, found in outputs.items() if names[0] in found]
             # Two shapes if there are several: tensors of the same shape may join along another dimension.
@@ -406,7 +407,7 @@ class ProcessorVision(VisionFamily):
     def _set_needs(self, outputs: set[str]) -> None:
         """Find the argument of the model for the types of tokens, the tokens of type 1, and whether rows are right."""
         arguments, has_axes = (None, False) if self.model is None else (self.model.arguments, self.model.position_axes)
-        names = [name for name in _OF_TYPES if name in outputs and (arguments is None or name in arguments)]
+        names = [name for name in OF_TYPES if name in outputs and (arguments is None or name in arguments)]
         if has_axes and "mm_token_type_ids" in names:
             names.remove("mm_token_type_ids")  # used for positions only, which the sample has
         if self.model is None and (unknown := sorted({"mm_token_type_ids", "image_grid_thw"} & outputs)):
@@ -450,7 +451,7 @@ class ProcessorVision(VisionFamily):
         """
         tokenizer, run = self.processor.tokenizer, self.image_token_run(*size)
         added = set()
-        for before, after in _CONTEXTS:
+        for before, after in CONTEXTS:
             text = before + self.template_token + after
             expected = self._call(text, [_blank(size)], add_special_tokens=False)
             ids = tokenizer(before + self.placeholder.join(run.edges) + after, add_special_tokens=False)["input_ids"]
@@ -477,11 +478,11 @@ class ProcessorVision(VisionFamily):
             raise self._unsupported("the tokens that it adds at the ends of a text depend on the text")
         self._added = tuple(tokenizer.convert_ids_to_tokens(list(ids)) for ids in added.pop())
 
-    def _trial(self) -> str | None:
+    def _trial(self, column: str = "result") -> str | None:
         """Result of the trial with tiny models of this family, as tools/family_table.py wrote it; None if untested."""
         name = type(self.processor).__name__
         key, value = ("processor", name) if self.model is None else ("model_type", self.model.model_type)
-        found = {row["result"] for row in trials() if row[key] == value}
+        found = {row.get(column) for row in trials() if row[key] == value}
         return found.pop() if len(found) == 1 else None
 
     def _notices(self, seconds: float) -> tuple[str, ...]:
@@ -514,7 +515,7 @@ class ProcessorVision(VisionFamily):
         return ConfigError(f"{type(self.processor).__name__} needs a custom VisionFamily: {reason}")
 
 
-def _bound(cache: dict[Any, Any], limit: int) -> None:
+def bound(cache: dict[Any, Any], limit: int) -> None:
     """Clear a cache that is full; simpler than removing single entries, and rare."""
     if len(cache) >= limit:
         cache.clear()
@@ -541,7 +542,7 @@ def _release() -> str:
     return f"Transformers {installed('transformers')}"
 
 
-def _tensor(value: Any, torch: Any) -> Any:
+def to_tensor(value: Any, torch: Any) -> Any:
     """Convert an array, a list of arrays, or numbers to a tensor; arrays of different sizes are joined in row 0."""
     if isinstance(value, torch.Tensor):
         return value

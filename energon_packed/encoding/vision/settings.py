@@ -13,7 +13,7 @@ from typing import Any
 from energon_packed.encoding.pretrained import find_pretrained
 from energon_packed.encoding.settings import IMAGES, VIDEOS, EncoderSettings
 from energon_packed.encoding.vision.families import Qwen25VLVision, VisionFamily, ambiguous, vision_families
-from energon_packed.encoding.vision.processors import ProcessorVision
+from energon_packed.encoding.vision.processor_videos import ProcessorVision
 from energon_packed.errors import ConfigError
 from energon_packed.libraries import installed
 from energon_packed.options import declared

@@ -233,7 +233,11 @@ class PackedBatch(Batch):
                 "PackedTrainer."
             )
         bounds = self._bounds()
-        has_images = any(self.num_images) or (self.token_type_ids is not None and bool(self.token_type_ids.any()))
+        has_images = (
+            any(self.num_images)
+            or any(self.num_videos)
+            or (self.token_type_ids is not None and bool(self.token_type_ids.any()))
+        )
         if self._needs.one_sample and len(bounds) > 2 and has_images:
             raise BatchError(
                 f"A row with images must have 1 segment for this model family, got {len(bounds) - 1}: Transformers "
@@ -338,10 +342,10 @@ class PackedBatch(Batch):
 
     def _vision_inputs_of(self, index: int) -> VisionInputs | None:
         """Arguments of the vision tower for the images of one sample."""
-        if self.vision_inputs is None or not self.num_images[index]:
+        if self.vision_inputs is None or not self.vision_places[index]:
             return None
         values = {name: self.vision_inputs[name][part] for name, part in self.vision_places[index].items()}
-        return VisionInputs(values, self.vision_dims, self.num_images[index])
+        return VisionInputs(values, self.vision_dims, self.num_images[index], self.num_videos[index])
 
     def _audio_inputs_of(self, index: int) -> VisionInputs | None:
         """Arguments of the audio encoder for one sample."""
@@ -426,6 +430,8 @@ class PackedBatch(Batch):
         videos, video_grids = arguments["pixel_values_videos"], arguments["video_grid_thw"]
         if image is None or video is None or self.patch_positions is not None:
             return arguments
+        if self.vision_inputs is not None:
+            return arguments | self._with_one_token(self.vision_inputs, video)
         if pixels is None or grids is None or videos is None or video_grids is None:
             return arguments
         is_image, is_video = self.input_ids[0] == image, self.input_ids[0] == video
@@ -449,6 +455,20 @@ class PackedBatch(Batch):
             "video_grid_thw": torch.cat([grids, video_grids])[order],
             "second_per_grid_ts": seconds,
         }
+
+    def _with_one_token(self, inputs: dict[str, torch.Tensor], video: int) -> dict[str, torch.Tensor | None]:
+        """Arguments that pass images as videos, if features of both replace the same token, as in GLM-4.1V; else {}.
+
+        Such a model counts this token for images, and again for videos. No sample has both kinds.
+        """
+        kinds = {"pixel_values": "pixel_values_videos", "image_grid_thw": "video_grid_thw"}
+        if any(name not in inputs for pair in kinds.items() for name in pair) or bool((self.input_ids == video).any()):
+            return {}
+        arguments: dict[str, torch.Tensor | None] = dict.fromkeys(kinds)
+        for pair in kinds.items():
+            parts = [inputs[name][place[name]] for place in self.vision_places for name in pair if name in place]
+            arguments[pair[1]] = torch.cat(parts)
+        return arguments
 
     def _thd_metadata(self) -> dict[str, Any]:
         """Boundaries of the samples, as Megatron names them."""
