@@ -5,7 +5,6 @@ torchvision, so `Frames` reduces the frames in their place. The oracle is the pr
 """
 
 import io
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tiny_families import build_processor
 from transformers import Glm4vConfig, PreTrainedTokenizerFast
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
@@ -24,9 +24,6 @@ from energon_packed.demo.videos import write_video
 from energon_packed.errors import RecordError
 from energon_packed.records import VideoReference
 from tests.internals import ModelClass, ProcessorVision, trials
-
-sys.path.append(str(Path(__file__).parents[2] / "tools"))
-from tiny_vision import load_processor
 
 FAMILIES = ("internvl", "llava_onevision", "glm4v")
 GLM = ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
@@ -85,7 +82,7 @@ def processor_of(name: str, text_tokenizer: Path, **settings: Any) -> Any:
             tokenizer = PreTrainedTokenizerFast.from_pretrained(text_tokenizer, extra_special_tokens=list(GLM))
             images = transformers.Glm4vImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 65536})
             return transformers.Glm4vProcessor(images, tokenizer, frames)
-        processor = load_processor(name, text_tokenizer)
+        processor = build_processor(name, text_tokenizer)
         processor.video_processor = frames
         return processor
 

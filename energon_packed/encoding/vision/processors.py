@@ -469,9 +469,9 @@ class ProcessorImages(VisionFamily):
                 )
             own = slice(starts[0], starts[0] + len(actual))
             added.add((tuple(theirs[: own.start].tolist()), tuple(theirs[own.stop :].tolist())))
-            if self.needs is None or (typed := self.token_type_ids(actual)) is None:
+            argument = None if self.needs is None else self.needs.types
+            if argument is None or (typed := self.token_type_ids(actual)) is None:
                 continue
-            argument = self.needs.types
             if np.asarray(expected[argument][0])[own].tolist() != typed.tolist():
                 raise self._unsupported(f"its {argument} do not follow from the token ids")
         if len(added) > 1:
