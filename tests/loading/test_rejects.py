@@ -128,7 +128,7 @@ def test_the_demo_has_the_same_rows(mode: Any, demo: DemoDataset, tokenizer_dir:
     given = {
         "sources": sources,
         "tokenizer": tokenizer_dir,
-        "seq_len": 512,
+        "seq_len": 128,
         "workers": 1,
         "max_reject_rate": 1,
         "pad_multiple": 7,
