@@ -297,11 +297,8 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
         except EnergonPackedError as error:
             text = " ".join(str(error).replace(folder, "").split())
             found = re.search(r"needs a custom VisionFamily: (.*)\)\. Set", text) or re.search(r"\((.*)\)\. Set", text)
-            return row | {
-                "result": "refused",
-                "reason": found[1] if found else text,
-                "video": "refused: as for images",
-            }
+            row |= {"result": "refused", "reason": found[1] if found else text}
+            return row | {"video": "refused: as for images"}
         except Exception as error:
             return row | {"result": "not tested", "reason": line(error), "video": "not tested"}
         row["processor"] = type(family.processor).__name__

@@ -19,11 +19,16 @@ from tiny_families import build_processor
 from transformers import Glm4vConfig, PreTrainedTokenizerFast
 from transformers.video_utils import VideoMetadata, default_sample_indices_fn
 
-from energon_packed import ChatEncoder, ConfigError, Conversation, MediaReference, Message, PaddingFreeCollator
-from energon_packed.demo.videos import write_video
-from energon_packed.errors import RecordError
-from energon_packed.records import VideoReference
-from tests.internals import ModelClass, ProcessorVision, trials
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    Conversation,
+    MediaReference,
+    Message,
+    PaddingFreeCollator,
+    RecordError,
+)
+from tests.internals import ModelClass, ProcessorVision, VideoReference, processor_videos, trials, write_video
 
 FAMILIES = ("internvl", "llava_onevision", "glm4v")
 GLM = ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
@@ -371,7 +376,7 @@ def test_a_video_with_too_many_pixels_is_rejected(
     text_tokenizer_dir: Path, tmp_path: Path, files: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = encoder_of(processor_of("internvl", text_tokenizer_dir), tmp_path)
-    monkeypatch.setattr("energon_packed.encoding.vision.processor_videos._MAX_CLIP_PIXELS", 8 * 64 * 96 - 1)
+    monkeypatch.setattr(processor_videos, "_MAX_CLIP_PIXELS", 8 * 64 * 96 - 1)
     with pytest.raises(
         RecordError, match="unsupported_video: .*8 frames of 96x64 have more than 49,151 pixels. Set `vid"
     ):
