@@ -190,7 +190,7 @@ def test_the_reason_why_a_processor_cannot_be_loaded_is_shown(text_tokenizer_dir
 def test_a_processor_that_does_more_than_images_is_refused(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     """PaliGemma's moves its images to the start and marks the whole text as a prefix."""
     folder = write_processor(tmp_path / "paligemma", "paligemma", text_tokenizer_dir)
-    with pytest.raises(ConfigError, match="PaliGemmaProcessor needs a custom VisionFamily: it returns labels: .* register a V"):
+    with pytest.raises(ConfigError, match="PaliGemmaProcessor .* it returns labels: .* register a V"):
         ChatEncoder.from_pretrained(folder)
 
 
