@@ -55,7 +55,7 @@ _PROBES = ((64, 96), (200, 120), (448, 448), (150, 900), (900, 150), (64, 64))  
 _CHANNELS = (1, 3)  # heights that image_utils.infer_channel_dimension_format interprets as a number of channels
 CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
-OF_TEXT = {"input_ids", "attention_mask", "text_replacement_offsets"}
+OF_TEXT = {"input_ids", "attention_mask"}
 # Types of tokens by the argument of the model. M-RoPE models compute positions from the second one.
 OF_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
@@ -95,6 +95,8 @@ class ProcessorImages(VisionFamily):
         started = time.perf_counter()
         outputs = {size: self._process([_blank(size)]) for size in _PROBES}
         seconds = (time.perf_counter() - started) / len(_PROBES)
+        if any("labels" in out for out, _ in outputs.values()):
+            raise self._unsupported("it returns labels: it writes the prompt and the targets of a sample itself")
         self._texts = {size: texts[0] for size, (_, texts) in outputs.items()}
         edges = {self._edges(text): size for size, text in self._texts.items()}
         # Text around all images is part of the placeholder, other text of the conversation.
