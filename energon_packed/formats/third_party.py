@@ -75,6 +75,11 @@ class LlavaOnevision2Codec(CaptioningCodec):
                 Reason.UNSUPPORTED_FIELD,
                 f"{_READER} trains on every caption, so a turn cannot have a weight; make the other turns a prompt",
             )
+        if any(image.settings for image in conversation.images):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{_READER} has no settings of single images, such as max_pixels; omit `layout`",
+            )
         if conversation.weight != 1:
             raise RecordError(
                 Reason.UNSUPPORTED_FIELD,

@@ -14,7 +14,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.audio import AUDIO_PLACEHOLDER, AUDIO_SUFFIXES, AudioReference, read_audio
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field
-from energon_packed.records.media import ImageRoot, MediaReference
+from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
 from energon_packed.records.unused_fields import unused_fields
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, VideoReference
@@ -34,6 +34,7 @@ _UNREAD = re.compile(
     r"<img>\s*</img>|<image_placeholder>|<ImageHere>|<(?P<bar>\|)?(?P<kind>image|video|audio)[ _]?\d+(?(bar)\|)>"
 )
 _BOXES = re.compile(r"<ref-object>|<bbox>")  # of ms-swift, whose `objects` replace them
+_IMAGE_KNOWN = IMAGE_OBJECT | {*IMAGE_SETTINGS}
 _IMAGE_FIELDS = ("images", "image")
 _VIDEO_FIELDS = ("video", "videos")
 _AUDIO_FIELDS = ("audios", "audio")
@@ -129,8 +130,13 @@ class Media:
         if names:
             self.unlisted += find_unlisted(record, names, label, self.root)
 
-    def add_inline(self, value: Any) -> None:
-        """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`."""
+    def add_inline(self, value: Any, settings: Mapping[str, int] | None = None) -> None:
+        """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`.
+
+        Args:
+            value: the image.
+            settings: settings of the content part, as `read_image_settings`.
+        """
         # `base64` and `url` are types of Anthropic's API; an object without a type is an image object of datasets.
         if isinstance(value, Mapping) and value.get("type") == "base64":
             data, kind = value.get("data"), str(value.get("media_type"))
@@ -138,7 +144,7 @@ class Media:
         elif isinstance(value, Mapping) and value.get("type") == "url":
             value = value.get("url")
         self.unused_fields.update(_unused(value))
-        self.inline.append(MediaReference.from_value(value, self.root))
+        self.inline.append(MediaReference.from_value(value, self.root).with_settings(settings or {}))
 
     def place(self, strings: Sequence[str]) -> list[str]:
         """Replace each `<video>` of frames by an `<image>` for each frame; `images` gets all images in text order.
@@ -261,7 +267,7 @@ def _has_media(value: Any) -> bool:
 
 def _unused(image: Any) -> tuple[str, ...]:
     """List the unused fields of an image object; fields that would change training are rejected."""
-    return unused_fields(image, IMAGE_OBJECT, "an image") if isinstance(image, Mapping) else ()
+    return unused_fields(image, _IMAGE_KNOWN, "an image") if isinstance(image, Mapping) else ()
 
 
 def _data_url(value: Any, kind: str = "image/jpeg") -> str:

@@ -9,6 +9,7 @@ differences from the base class:
         patch_size = 16
 """
 
+import copy
 import json
 import sys
 from abc import ABC
@@ -39,6 +40,7 @@ from energon_packed.encoding.vision.video_sampling import (
 )
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, FrameSelection
+from energon_packed.records.media import IMAGE_SETTINGS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,6 +76,8 @@ class VisionFamily(ABC):
         ambiguous_layouts: pairs (patch size, merge size) that `factor` may mean, if there are several: lengths are
             the same for all of them, pixels are not, so an error is raised when pixels are needed.
         patch_order: order of patches in .npy files: `row`, `block`, or `auto` (by the content of the file).
+        image_options: names of the settings of an image that records can set, of `IMAGE_SETTINGS`. A family that has
+            them returns pixels along the images, which do not depend on each other.
         video_token: token whose run represents a video file; None if its frames are images of the family.
         video_placeholder: text of a video in a conversation, with a single `video_token`.
         videos: settings that select and resize the frames of video files; by default as in the published models.
@@ -107,6 +111,7 @@ class VisionFamily(ABC):
     max_pixels: ClassVar[int] = 28 * 28 * 16384
     ambiguous_layouts: tuple[tuple[int, int], ...] = ()
     patch_order: PatchOrder = "auto"
+    image_options: ClassVar[tuple[str, ...]] = ()
     video_token: ClassVar[str | None] = None
     video_placeholder: ClassVar[str] = ""
     # Without a video processor, there is nothing to be equal to: a frame per second, as many as LLaVA-OneVision has.
@@ -160,6 +165,43 @@ class VisionFamily(ABC):
             max_pixels=processor.size["longest_edge"],
         )
         return resized[0] // side, resized[1] // side
+
+    def with_settings(self, settings: Mapping[str, int]) -> tuple["VisionFamily", tuple[int, int] | None]:
+        """Return the family with the limits of an image that has its own settings.
+
+        Args:
+            settings: settings of the record for the image, by the names of `IMAGE_SETTINGS`.
+
+        Returns:
+            (family, (height, width) to which the image is resized first, or None).
+
+        Raises:
+            RecordError: `unsupported_field`, if the family does not have a setting, or if the limits are invalid.
+        """
+        if not_used := [name for name in settings if name not in self.image_options]:
+            detail = f"{type(self).__name__} has no setting `{not_used[0]}` for an image. Remove it"
+            raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        size, resized = self.image_processor.size, None
+        least = settings.get("min_pixels", int(size["shortest_edge"]))
+        most = settings.get("max_pixels", int(size["longest_edge"]))
+        if "resized_height" in settings:
+            side = int(self.image_processor.patch_size)
+            try:
+                high, wide = self.grid(settings["resized_height"], settings["resized_width"])
+            except ValueError as error:
+                raise RecordError(Reason.UNSUPPORTED_FIELD, f"resized_height and resized_width: {error}") from error
+            resized = high * side, wide * side
+            least = most = resized[0] * resized[1]  # the processor leaves an image of this size as it is
+        if least > most:
+            detail = f"min_pixels of an image must be at most max_pixels {most}, got {least}. Set both for the image"
+            raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        if least > MAX_FRAME_PIXELS:  # memory for the resized image
+            detail = f"min_pixels of an image must be at most {MAX_FRAME_PIXELS:,}, got {least:,}. Lower it"
+            raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        limited, processor = copy.copy(self), copy.copy(self.image_processor)
+        processor.size = type(size)(shortest_edge=least, longest_edge=most)
+        limited.image_processor = processor
+        return limited, resized
 
     def num_tokens(self, patches: int) -> int:
         """Number of tokens of an image with this many patches."""
@@ -487,6 +529,7 @@ class Qwen2VLVision(VisionFamily):
     """
 
     names: ClassVar[tuple[str, ...]] = ("qwen2vl",)
+    image_options = IMAGE_SETTINGS
     video_token = "<|video_pad|>"
     video_placeholder = "<|vision_start|><|video_pad|><|vision_end|>"
     video_options: ClassVar[tuple[str, ...]] = (*FRAME_SETTINGS, *PIXEL_SETTINGS)
@@ -749,6 +792,7 @@ class OnevisionVision(VisionFamily):
 
     takes_patch_positions = True
     writes_timestamps = True
+    image_options = IMAGE_SETTINGS
     temporal_patch_size = 1
     max_pixels = 2000 * 2000
 

@@ -194,7 +194,11 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         detail = "token ids with images and video files, whose order is unknown; pass the frames as images"
         raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
     headers = [read_header(image) for image in conversation.images]
-    image_runs = [vision.image_token_run(header.height, header.width) for header in headers]
+    fitted = [
+        _fitted(vision, image, header.height, header.width)
+        for image, header in zip(conversation.images, headers, strict=True)
+    ]
+    image_runs = [family.image_token_run(*size) for family, size in fitted]
     num_bytes = sum(header.num_bytes for header in headers)
     selected = [_selected(vision, video) for video in conversation.videos]
     frames = [selection for selection, _, _ in selected]
@@ -203,11 +207,11 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     is_timed, positions = vision.writes_timestamps and has_timestamps(conversation), None
     if conversation.patch_positions:
         vision.check_decided()
-        patches = [vision.num_patches(header.height, header.width) for header in headers]
+        patches = [family.num_patches(*size) for family, size in fitted]
         num_bytes += check_patch_positions(conversation.patch_positions, patches)
         if vision.takes_patch_positions and (vision.patch_order == "auto" or is_timed):
             # Read the data now: an order that cannot be detected must reject the record before training.
-            grids = [vision.grid(header.height, header.width) for header in headers]
+            grids = [family.grid(*size) for family, size in fitted]
             positions = _in_blocks(vision, conversation, grids)
     decoded = sum([header.decoded for header in headers])
     if is_timed:
@@ -215,6 +219,16 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         return MediaSize(runs, num_bytes, decoded, spelled=spelled)
     runs = _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
     return MediaSize(runs, num_bytes, decoded, frames, notes)
+
+
+def _fitted(
+    vision: VisionFamily, image: MediaReference, height: int, width: int
+) -> tuple[VisionFamily, tuple[int, int]]:
+    """Return the family with the settings of an image, and the (height, width) of the image that it gets."""
+    if not image.settings:
+        return vision, (height, width)
+    family, resized = vision.with_settings(image.settings)
+    return family, resized or (height, width)
 
 
 def _with_timestamps(
@@ -352,13 +366,13 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     if vision.video_token is None:
         # Frames and images are preprocessed in one call: in some families, tensors depend on all images of a sample.
         ordered: list[_Medium] = _in_text_order(conversation, conversation.images, [[video] for video in videos])
-        pixels = replace(vision.preprocess(_decoded(vision, ordered)), frames=frames)
+        pixels = replace(_preprocessed(vision, ordered), frames=frames)
         if vision.writes_timestamps and has_timestamps(conversation):
             positions = patch_positions(vision, conversation, pixels) if conversation.patch_positions else None
             spelled, runs = _with_timestamps(vision, conversation, pixels.runs, positions)
             return replace(pixels, runs=runs, spelled=spelled)
         return pixels
-    pixels = vision.preprocess(_decoded(vision, conversation.images)) if conversation.images else Pixels()
+    pixels = _preprocessed(vision, conversation.images) if conversation.images else Pixels()
     if not videos:
         return pixels
     import torch
@@ -377,6 +391,18 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     )
 
 
+def _preprocessed(vision: VisionFamily, media: Sequence[_Medium]) -> Pixels:
+    """Pixels of images and frames; images with settings are preprocessed one by one."""
+    if not any([isinstance(item, MediaReference) and item.settings for item in media]):
+        return vision.preprocess(_decoded(vision, media))
+    parts = []
+    for item in media:
+        settings = item.settings if isinstance(item, MediaReference) else None
+        family = vision.with_settings(settings)[0] if settings else vision
+        parts.append(family.preprocess(_decoded(vision, [item])))
+    return Pixels.joined(parts)
+
+
 def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.Image]:
     """Yield images, and the frames of videos as images."""
     for item in media:
@@ -385,7 +411,10 @@ def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.I
             yield from (vision.frame_image(frames, pixels) for pixels in video_frames(video, frames))
             continue
         image = load_image(item)
-        vision.image_token_run(image.height, image.width)  # rejects sizes that would crash the processor
+        family, (height, width) = _fitted(vision, item, image.height, image.width)
+        if (height, width) != (image.height, image.width):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        family.image_token_run(height, width)  # rejects sizes that would crash the processor
         yield image
 
 

@@ -1,0 +1,128 @@
+"""Settings of records that change inputs give the lengths, pixels and text of qwen_vl_utils and ms-swift."""
+
+import io
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import is_torchvision_available as has_torchvision
+
+from energon_packed import ChatEncoder, Conversation, RecordError, normalize
+from tests.golden.record_settings.cases import image
+from tests.golden.videos.cases import digest
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "record_settings"
+# The limits of qwen_vl_utils, which are those of the processors except the lower limit of Qwen3-VL.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"vision_family": "qwen2_vl"},
+    "qwen2_5_vl": {"vision_family": "qwen2_5_vl"},
+    "qwen3_vl": {"vision_family": "qwen3_vl", "min_pixels": 4096},
+}
+
+
+def golden(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (GOLDEN / f"{name}.jsonl").read_text().splitlines()]
+
+
+@cache
+def png(width: int, height: int) -> bytes:
+    out = io.BytesIO()
+    image(width, height).save(out, "PNG")
+    return out.getvalue()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: Any, text_tokenizer_dir: Path) -> tuple[str, ChatEncoder]:
+    return request.param, ChatEncoder.from_pretrained(text_tokenizer_dir, **FAMILIES[request.param])
+
+
+def record(*images: Any, **fields: Any) -> dict[str, Any]:
+    turns = [{"role": "user", "content": "<image>" * len(images) + "What?"}, {"role": "assistant", "content": "A."}]
+    return {"messages": turns, "images": list(images), **fields}
+
+
+def of_part(data: bytes, settings: dict[str, int]) -> Conversation:
+    parts = [{"type": "image", "image": data, **settings}, {"type": "text", "text": "What?"}]
+    return normalize({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A."}]})
+
+
+def test_images_with_settings_are_those_of_qwen_vl_utils(family: tuple[str, ChatEncoder]) -> None:
+    name, encoder = family
+    cases = [case for case in golden("images") if case["family"] == name]
+    assert len(cases) == 25
+    for case in cases:
+        data = png(*case["size"])
+        conversation = normalize(record({"bytes": data, **case["settings"]}))
+        sample = encoder.encode(conversation)
+        assert sample.image_grid_thw is not None and sample.pixel_values is not None
+        assert sample.image_grid_thw.tolist() == [case["grid"]], case
+        if not has_torchvision():  # whose resize rounds differently; the next test compares its pixels
+            assert digest(sample.pixel_values.numpy()) == case["pixels"], case
+        assert encoder.length(conversation) == len(sample)
+        assert of_part(data, case["settings"]).images == conversation.images
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, "llava_onevision2", "llava_onevision15"])
+def test_measured_and_encoded_lengths_are_equal_with_settings_of_images(name: str, text_tokenizer_dir: Path) -> None:
+    options = FAMILIES.get(name, {"vision_family": name})
+    encoder = ChatEncoder.from_pretrained(text_tokenizer_dir, **options)
+    limited = ChatEncoder.from_pretrained(text_tokenizer_dir, **{**options, "min_pixels": 4096, "max_pixels": 40_000})
+    small, large = png(53, 90), png(640, 480)
+    settings = {"min_pixels": 4096, "max_pixels": 40_000}
+    plain = normalize(record(small, large, small))
+    mixed = normalize(record(small, {"bytes": large, **settings}, small))
+    assert encoder.length(mixed) == len(encoder.encode(mixed)) < encoder.length(plain)
+    # An image with limits is the image of an encoder with these limits; the other images keep theirs.
+    alone = [normalize(record({"bytes": data, **settings})) for data in (small, large)]
+    for conversation, data in zip(alone, (small, large), strict=True):
+        found, expected = encoder.encode(conversation), limited.encode(normalize(record(data)))
+        assert encoder.length(conversation) == len(expected)
+        assert found.pixel_values is not None and expected.pixel_values is not None
+        assert torch.equal(found.pixel_values, expected.pixel_values)
+    of_three, of_one = encoder.encode(mixed), encoder.encode(alone[1])
+    first = encoder.encode(normalize(record(small)))
+    assert of_three.pixel_values is not None and of_one.pixel_values is not None and first.pixel_values is not None
+    parts = [first.pixel_values, of_one.pixel_values, first.pixel_values]
+    assert torch.equal(of_three.pixel_values, torch.cat(parts))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_pixels": 0}, "max_pixels of an image must be a number above 0, not 0"),
+        ({"max_pixels": "9"}, "max_pixels of an image must be a number above 0, not '9'"),
+        ({"max_pixels": True}, "max_pixels of an image must be a number above 0, not True"),
+        ({"min_pixels": 2.5}, "min_pixels of an image must be a whole number, not 2.5"),
+        ({"resized_height": 28}, "resized_height of an image; use resized_height with resized_width"),
+        (
+            {"resized_height": 28, "resized_width": 28, "max_pixels": 9},
+            "max_pixels and resized_height and resized_width",
+        ),
+    ],
+)
+def test_invalid_settings_of_an_image_are_named(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=f"^unsupported_field: .*{message}"):
+        normalize(record({"bytes": png(28, 28), **settings}))
+
+
+def test_settings_that_a_family_cannot_use_are_named(text_tokenizer_dir: Path) -> None:
+    encoder, data = ChatEncoder.from_pretrained(text_tokenizer_dir, **FAMILIES["qwen3_vl"]), png(640, 480)
+    for settings, message in (
+        ({"max_pixels": 2048}, "min_pixels of an image must be at most max_pixels 2048, got 4096. Set both"),
+        ({"min_pixels": 10**9, "max_pixels": 10**9}, "min_pixels of an image must be at most 67,108,864"),
+        ({"resized_height": 9, "resized_width": 9000}, "resized_height and resized_width: absolute aspect ratio"),
+    ):
+        conversation = normalize(record({"bytes": data, **settings}))
+        for use in (encoder.length, encoder.encode):
+            with pytest.raises(RecordError, match=message):
+                use(conversation)
+
+
+def test_a_placeholder_part_cannot_have_settings() -> None:
+    part = {"type": "image", "max_pixels": 9000}
+    turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A."}]
+    with pytest.raises(RecordError, match="max_pixels of a content part without an image; write it into the object"):
+        normalize({"messages": turns, "images": [png(28, 28)]})
