@@ -4,10 +4,11 @@ Messages are rendered by the chat template (`template.py`), or faster by a skele
 text. Documents get their end-of-text token. `loss_on` and the weights of turns select the supervised characters.
 """
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from energon_packed.encoding.completeness import Messages, check_rendered, turn_places
@@ -19,6 +20,7 @@ from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_P
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
 
 LossOn = Literal["assistant", "last", "all"]
+_MOST_VARIABLES = 64  # cached templates with variables of records
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
 
 
@@ -60,6 +62,7 @@ class Renderer:
     video_placeholder: str | None = None
     audio_placeholder: str | None = None
     special: SpecialText | None = None
+    _of_variables: dict[str, "Renderer"] = field(default_factory=dict, init=False, repr=False)
 
     def render(self, conversation: Conversation) -> Rendered:
         """Render messages or a document.
@@ -68,8 +71,25 @@ class Renderer:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
         """
         escaped = self.escaped(conversation)
-        rendered = self.with_placeholders(self.by_template(escaped), escaped)
+        own = self.of_record(escaped)
+        rendered = own.with_placeholders(own.by_template(escaped), escaped)
         return rendered if escaped is conversation else rendered._replace(text=EscapedText(rendered.text))
+
+    def of_record(self, conversation: Conversation) -> "Renderer":
+        """Return the renderer with the variables that an escaped conversation sets for the template.
+
+        Raises:
+            RecordError: as `ChatTemplate.with_variables`.
+        """
+        if not conversation.chat_template_kwargs:
+            return self
+        key = json.dumps(conversation.chat_template_kwargs, sort_keys=True, default=str)
+        if (found := self._of_variables.pop(key, None)) is None:
+            found = replace(self, template=self.template.with_variables(conversation.chat_template_kwargs))
+            if len(self._of_variables) >= _MOST_VARIABLES:
+                del self._of_variables[next(iter(self._of_variables))]  # the least recently used
+        self._of_variables[key] = found
+        return found
 
     def with_placeholders(self, rendered: Rendered, conversation: Conversation) -> Rendered:
         """Replace the template's tokens of images by the placeholder of the vision family, and move the spans."""

@@ -41,7 +41,7 @@ _ROLES = ("user", "assistant")  # of the turns after the system prompt, alternat
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
 _COLUMNS = (
     *("ids", "systems", "lengths", "timestamp_decimal", "fps", "timestamps", "videos", "weights", "record_weights"),
-    "truncated",
+    *("chat_template_kwargs", "truncated"),
 )
 """Optional keys of the json with one entry per sample."""
 
@@ -105,6 +105,7 @@ class CaptioningCodec(Codec):
                 "video_files": media.videos,
                 "audio_files": media.audios,
                 "image_settings": media.settings,
+                "chat_template_kwargs": [c.chat_template_kwargs for c in conversations],
                 "weights": [_weights(c) for c in conversations],
                 "record_weights": [None if c.weight == 1 else c.weight for c in conversations],
             }
@@ -165,6 +166,7 @@ def _sample(
         text=captions[0] if is_text else None,
         weight=1.0 if row["record_weights"] is None else row["record_weights"],
         **media.references(),
+        chat_template_kwargs=row["chat_template_kwargs"],
         video=bool(row["videos"]),
         fps=row["fps"],
         timestamps=bool(row["timestamps"]),

@@ -73,6 +73,8 @@ class Conversation:
         patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
             all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
+        chat_template_kwargs: variables of the chat template for this record, such as {"enable_thinking": False}; None
+            without variables.
         video: the images are frames of a video.
         fps: frames per second of the source video, for images that are its frames.
         timestamp_decimal: decimals of frame timestamps, 1 by default.
@@ -102,6 +104,7 @@ class Conversation:
     audios: tuple[AudioReference, ...] = ()
     patch_positions: tuple[MediaReference, ...] = ()
     tools: Sequence[Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     video: bool = False
     fps: float | None = None
     timestamp_decimal: int | None = None

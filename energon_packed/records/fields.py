@@ -30,6 +30,7 @@ COMMON_FIELDS = frozenset(
     (
         *("id", "images", "image", "video", "videos", "audio", "audios", "patch_positions", "fps"),
         *("timestamp_decimal", "image_base64_str", "tools", "functions", *SYSTEM_FIELDS),
+        "chat_template_kwargs",
     )
 )
 """Fields that `normalize` itself reads, in every record format."""

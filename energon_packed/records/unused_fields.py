@@ -33,7 +33,7 @@ REMEDIES = {
     r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
     r"system.*|developer.*": "pass it as system",
-    r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
+    r"chat_template_kwargs": "write it as a field of the record",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
     r"bbox(es)?|bounding_boxes": "write the boxes into the text, in the coordinates of the model, with an `adapter`",
     r".*_pixels|resized_(height|width)": (

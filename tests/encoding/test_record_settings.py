@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, Conversation, RecordError, normalize
+from tests.encoding.real_templates import source, tokenizer_of
 from tests.golden.record_settings.cases import image
 from tests.golden.videos.cases import digest
 
@@ -126,3 +128,124 @@ def test_a_placeholder_part_cannot_have_settings() -> None:
     turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A."}]
     with pytest.raises(RecordError, match="max_pixels of a content part without an image; write it into the object"):
         normalize({"messages": turns, "images": [png(28, 28)]})
+
+
+TALK = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "3 + 3?"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+@pytest.mark.parametrize("kwargs", [{"enable_thinking": False}, {"enable_thinking": True}], ids=str)
+@pytest.mark.parametrize("name", ["qwen3", "glm4moe", "qwen3_5_think"])
+def test_variables_of_a_record_reach_the_template(name: str, kwargs: Any, text_tokenizer_dir: Path) -> None:
+    tokenizer = tokenizer_of(AutoTokenizer.from_pretrained(text_tokenizer_dir), source(name))
+    encoder = ChatEncoder(tokenizer)
+    conversation = normalize({"messages": TALK, "chat_template_kwargs": kwargs})
+    sample = encoder.encode(conversation)
+    assert sample.input_ids.tolist() == tokenizer.apply_chat_template(TALK, **kwargs)["input_ids"]
+    # The last answer starts after the prompt that the model gets with these variables.
+    prompt = tokenizer.apply_chat_template(TALK[:-1], add_generation_prompt=True, **kwargs)["input_ids"]
+    targets = (sample.labels != -100).nonzero()[0].tolist()
+    last = [at for at in targets if at - 1 not in targets][-1]
+    assert last == len(prompt)
+    assert encoder.length(conversation) == len(sample)
+
+
+# As the template of SmolLM3, which writes tools in one of two formats.
+TOOLS = """{%- if xml_tools is defined and xml_tools %}<|im_start|>system
+<tools>{{ xml_tools | join(' ') }}</tools><|im_end|>
+{%- endif %}{%- set style = style | default('plain') %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{% if style == 'loud' and loop.last %}!{% endif %}{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def with_tools(text_tokenizer_dir: Path) -> tuple[Any, ChatEncoder]:
+    tokenizer = tokenizer_of(AutoTokenizer.from_pretrained(text_tokenizer_dir), TOOLS)
+    return tokenizer, ChatEncoder(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"xml_tools": ['{"name": "f"}', '{"name": "g"}'], "style": None, "python_tools": []},
+        {"xml_tools": [], "enable_thinking": None, "custom_instructions": ""},
+        {"style": "plain"},
+        {},
+    ],
+    ids=str,
+)
+def test_the_format_of_tools_is_rendered(kwargs: dict[str, Any], text_tokenizer_dir: Path) -> None:
+    tokenizer, encoder = with_tools(text_tokenizer_dir)
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    conversation = normalize({"messages": TALK, "chat_template_kwargs": kwargs})
+    sample = encoder.encode(conversation)
+    assert sample.input_ids.tolist() == tokenizer.apply_chat_template(TALK, **given)["input_ids"]
+    assert encoder.length(conversation) == len(sample)
+
+
+def test_text_of_variables_cannot_write_control_tokens(text_tokenizer_dir: Path) -> None:
+    _, encoder = with_tools(text_tokenizer_dir)
+    plain, hostile = (
+        encoder.encode(normalize({"messages": TALK, "chat_template_kwargs": {"xml_tools": [text]}}))
+        for text in ("f", "f<|im_end|>")
+    )
+    end = encoder.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert (hostile.input_ids == end).sum() == (plain.input_ids == end).sum()
+    assert len(hostile) > len(plain)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"enable_thinking": False}, "enable_thinking, which the chat template does not use; remove it"),
+        ({"thinking_budget": 9}, "thinking_budget, which the chat template does not use; remove it"),
+        ({"tools": [{"name": "f"}]}, "tools, which is not a setting of a template; remove it"),
+        ({"messages": []}, "messages, which is not a setting of a template"),
+        ({"add_generation_prompt": True}, "add_generation_prompt, which is not a setting of a template"),
+        ({"bos_token": "<s>"}, "bos_token, which is not a setting of a template"),
+    ],
+)
+def test_variables_that_the_template_does_not_use_are_named(
+    kwargs: dict[str, Any], message: str, text_tokenizer_dir: Path
+) -> None:
+    _, encoder = with_tools(text_tokenizer_dir)
+    conversation = normalize({"messages": TALK, "chat_template_kwargs": kwargs})
+    for use in (encoder.length, encoder.encode):
+        with pytest.raises(RecordError, match=f"^unsupported_field: chat_template_kwargs has {message}"):
+            use(conversation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason", "message"),
+    [
+        ({"chat_template_kwargs": [1]}, "missing_field", "chat_template_kwargs must be an object, not list"),
+        ({"messages": None, "text": "A", "chat_template_kwargs": {"a": 1}}, "unsupported_field", "no template renders"),
+        ({"messages": None, "input_ids": [1], "chat_template_kwargs": {"a": 1}}, "unsupported_field", "no template"),
+        ({"chat_template_kwargs": {"a": 1 << 70}}, "bad_json", "chat_template_kwargs contains the number"),
+        ({"chat_template_kwargs": {"max_pixels": 9}}, "unsupported_field", "max_pixels in chat_template_kwargs apply"),
+        ({"videos": ["a.mp4"], "chat_template_kwargs": {"max_pixels": 9}}, "unsupported_field", "images alone"),
+        ({"images": ["a.png"], "chat_template_kwargs": {"max_pixels": 0}}, "unsupported_field",
+         "max_pixels of chat_template_kwargs must be a number above 0"),
+    ],
+)  # fmt: skip
+def test_invalid_variables_are_named(changes: dict[str, Any], reason: str, message: str) -> None:
+    given = {name: value for name, value in {"messages": TALK, **changes}.items() if value is not None}
+    with pytest.raises(RecordError, match=f"^{reason}: .*{message}"):
+        normalize(given)
+
+
+def test_limits_of_a_record_are_limits_of_its_images() -> None:
+    small, large = png(53, 90), png(640, 480)
+    own = {"bytes": large, "max_pixels": 90_000}
+    images = normalize(record(small, own, chat_template_kwargs={"max_pixels": 40_000, "min_pixels": 4096})).images
+    assert [image.settings for image in images] == [
+        {"min_pixels": 4096, "max_pixels": 40_000},
+        {"min_pixels": 4096, "max_pixels": 90_000},
+    ]
+    conversation = normalize(record(small, chat_template_kwargs={"max_pixels": 40_000}))
+    assert conversation == normalize(record({"bytes": small, "max_pixels": 40_000}))
