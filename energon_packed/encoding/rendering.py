@@ -15,11 +15,14 @@ from energon_packed.encoding.completeness import Messages, check_rendered, turn_
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import EscapedText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
+from energon_packed.encoding.vision.families import BoxFormat
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
+from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 
 LossOn = Literal["assistant", "last", "all"]
+_OBJECTS = re.compile(f"{REF_PLACEHOLDER}|{BOX_PLACEHOLDER}")
 _MOST_VARIABLES = 64  # cached templates with variables of records
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
 
@@ -51,6 +54,7 @@ class Renderer:
         audio_placeholder: text of an audio file that is not a content part; None without a family.
         end: token to append to a document; "" if the tokenizer appends it, None if it has no such token.
         loss_on: supervised text: every assistant turn, only the last assistant turn, or all text.
+        boxes: text of names and boxes; None without a family, or for a family without boxes.
         special: escapes special tokens that conversations contain; None makes them control tokens.
     """
 
@@ -61,6 +65,7 @@ class Renderer:
     loss_on: LossOn
     video_placeholder: str | None = None
     audio_placeholder: str | None = None
+    boxes: BoxFormat | None = None
     special: SpecialText | None = None
     _of_variables: dict[str, "Renderer"] = field(default_factory=dict, init=False, repr=False)
 
@@ -237,7 +242,17 @@ class Renderer:
             text = self.template.audio_token if has_parts else self.audio_placeholder
             assert text is not None, "without an audio family, audio is rejected earlier"
             contents = [content.replace(AUDIO_PLACEHOLDER, text) for content in contents]
-        return list(contents)
+        return self._with_boxes(contents, conversation) if conversation.objects is not None else list(contents)
+
+    def _with_boxes(self, contents: Sequence[str], conversation: Conversation) -> list[str]:
+        objects, boxes = conversation.objects, self.boxes
+        assert objects is not None
+        assert boxes is not None, "without a text of boxes, objects are rejected earlier"
+        texts = {
+            REF_PLACEHOLDER: iter([boxes.ref.format(name) for name in objects["ref"]]),
+            BOX_PLACEHOLDER: iter([boxes.of_box(box) for box in objects["bbox"]]),
+        }
+        return [_OBJECTS.sub(lambda match: next(texts[match[0]]), content) for content in contents]
 
 
 def _with_rest(size: int, weighted: Sequence[tuple[Span, float]]) -> list[tuple[Span, float]]:

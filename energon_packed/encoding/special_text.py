@@ -226,7 +226,7 @@ def _unusable(problem: str) -> ConfigError:
     )
 
 
-_OTHER_FIELDS = ("tools", "chat_template_kwargs")
+_OTHER_FIELDS = ("tools", "chat_template_kwargs", "objects")
 
 
 def has_private_use(text: str) -> bool:

@@ -3,6 +3,7 @@
     {key}.json       images, prompts, captions, sample_count, ids, systems, lengths
                      and, if present: patch_positions, timestamp_decimal, fps, videos (the images are frames),
                      video_files (see videos.py), audio_files (see audios.py), image_settings (of each image, or null),
+                     chat_template_kwargs, objects (boxes of the text, as in records/objects.py),
                      weights (of each turn in the loss, the system prompt first: 0 is context), record_weights (of
                      each sample in the loss), truncate, truncated
     {key}.img{i}_{j}.{ext}   original bytes of image j of sample i
@@ -41,7 +42,7 @@ _ROLES = ("user", "assistant")  # of the turns after the system prompt, alternat
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
 _COLUMNS = (
     *("ids", "systems", "lengths", "timestamp_decimal", "fps", "timestamps", "videos", "weights", "record_weights"),
-    *("chat_template_kwargs", "truncated"),
+    *("chat_template_kwargs", "objects", "truncated"),
 )
 """Optional keys of the json with one entry per sample."""
 
@@ -106,6 +107,7 @@ class CaptioningCodec(Codec):
                 "audio_files": media.audios,
                 "image_settings": media.settings,
                 "chat_template_kwargs": [c.chat_template_kwargs for c in conversations],
+                "objects": [c.objects for c in conversations],
                 "weights": [_weights(c) for c in conversations],
                 "record_weights": [None if c.weight == 1 else c.weight for c in conversations],
             }
@@ -167,6 +169,7 @@ def _sample(
         weight=1.0 if row["record_weights"] is None else row["record_weights"],
         **media.references(),
         chat_template_kwargs=row["chat_template_kwargs"],
+        objects=row["objects"],
         video=bool(row["videos"]),
         fps=row["fps"],
         timestamps=bool(row["timestamps"]),

@@ -5,7 +5,8 @@
                  messages (role, content, other fields for the chat template, and weight; weight 0 is context)
                  text
                  input_ids and labels, and loss_weights (one per token) if any is not 1
-             and, if present: record_weight (factor of the loss weights), tools, patch_positions, video, fps,
+             and, if present: record_weight (factor of the loss weights), tools, chat_template_kwargs,
+             objects (boxes of the text, as in records/objects.py), patch_positions, video, fps,
              timestamp_decimal, video_files (see videos.py), audio_files (see audios.py), image_settings (of each
              image, or null), truncate, truncated
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}, {key}.aud{i}_{j}.{ext}   as in
@@ -111,6 +112,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
             "record_weight": None if c.weight == 1 else c.weight,
             "tools": c.tools,
             "chat_template_kwargs": c.chat_template_kwargs,
+            "objects": c.objects,
             "patch_positions": position_names,
             "video": c.video,
             "fps": c.fps,
@@ -140,6 +142,7 @@ def _sample(value: Mapping[str, Any], media: SampleMedia) -> StoredSample:
         **media.references(),
         tools=value.get("tools"),
         chat_template_kwargs=value.get("chat_template_kwargs"),
+        objects=value.get("objects"),
         video=bool(value.get("video")),
         fps=value.get("fps"),
         timestamps=bool(value.get("timestamps")),

@@ -195,8 +195,8 @@ def read_media(
         raw: the pack.
         images: image names of each sample.
         positions: .npy names of each sample; None if the pack has none.
-        videos, audios, settings: `video_files`, `audio_files` and `image_settings` of each sample; None if the pack has
-            none.
+        videos, audios, settings: `video_files`, `audio_files` and `image_settings` of each sample; None if the pack
+            has none.
 
     Raises:
         FormatError: a member is missing, or a decoder has converted it from bytes.

@@ -78,6 +78,7 @@ class LlavaOnevision2Codec(CaptioningCodec):
         for name, is_set in (
             ("settings of single images, such as max_pixels", any(image.settings for image in conversation.images)),
             ("chat_template_kwargs", conversation.chat_template_kwargs),
+            ("objects with boxes", conversation.objects),
         ):
             if is_set:
                 raise RecordError(Reason.UNSUPPORTED_FIELD, f"{_READER} has no {name}; omit `layout`")

@@ -12,6 +12,7 @@ from energon_packed.encoding.completeness import turn_places
 from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.skeleton import Span
+from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import EnergonPackedError
 from energon_packed.records import Conversation
 
@@ -45,6 +46,8 @@ def supervised_turns(
 
 
 def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSample) -> list[bool]:
+    if conversation.objects is not None and encoder.vision is not None:
+        conversation = measure_media(encoder.vision, conversation).spelled or conversation
     escaped = encoder.renderer.escaped(conversation)
     renderer = encoder.renderer.of_record(escaped)
     by_template = renderer.by_template(escaped)

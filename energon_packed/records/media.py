@@ -160,8 +160,8 @@ class MediaReference:
         packed: what the bytes must be, of an image whose location is stored in a pack. They are compared at every
             opening, for which all of them are read.
         name: name of `data` for messages, such as its part of a pack; None if it has no name.
-        settings: settings of the record for this image, by the names of `IMAGE_SETTINGS`, such as {"max_pixels": 50176};
-            they win over the settings of the vision family. None without settings.
+        settings: settings of the record for this image, by the names of `IMAGE_SETTINGS`, such as
+            {"max_pixels": 50176}; they win over the settings of the vision family. None without settings.
 
     Examples:
         >>> image = MediaReference.from_value("cat.jpg", "photos")
@@ -372,7 +372,8 @@ def read_image_settings(record: Mapping[str, Any], label: str = "an image") -> d
         label: the owner of the settings, for errors.
 
     Raises:
-        RecordError: `unsupported_field` if a value is not a whole number above 0, or if two settings exclude each other.
+        RecordError: `unsupported_field` if a value is not a whole number above 0, or if two settings exclude each
+            other.
     """
     given = {name: record[name] for name in IMAGE_SETTINGS if record.get(name) is not None}
     settings = {name: int(read_setting(value, f"{name} of {label}", is_whole=True)) for name, value in given.items()}

@@ -49,6 +49,7 @@ from energon_packed.records.media_fields import (
     read_media,
     references,
 )
+from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
@@ -152,12 +153,22 @@ def normalize(
         patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
         tools=tools,
         chat_template_kwargs=kwargs or None,
+        objects=_objects(record, draft, media) if "objects" in record else None,
         video=media.is_video,
         fps=fps,
         timestamp_decimal=read_number(record.get("timestamp_decimal"), "timestamp_decimal", int),
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
+
+
+def _objects(record: Record, draft: PartialConversation, media: Media) -> Any:
+    """Return the objects that replace placeholders in the messages; None for objects of another meaning (LVIS)."""
+    contents = [message.content for message in draft.messages]
+    if not any(name in text for name in (REF_PLACEHOLDER, BOX_PLACEHOLDER) for text in contents):
+        return None
+    media.unused_fields.discard("objects")
+    return record["objects"]
 
 
 def _template_kwargs(record: Record, draft: PartialConversation, media: Media) -> dict[str, Any]:
@@ -345,7 +356,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; pass the frames as images")
         return
     contents = [draft.text] if draft.text is not None else [message.content for message in draft.messages]
-    check_spellings(contents)
+    check_spellings(contents, has_objects=media.has_objects and draft.text is None)
     # The common case: content parts placed all of their images.
     if not (media.images or media.videos or media.audios):
         return

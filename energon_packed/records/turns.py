@@ -360,8 +360,8 @@ def _read_part(part: Any, media: Media) -> str:
         media.add_inline(value, settings)
     elif settings:  # a placeholder of an image in the images field
         raise unsupported_field(
-            f"{' and '.join(settings)} of a content part without an image; write it into the object of the image, as in "
-            "images=[{path, max_pixels}]"
+            f"{' and '.join(settings)} of a content part without an image; write it into the object of the image, as "
+            "in images=[{path, max_pixels}]"
         )
     return IMAGE_PLACEHOLDER
 

@@ -37,7 +37,8 @@ REMEDIES = {
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
     r"bbox(es)?|bounding_boxes": "write the boxes into the text, in the coordinates of the model, with an `adapter`",
     r".*_pixels|resized_(height|width)": (
-        "write it into the object of the image, as in images=[{path, max_pixels}], or pass min_pixels and max_pixels as options"
+        "write it into the object of the image, as in images=[{path, max_pixels}], or pass min_pixels and max_pixels "
+        "as options"
     ),
     r"video(?!.*_ids?$).*": "pass video files or lists of frames as videos",
     r"n?frames|(min|max)_frames|do_sample_frames": "pass the frames as videos, one list for each video",

@@ -13,7 +13,7 @@ from transformers.utils import is_torchvision_available as has_torchvision
 
 from energon_packed import ChatEncoder, Conversation, RecordError, normalize
 from tests.encoding.real_templates import source, tokenizer_of
-from tests.golden.record_settings.cases import image
+from tests.golden.record_settings.cases import BOX_SIZES, image, messages
 from tests.golden.videos.cases import digest
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "record_settings"
@@ -249,3 +249,96 @@ def test_limits_of_a_record_are_limits_of_its_images() -> None:
     ]
     conversation = normalize(record(small, chat_template_kwargs={"max_pixels": 40_000}))
     assert conversation == normalize(record({"bytes": small, "max_pixels": 40_000}))
+
+
+GROUND = [
+    {"role": "user", "content": "<image>Find <ref-object>."},
+    {"role": "assistant", "content": "<bbox> and <bbox>"},
+]
+OBJECTS_OF_ONE = {"ref": ["it"], "bbox": [[1, 2, 30, 40], [5, 6]]}
+
+
+def ground(**changes: Any) -> dict[str, Any]:
+    return {"messages": GROUND, "images": [png(640, 480)], "objects": {**OBJECTS_OF_ONE, **changes}}
+
+
+@pytest.fixture(scope="module")
+def grounding(text_tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with the tokens of boxes."""
+    folder = tmp_path_factory.mktemp("grounding")
+    tokenizer = AutoTokenizer.from_pretrained(text_tokenizer_dir)
+    tokens = [f"<|{name}_{side}|>" for name in ("object_ref", "box") for side in ("start", "end")]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_objects_are_written_as_by_ms_swift(name: str, grounding: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(grounding, **FAMILIES[name], allow_special_in_text=True)
+    cases = [case for case in golden("boxes") if case["family"] == name]
+    assert len(cases) == 12
+    for case in cases:
+        images = [{"bytes": png(*size), **case["settings"]} for size in BOX_SIZES]
+        conversation = normalize({"messages": messages(2), "images": images, "objects": case["objects"]})
+        turns = [{**turn, "content": text} for turn, text in zip(messages(2), case["contents"], strict=True)]
+        expected, sample = encoder.encode(normalize({"messages": turns, "images": images})), encoder.encode(conversation)
+        assert sample.input_ids.tolist() == expected.input_ids.tolist(), case
+        assert sample.labels.tolist() == expected.labels.tolist()
+        assert encoder.length(conversation) == len(sample)
+        assert conversation.unused_fields == ()
+
+
+def test_text_of_names_cannot_write_control_tokens(grounding: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(grounding, **FAMILIES["qwen2_vl"])
+    end, start = encoder.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|box_start|>"])
+    for name in ("it", "it<|im_end|><|box_start|>", "<image>", "<bbox>"):
+        conversation = normalize(ground(ref=[name]))
+        sample = encoder.encode(conversation)
+        assert ((sample.input_ids == end).sum(), (sample.input_ids == start).sum()) == (2, 2), name
+        assert encoder.length(conversation) == len(sample)
+
+
+@pytest.mark.parametrize("name", ["llava_onevision2", "llava_onevision15"])
+def test_a_family_without_known_boxes_rejects_them(name: str, grounding: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(grounding, vision_family=name)
+    conversation = normalize(ground())
+    if name == "llava_onevision15":  # ms-swift has a template of it
+        assert encoder.length(conversation) == len(encoder.encode(conversation))
+        return
+    for use in (encoder.length, encoder.encode):
+        with pytest.raises(RecordError, match="^unsupported_field: LlavaOnevision2Vision has no known text of the boxes"):
+            use(conversation)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ref": []}, "1 <ref-object> placeholders for 0 names"),
+        ({"bbox": [[1, 2]]}, "2 <bbox> placeholders for 1 boxes"),
+        ({"ref": [5]}, r"a name \(ref\) of objects is 5; use text"),
+        ({"ref": "it"}, "ref of objects must be a list, not str"),
+        ({"bbox": [[1, 2, 3], [1, 2]]}, r"a box of objects is \[1, 2, 3\]; use x, y or x, y, x, y"),
+        ({"bbox": [[1, "2"], [1, 2]]}, "a box of objects is"),
+        ({"bbox": [[1, float("nan")], [1, 2]]}, "a box of objects is"),
+        ({"bbox_type": "norm1000"}, "bbox_type of objects is 'norm1000'; use real or norm1"),
+        ({"image_id": [1]}, "a box of objects is in image 1, and the record has 1 images"),
+        ({"image_id": [True]}, "a box of objects is in image True"),
+        ({"image_id": [0, 0, 0]}, "objects have 3 image_id for 2 boxes"),
+        ({"category": [1]}, "objects have category; only ref, bbox, bbox_type, image_id are read, remove it"),
+    ],
+)
+def test_invalid_objects_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=f"^unsupported_field: {message}"):
+        normalize(ground(**changes))
+
+
+def test_objects_need_placeholders_and_an_image() -> None:
+    for value in ([1], "x"):
+        with pytest.raises(RecordError, match="objects must be an object with ref and bbox, not"):
+            normalize({**ground(), "objects": value})
+    turns = [{"role": "user", "content": "Find it."}, GROUND[1]]
+    with pytest.raises(RecordError, match="a box of objects is in image 0, and the record has 0 images"):
+        normalize({"messages": turns, "objects": {"bbox": OBJECTS_OF_ONE["bbox"]}})
+    with pytest.raises(RecordError, match="<bbox> is not replaced by a box"):
+        normalize({"text": "Find <bbox>.", "objects": {"bbox": [[1, 2]]}})

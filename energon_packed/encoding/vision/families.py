@@ -16,7 +16,7 @@ from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +57,24 @@ PatchOrder = Literal["auto", "row", "block"]
 PATCH_ORDERS: tuple[PatchOrder, ...] = ("auto", "row", "block")
 
 
+class BoxFormat(NamedTuple):
+    """Text of the names and boxes of `objects` in a conversation.
+
+    Attributes:
+        ref: text of a name, which replaces `{}`.
+        box: text of a box, whose points `(x,y)`, separated by commas, replace `{}`.
+        scale: coordinate of the right and lower edge of an image; None for pixels of the resized image.
+    """
+
+    ref: str
+    box: str
+    scale: int | None
+
+    def of_box(self, box: Sequence[int]) -> str:
+        """Return the text of a box of (x, y) or (x, y, x, y)."""
+        return self.box.format(",".join([f"({x},{y})" for x, y in zip(box[::2], box[1::2], strict=True)]))
+
+
 class VisionFamily(ABC):
     """Image preprocessing of a model family, based on a Transformers image processor such as Qwen2VLImageProcessor.
 
@@ -76,6 +94,7 @@ class VisionFamily(ABC):
         ambiguous_layouts: pairs (patch size, merge size) that `factor` may mean, if there are several: lengths are
             the same for all of them, pixels are not, so an error is raised when pixels are needed.
         patch_order: order of patches in .npy files: `row`, `block`, or `auto` (by the content of the file).
+        boxes: text of names and boxes of records; None if no trainer defines it, so that such records are rejected.
         image_options: names of the settings of an image that records can set, of `IMAGE_SETTINGS`. A family that has
             them returns pixels along the images, which do not depend on each other.
         video_token: token whose run represents a video file; None if its frames are images of the family.
@@ -111,6 +130,7 @@ class VisionFamily(ABC):
     max_pixels: ClassVar[int] = 28 * 28 * 16384
     ambiguous_layouts: tuple[tuple[int, int], ...] = ()
     patch_order: PatchOrder = "auto"
+    boxes: ClassVar[BoxFormat | None] = None
     image_options: ClassVar[tuple[str, ...]] = ()
     video_token: ClassVar[str | None] = None
     video_placeholder: ClassVar[str] = ""
@@ -504,6 +524,8 @@ class VisionFamily(ABC):
             )
 
 
+# As ms-swift writes them, unless its QWENVL_BBOX_FORMAT is set.
+_QWEN_BOXES = BoxFormat("<|object_ref_start|>{}<|object_ref_end|>", "<|box_start|>{}<|box_end|>", scale=1000)
 _FAMILIES: list[type[VisionFamily]] = []
 
 
@@ -529,6 +551,7 @@ class Qwen2VLVision(VisionFamily):
     """
 
     names: ClassVar[tuple[str, ...]] = ("qwen2vl",)
+    boxes = _QWEN_BOXES
     image_options = IMAGE_SETTINGS
     video_token = "<|video_pad|>"
     video_placeholder = "<|vision_start|><|video_pad|><|vision_end|>"
@@ -637,6 +660,7 @@ class Qwen25VLVision(Qwen2VLVision):
     """
 
     names = ("qwen25vl",)
+    boxes = _QWEN_BOXES._replace(scale=None)
     tokens_per_second: float = 2
 
     def second_per_grid_ts(self, frames: Sequence[FrameSelection]) -> Float64:
@@ -684,6 +708,7 @@ class Qwen3VLVision(Qwen2VLVision):
     whole video.
     """
 
+    boxes = _QWEN_BOXES
     names = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
     patch_size = 16
     image_mean = (0.5, 0.5, 0.5)
@@ -862,6 +887,7 @@ class LlavaOnevision15Vision(OnevisionVision):
     """LLaVA-OneVision-1.5: 14-pixel patches, 2 x 2 merged; frames of a video file are images, without timestamps."""
 
     names: ClassVar[tuple[str, ...]] = ("llavaonevision15", "llavaov15", "llavaov")
+    boxes = _QWEN_BOXES
     layouts: ClassVar[tuple[tuple[int, int], ...]] = ((14, 2),)
 
 

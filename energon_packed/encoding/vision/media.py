@@ -30,7 +30,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
-from energon_packed.encoding.vision.images import check_as_jpeg, load_image, read_header
+from energon_packed.encoding.vision.images import ImageHeader, check_as_jpeg, load_image, read_header
 from energon_packed.encoding.vision.positions import ImageRun, Int64, Pixels
 from energon_packed.encoding.vision.timestamps import has_timestamps, with_timestamps
 from energon_packed.encoding.vision.video_file import decode_frames, read_video_info
@@ -44,6 +44,7 @@ from energon_packed.records import (
     MediaReference,
     VideoReference,
 )
+from energon_packed.records.objects import BOX_REMEDY
 from energon_packed.system import raise_resource_error
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ class MediaSize:
         decoded: number of images whose pixels were decoded, because the header is not enough.
         frames: the selected frames of each video file.
         notes: what was decided for its media, for the counts of a run.
-        spelled: the conversation to render in place of the measured one, with timestamps; None if it has none.
+        spelled: the conversation to render in place of the measured one, with timestamps, and with the coordinates
+            that the family writes; None if it has none.
     """
 
     runs: Sequence[ImageRun] = ()
@@ -214,11 +216,41 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
             grids = [family.grid(*size) for family, size in fitted]
             positions = _in_blocks(vision, conversation, grids)
     decoded = sum([header.decoded for header in headers])
+    boxed = _with_boxes(vision, conversation, headers)
+    conversation = boxed or conversation
     if is_timed:
         spelled, runs = _with_timestamps(vision, conversation, image_runs, positions)
         return MediaSize(runs, num_bytes, decoded, spelled=spelled)
     runs = _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
-    return MediaSize(runs, num_bytes, decoded, frames, notes)
+    return MediaSize(runs, num_bytes, decoded, frames, notes, boxed)
+
+
+def _with_boxes(
+    vision: VisionFamily, conversation: Conversation, headers: Sequence[ImageHeader]
+) -> Conversation | None:
+    """Return the conversation with the coordinates of boxes that the family writes; None without boxes.
+
+    Raises:
+        RecordError: `unsupported_field`, if the family has no format of boxes.
+    """
+    if (objects := conversation.objects) is None:
+        return None
+    if vision.boxes is None:
+        detail = f"{type(vision).__name__} has no known text of the boxes of objects: {BOX_REMEDY}"
+        raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+    boxes = []
+    for box, place in zip(objects["bbox"], objects["image_id"], strict=True):
+        image, header = conversation.images[place], headers[place]
+        own = (1, 1) if objects["bbox_type"] == "norm1" else (header.width, header.height)
+        written = (vision.boxes.scale, vision.boxes.scale)
+        if vision.boxes.scale is None:
+            family, size = _fitted(vision, image, header.height, header.width)
+            side = int(family.image_processor.patch_size)
+            rows, columns = family.grid(*size)
+            written = columns * side, rows * side
+        # In the order of operations of ms-swift.
+        boxes.append([round(n / own[at % 2] * written[at % 2]) for at, n in enumerate(box)])
+    return replace(conversation, objects={**objects, "bbox": boxes})
 
 
 def _fitted(
@@ -363,6 +395,10 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     vision.check_decided()
     videos = [(video, _selected(vision, video)[0]) for video in conversation.videos]
     frames = [selection for _, selection in videos]
+    boxed = None
+    if conversation.objects is not None:
+        boxed = _with_boxes(vision, conversation, [read_header(image) for image in conversation.images])
+        conversation = boxed or conversation
     if vision.video_token is None:
         # Frames and images are preprocessed in one call: in some families, tensors depend on all images of a sample.
         ordered: list[_Medium] = _in_text_order(conversation, conversation.images, [[video] for video in videos])
@@ -371,8 +407,9 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
             positions = patch_positions(vision, conversation, pixels) if conversation.patch_positions else None
             spelled, runs = _with_timestamps(vision, conversation, pixels.runs, positions)
             return replace(pixels, runs=runs, spelled=spelled)
-        return pixels
+        return replace(pixels, spelled=boxed)
     pixels = _preprocessed(vision, conversation.images) if conversation.images else Pixels()
+    pixels = replace(pixels, spelled=boxed)
     if not videos:
         return pixels
     import torch

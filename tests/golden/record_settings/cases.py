@@ -15,6 +15,7 @@ SETTINGS: list[dict[str, int]] = [
     {"resized_height": 280, "resized_width": 420},
     {"resized_height": 97, "resized_width": 33},
 ]
+BOX_SIZES = ((640, 480), (353, 211))
 OBJECTS: list[dict[str, Any]] = [
     {"ref": ["a dog", "a {woman}"], "bbox": [[331.5, 61.4, 53.5, 194.8], [76, 85.8, 99.5, 27.4]]},
     {"ref": ["a", "b"], "bbox": [[0.25, 0.5, 0.75, 0.9995], [0.0005, 0.1235]], "bbox_type": "norm1"},

@@ -18,13 +18,12 @@ from tests.golden.videos import operators  # noqa: F401
 import qwen_vl_utils.vision_process as utils
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.golden.record_settings.cases import OBJECTS, PATCHES, SETTINGS, SIZES, image, messages
+from tests.golden.record_settings.cases import BOX_SIZES, OBJECTS, PATCHES, SETTINGS, SIZES, image, messages
 from tests.golden.videos.cases import digest
 
 FOLDER = Path(__file__).parent
 STATISTICS = {"qwen3_vl": {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}}
 TEMPLATES = {"qwen2_vl": "Qwen2VLTemplate", "qwen2_5_vl": "Qwen2_5VLTemplate", "qwen3_vl": "Qwen3VLTemplate"}
-BOX_SIZES = ((640, 480), (353, 211))
 BOX_SETTINGS: list[dict[str, int]] = [{}, {"max_pixels": 64 * 784}, {"resized_height": 280, "resized_width": 420}]
 
 
