@@ -282,7 +282,10 @@ def test_objects_are_written_as_by_ms_swift(name: str, grounding: Path) -> None:
         images = [{"bytes": png(*size), **case["settings"]} for size in BOX_SIZES]
         conversation = normalize({"messages": messages(2), "images": images, "objects": case["objects"]})
         turns = [{**turn, "content": text} for turn, text in zip(messages(2), case["contents"], strict=True)]
-        expected, sample = encoder.encode(normalize({"messages": turns, "images": images})), encoder.encode(conversation)
+        expected, sample = (
+            encoder.encode(normalize({"messages": turns, "images": images})),
+            encoder.encode(conversation),
+        )
         assert sample.input_ids.tolist() == expected.input_ids.tolist(), case
         assert sample.labels.tolist() == expected.labels.tolist()
         assert encoder.length(conversation) == len(sample)
@@ -307,7 +310,9 @@ def test_a_family_without_known_boxes_rejects_them(name: str, grounding: Path) -
         assert encoder.length(conversation) == len(encoder.encode(conversation))
         return
     for use in (encoder.length, encoder.encode):
-        with pytest.raises(RecordError, match="^unsupported_field: LlavaOnevision2Vision has no known text of the boxes"):
+        with pytest.raises(
+            RecordError, match="^unsupported_field: LlavaOnevision2Vision has no known text of the boxes"
+        ):
             use(conversation)
 
 
