@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,3 +189,17 @@ def test_text_without_images_has_token_types(encoder: ChatEncoder) -> None:
     for one in (sample, *rows):
         assert (one.token_type_ids is not None) == (vision_of(encoder).needs is not None)
         assert one.num_images == 0
+
+
+def test_settings_of_images_and_boxes_are_rejected_by_name(encoder: ChatEncoder) -> None:
+    image = MediaReference(data=png(pictures(1, 1)[0]), settings={"max_pixels": 9000})
+    turns = [Message("user", "<image>Find it."), Message("assistant", "<bbox>")]
+    limited = Conversation(messages=tuple(turns), images=(image,))
+    boxed = replace(limited, images=(replace(image, settings=None),), objects={"bbox": [[1, 2]]})
+    for conversation, message in (
+        (limited, "ProcessorVision has no setting `max_pixels` for an image. Remove it"),
+        (boxed, "ProcessorVision has no known text of the boxes of objects: write the boxes into the text"),
+    ):
+        for use in (encoder.length, encoder.encode):
+            with pytest.raises(RecordError, match=f"^unsupported_field: {message}"):
+                use(conversation)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import is_torchvision_available as has_torchvision
 
-from energon_packed import ChatEncoder, Conversation, RecordError, normalize
+from energon_packed import ChatEncoder, Conversation, EncodedSample, RecordError, normalize
 from tests.encoding.real_templates import source, tokenizer_of
 from tests.golden.record_settings.cases import BOX_SIZES, image, messages
 from tests.golden.videos.cases import digest
@@ -46,6 +46,11 @@ def record(*images: Any, **fields: Any) -> dict[str, Any]:
     return {"messages": turns, "images": list(images), **fields}
 
 
+def pixels(sample: EncodedSample) -> torch.Tensor:
+    assert sample.pixel_values is not None
+    return sample.pixel_values
+
+
 def of_part(data: bytes, settings: dict[str, int]) -> Conversation:
     parts = [{"type": "image", "image": data, **settings}, {"type": "text", "text": "What?"}]
     return normalize({"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "A."}]})
@@ -59,7 +64,8 @@ def test_images_with_settings_are_those_of_qwen_vl_utils(family: tuple[str, Chat
         data = png(*case["size"])
         conversation = normalize(record({"bytes": data, **case["settings"]}))
         sample = encoder.encode(conversation)
-        assert sample.image_grid_thw is not None and sample.pixel_values is not None
+        assert sample.image_grid_thw is not None
+        assert sample.pixel_values is not None
         assert sample.image_grid_thw.tolist() == [case["grid"]], case
         if not has_torchvision():  # whose resize rounds differently; the next test compares its pixels
             assert digest(sample.pixel_values.numpy()) == case["pixels"], case
@@ -82,13 +88,10 @@ def test_measured_and_encoded_lengths_are_equal_with_settings_of_images(name: st
     for conversation, data in zip(alone, (small, large), strict=True):
         found, expected = encoder.encode(conversation), limited.encode(normalize(record(data)))
         assert encoder.length(conversation) == len(expected)
-        assert found.pixel_values is not None and expected.pixel_values is not None
-        assert torch.equal(found.pixel_values, expected.pixel_values)
+        assert torch.equal(pixels(found), pixels(expected))
     of_three, of_one = encoder.encode(mixed), encoder.encode(alone[1])
     first = encoder.encode(normalize(record(small)))
-    assert of_three.pixel_values is not None and of_one.pixel_values is not None and first.pixel_values is not None
-    parts = [first.pixel_values, of_one.pixel_values, first.pixel_values]
-    assert torch.equal(of_three.pixel_values, torch.cat(parts))
+    assert torch.equal(pixels(of_three), torch.cat([pixels(first), pixels(of_one), pixels(first)]))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +227,7 @@ def test_variables_that_the_template_does_not_use_are_named(
     ("changes", "reason", "message"),
     [
         ({"chat_template_kwargs": [1]}, "missing_field", "chat_template_kwargs must be an object, not list"),
-        ({"messages": None, "text": "A", "chat_template_kwargs": {"a": 1}}, "unsupported_field", "no template renders"),
+        ({"messages": None, "text": "A", "chat_template_kwargs": {"a": 1}}, "unsupported_field", "no template"),
         ({"messages": None, "input_ids": [1], "chat_template_kwargs": {"a": 1}}, "unsupported_field", "no template"),
         ({"chat_template_kwargs": {"a": 1 << 70}}, "bad_json", "chat_template_kwargs contains the number"),
         ({"chat_template_kwargs": {"max_pixels": 9}}, "unsupported_field", "max_pixels in chat_template_kwargs apply"),

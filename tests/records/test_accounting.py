@@ -73,7 +73,7 @@ def part(**fields: Any) -> dict[str, Any]:
         (turn(tool_calls=[{"name": "f"}], function_call={"name": "f"}), "unsupported_field", "keep tool_calls"),
         ({"messages": [HI, {"from": "function_call", "value": "f(x)"}]}, "bad_json", "function_call turn is not JSON"),
         (part(total_pixels=9), "unsupported_field", "the field total_pixels of a content part"),
-        ({**CHAT, "images": [{"path": "a", "total_pixels": 9}]}, "unsupported_field", "field total_pixels of an image"),
+        ({**CHAT, "images": [{"path": "a", "total_pixels": 9}]}, "unsupported_field", "total_pixels of an image"),
         ({"contents": [{"role": "model", "parts": [{"functionCall": {"name": "f"}}]}]}, "unsupported_field",
          "functionCall in a part"),
         ({"question": "Q", "choices": ["a", "b"], "answer": 2}, "missing_field", "answer 2 is none of 2 choices"),
