@@ -34,7 +34,7 @@ from tests.sources.tars import picture
 KEYS = ["images", "prompts", "captions", "sample_count", "patch_positions", "timestamp_decimal"]
 MODULE = "their_package.data"
 LAYOUT = "llava-onevision2"
-PNG = "data:image/png;base64," + base64.b64encode(picture(1)).decode()
+JPEG = "data:image/jpeg;base64," + base64.b64encode(picture(1)).decode()
 BLEND = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: {}\n"
 
 
@@ -269,10 +269,10 @@ def test_an_empty_system_prompt_is_none() -> None:
         ({"messages": [{"role": "tool", "content": "x"}, *turns("p", "a")]}, "bad_role", "turn 0 is tool"),
         ({"messages": turns("p", "a"), "chat_template_kwargs": {"x": 1}}, "unsupported_field",
          "has no chat_template_kwargs; omit `layout`"),
-        ({"messages": turns("<image>p", "a"), "images": [{"path": PNG, "max_pixels": 9000}]}, "unsupported_field",
+        ({"messages": turns("<image>p", "a"), "images": [{"path": JPEG, "max_pixels": 9000}]}, "unsupported_field",
          "has no settings of single images, such as max_pixels; omit `layout`"),
-        ({"messages": turns("<image>p", "<bbox>"), "images": [PNG], "objects": {"bbox": [[1, 2]]}}, "unsupported_field",
-         "has no objects with boxes; omit `layout`"),
+        ({"messages": turns("<image>p", "<bbox>"), "images": [JPEG], "objects": {"bbox": [[1, 2]]}},
+         "unsupported_field", "has no objects with boxes; omit `layout`"),
     ],
 )  # fmt: skip
 def test_content_that_the_reader_would_lose_is_rejected(

@@ -708,7 +708,6 @@ class Qwen3VLVision(Qwen2VLVision):
     whole video.
     """
 
-    boxes = _QWEN_BOXES
     names = ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")
     patch_size = 16
     image_mean = (0.5, 0.5, 0.5)
