@@ -129,6 +129,7 @@ class ChatEncoder(Processor):
             placeholder=vision.placeholder if vision else None,
             video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
             audio_placeholder=audio.placeholder if audio else None,
+            boxes=vision.boxes if vision else None,
             end=self.parts.end_of_document,
             loss_on=settings.loss_on,
             special=SpecialText(control, self.parts.chat_template) if control else None,
@@ -462,15 +463,17 @@ class ChatEncoder(Processor):
         """
         rejects: dict[int, Reject] = {}
         rendered: dict[int, Rendered] = {}
-        if self.vision is not None and self.vision.video_token is None:
-            conversations = [
-                with_frames_as_images(conversation, self.vision, size.frames)
-                if conversation.videos
-                else size.spelled or conversation
-                for conversation, size in zip(conversations, media, strict=True)
-            ]
-        gap = "" if self.vision is None else self.vision.gap
-        conversations = [with_edges(c, size.runs, gap) for c, size in zip(conversations, media, strict=True)]
+        if self.vision is not None:
+            conversations = [size.spelled or c for c, size in zip(conversations, media, strict=True)]
+            if self.vision.video_token is None:
+                conversations = [
+                    with_frames_as_images(conversation, self.vision, size.frames)
+                    if conversation.videos
+                    else conversation
+                    for conversation, size in zip(conversations, media, strict=True)
+                ]
+            gap = self.vision.gap
+            conversations = [with_edges(c, size.runs, gap) for c, size in zip(conversations, media, strict=True)]
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:

@@ -4,10 +4,11 @@ Messages are rendered by the chat template (`template.py`), or faster by a skele
 text. Documents get their end-of-text token. `loss_on` and the weights of turns select the supervised characters.
 """
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
@@ -15,11 +16,15 @@ from energon_packed.encoding.completeness import Messages, check_rendered, turn_
 from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import EscapedText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
+from energon_packed.encoding.vision.families import BoxFormat
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
+from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 
 LossOn = Literal["assistant", "last", "all"]
+_OBJECTS = re.compile(f"{REF_PLACEHOLDER}|{BOX_PLACEHOLDER}")
+_MOST_VARIABLES = 64  # cached templates with variables of records
 LOSS_ON: tuple[LossOn, ...] = ("assistant", "last", "all")
 
 
@@ -50,6 +55,7 @@ class Renderer:
         audio_placeholder: text of an audio file that is not a content part; None without a family.
         end: token to append to a document; "" if the tokenizer appends it, None if it has no such token.
         loss_on: supervised text: every assistant turn, only the last assistant turn, or all text.
+        boxes: text of names and boxes; None without a family, or for a family without boxes.
         special: escapes special tokens that conversations contain; None makes them control tokens.
     """
 
@@ -60,7 +66,9 @@ class Renderer:
     loss_on: LossOn
     video_placeholder: str | None = None
     audio_placeholder: str | None = None
+    boxes: BoxFormat | None = None
     special: SpecialText | None = None
+    _of_variables: dict[str, "Renderer"] = field(default_factory=dict, init=False, repr=False)
 
     def render(self, conversation: Conversation, edges: Sequence[tuple[str, str]] = ()) -> Rendered:
         """Render messages or a document.
@@ -73,8 +81,26 @@ class Renderer:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
         """
         escaped = self.escaped(conversation)
-        rendered = self._with_edges(self.with_placeholders(self.by_template(escaped), escaped), edges)
+        own = self.of_record(escaped)
+        rendered = own.with_placeholders(own.by_template(escaped), escaped)
+        rendered = own._with_edges(rendered, edges)
         return rendered if escaped is conversation else rendered._replace(text=EscapedText(rendered.text))
+
+    def of_record(self, conversation: Conversation) -> "Renderer":
+        """Return the renderer with the variables that an escaped conversation sets for the template.
+
+        Raises:
+            RecordError: as `ChatTemplate.with_variables`.
+        """
+        if not conversation.chat_template_kwargs:
+            return self
+        key = json.dumps(conversation.chat_template_kwargs, sort_keys=True, default=str)
+        if (found := self._of_variables.pop(key, None)) is None:
+            found = replace(self, template=self.template.with_variables(conversation.chat_template_kwargs))
+            if len(self._of_variables) >= _MOST_VARIABLES:
+                del self._of_variables[next(iter(self._of_variables))]  # the least recently used
+        self._of_variables[key] = found
+        return found
 
     def with_placeholders(self, rendered: Rendered, conversation: Conversation) -> Rendered:
         """Replace the template's tokens of images by the placeholder of the vision family, and move the spans."""
@@ -229,7 +255,17 @@ class Renderer:
             text = self.template.audio_token if has_parts else self.audio_placeholder
             assert text is not None, "without an audio family, audio is rejected earlier"
             contents = [content.replace(AUDIO_PLACEHOLDER, text) for content in contents]
-        return list(contents)
+        return self._with_boxes(contents, conversation) if conversation.objects is not None else list(contents)
+
+    def _with_boxes(self, contents: Sequence[str], conversation: Conversation) -> list[str]:
+        objects, boxes = conversation.objects, self.boxes
+        assert objects is not None
+        assert boxes is not None, "without a text of boxes, objects are rejected earlier"
+        texts = {
+            REF_PLACEHOLDER: iter([boxes.ref.format(name) for name in objects["ref"]]),
+            BOX_PLACEHOLDER: iter([boxes.of_box(box) for box in objects["bbox"]]),
+        }
+        return [_OBJECTS.sub(lambda match: next(texts[match[0]]), content) for content in contents]
 
 
 def _replaced(rendered: Rendered, token: str, texts: Sequence[str]) -> Rendered:

@@ -226,6 +226,9 @@ def _unusable(problem: str) -> ConfigError:
     )
 
 
+_OTHER_FIELDS = ("tools", "chat_template_kwargs", "objects")
+
+
 def has_private_use(text: str) -> bool:
     """Whether a text has characters that would be mistaken for escaped tokens or their new names."""
     return _PRIVATE.search(text) is not None
@@ -266,8 +269,8 @@ class SpecialText:
             return conversation
         messages = tuple([self._message(message) for message in conversation.messages])
         text = None if conversation.text is None else self._escaped(conversation.text)
-        tools = None if conversation.tools is None else self._value(conversation.tools)
-        escaped = replace(conversation, messages=messages, text=text, tools=tools)
+        fields = {name: self._value(value) for name, value in _other_fields(conversation).items()}
+        escaped = replace(conversation, messages=messages, text=text, **fields)
         if escaped == conversation:
             return conversation
         if any(has_private_use(text) for _, text in _strings_by_role(conversation)):
@@ -295,7 +298,7 @@ class SpecialText:
                 return True
         if conversation.text is not None and self._has(conversation.text):
             return True
-        return bool(conversation.tools) and any(self._has(text) for text in _strings(conversation.tools))
+        return any(self._has(text) for value in _other_fields(conversation).values() for text in _strings(value))
 
     def _has(self, text: str) -> bool:
         return self._any is not None and self._any.search(text) is not None
@@ -347,19 +350,27 @@ def token_pattern(tokens: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=lambda token: (-len(token), token))))
 
 
-def searched_literals(template: str) -> list[str]:
-    """String literals that a template searches for, such as `</think>` in `content.split('</think>')`, sorted."""
-    from jinja2 import Environment, nodes
+def template_tree(template: str) -> Any:
+    """Parse a template with Jinja; None if it is not valid."""
+    from jinja2 import Environment
     from jinja2.exceptions import TemplateSyntaxError
 
     try:
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
+        return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(template)
     except TemplateSyntaxError:  # Transformers adds a tag to Jinja: {% generation %}
         plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
         try:
-            tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
+            return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
         except TemplateSyntaxError:
-            return []
+            return None
+
+
+def searched_literals(template: str) -> list[str]:
+    """String literals that a template searches for, such as `</think>` in `content.split('</think>')`, sorted."""
+    from jinja2 import nodes
+
+    if (tree := template_tree(template)) is None:
+        return []
     operands = []
     for node in tree.find_all((nodes.Compare, nodes.Call)):
         if isinstance(node, nodes.Compare):
@@ -377,8 +388,13 @@ def _strings_by_role(conversation: Conversation) -> Iterator[tuple[str, str]]:
         yield message.role, message.content
         if message.extra:
             yield from (("", text) for text in _strings(message.extra))
-    if conversation.tools:
-        yield from (("", text) for text in _strings(conversation.tools))
+    for value in _other_fields(conversation).values():
+        yield from (("", text) for text in _strings(value))
+
+
+def _other_fields(conversation: Conversation) -> dict[str, Any]:
+    """JSON values beside the messages that a template can write, by their names."""
+    return {name: value for name in _OTHER_FIELDS if (value := getattr(conversation, name)) is not None}
 
 
 def _strings(value: Any) -> Iterator[str]:

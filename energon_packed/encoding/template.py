@@ -22,9 +22,11 @@ from typing import Any, NoReturn
 
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Skeleton, Span, marker
+from energon_packed.encoding.special_text import template_tree
 from energon_packed.encoding.turns import TurnFinder, TurnShape
 from energon_packed.errors import ConfigError, Reason, RecordError, TemplateError
 from energon_packed.libraries import calls
+from energon_packed.records.fields import is_given
 from energon_packed.system import call_in_child, memory_limit
 
 Messages = Sequence[dict[str, Any]]
@@ -42,6 +44,8 @@ _MEMORY = f"it needs more than {RENDER_MEMORY >> 30} GiB of memory"
 _FIX = "fix it in the tokenizer folder"
 _PLAIN = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
 _MARKED = ({"role": "user", "content": marker(0)}, {"role": "assistant", "content": marker(1)})
+# Arguments that are other fields of a record, or that do not belong to a single record.
+_OF_RECORD = ("messages", "tools", "documents", "add_generation_prompt")
 _GRACE = 20.0  # seconds of waiting time and of uninterruptible calls beside `RENDER_LIMIT`, before a process is killed
 _SMALL = 100_000  # characters of messages and tools that a sound template renders quickly
 # Python errors of a template that gets a message it does not expect.
@@ -106,6 +110,7 @@ class ChatTemplate:
         image_token: str | None = None,
         audio_token: str | None = None,
         video_token: str | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         """Analyze the template of a tokenizer.
 
@@ -113,10 +118,16 @@ class ChatTemplate:
             tokenizer: its template, special tokens and added tokens.
             image_token: text that the template writes for a content part of type `image`; None without images.
             audio_token, video_token: the same of the types `audio` and `video`.
+            variables: further variables of the template, such as {"enable_thinking": False}; None for no variables.
         """
         self.image_token, self.audio_token, self.video_token = image_token, audio_token, video_token
         self.source = tokenizer.chat_template
-        self._variables = {**tokenizer.special_tokens, "date_string": TODAY.strftime("%d %b %Y")}
+        self._tokenizer = tokenizer
+        self._variables = {
+            **tokenizer.special_tokens,
+            "date_string": TODAY.strftime("%d %b %Y"),
+            **(variables or {}),
+        }
         self._dated = _with_fixed_date(self.source or "")
         self._added = tokenizer.added_tokens
         # In some tokenizers, </tool_call> and </think> are added but not special: they do not end a turn.
@@ -129,6 +140,47 @@ class ChatTemplate:
     def fingerprint(self) -> str:
         """Hex SHA-256 of the Jinja source; "" without a template."""
         return "" if self.source is None else hashlib.sha256(self.source.encode()).hexdigest()
+
+    def with_variables(self, variables: Mapping[str, Any]) -> "ChatTemplate":
+        """Return the template with the variables of a record, as `apply_chat_template(**variables)` uses them.
+
+        Args:
+            variables: `chat_template_kwargs` of the record. Variables that are null, or that are empty and not used by
+                the template, have no effect.
+
+        Raises:
+            RecordError: `unsupported_field`, if the template does not use a variable, or if the record has another
+                field for it.
+        """
+        used = {name: value for name, value in variables.items() if value is not None}
+        for name in [*used]:
+            if name in _OF_RECORD or name in self._tokenizer.special_tokens:
+                detail = f"chat_template_kwargs has {name}, which is not a setting of a template; remove it"
+                raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+            if name in self._used_variables:
+                continue
+            if is_given(used.pop(name)):
+                detail = f"chat_template_kwargs has {name}, which the chat template does not use; remove it"
+                raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        if not used:
+            return self
+        found = ChatTemplate(
+            self._tokenizer,
+            image_token=self.image_token,
+            audio_token=self.audio_token,
+            video_token=self.video_token,
+            variables=used,
+        )
+        found._fault = self._fault  # tried once, in another process
+        return found
+
+    @cached_property
+    def _used_variables(self) -> frozenset[str]:
+        """Names that the template reads without setting them before."""
+        from jinja2 import meta
+
+        tree = template_tree(self.source or "")
+        return frozenset() if tree is None else frozenset(meta.find_undeclared_variables(tree))
 
     def join(self, roles: tuple[str, ...], contents: Sequence[str]) -> tuple[str, list[Span]] | None:
         """Render messages with only a role and a content without Jinja, as `render_with_spans`; None if Jinja must."""

@@ -2,9 +2,10 @@
 
     {key}.json       images, prompts, captions, sample_count, ids, systems, lengths
                      and, if present: patch_positions, timestamp_decimal, fps, videos (the images are frames),
-                     video_files (see videos.py), audio_files (see audios.py), weights (of each turn in the
-                     loss, the system prompt first: 0 is context), record_weights (of each sample in the loss),
-                     truncate, truncated
+                     video_files (see videos.py), audio_files (see audios.py), image_settings (of each image, or null),
+                     chat_template_kwargs, objects (boxes of the text, as in records/objects.py),
+                     weights (of each turn in the loss, the system prompt first: 0 is context), record_weights (of
+                     each sample in the loss), truncate, truncated
     {key}.img{i}_{j}.{ext}   original bytes of image j of sample i
     {key}.img{i}_{j}.npy     its patch positions, if present
     {key}.vid{i}_{j}.{ext}   video file j of sample i
@@ -41,7 +42,7 @@ _ROLES = ("user", "assistant")  # of the turns after the system prompt, alternat
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
 _COLUMNS = (
     *("ids", "systems", "lengths", "timestamp_decimal", "fps", "timestamps", "videos", "weights", "record_weights"),
-    "truncated",
+    *("chat_template_kwargs", "objects", "truncated"),
 )
 """Optional keys of the json with one entry per sample."""
 
@@ -104,6 +105,9 @@ class CaptioningCodec(Codec):
                 "videos": [c.video for c in conversations],
                 "video_files": media.videos,
                 "audio_files": media.audios,
+                "image_settings": media.settings,
+                "chat_template_kwargs": [c.chat_template_kwargs for c in conversations],
+                "objects": [c.objects for c in conversations],
                 "weights": [_weights(c) for c in conversations],
                 "record_weights": [None if c.weight == 1 else c.weight for c in conversations],
             }
@@ -126,7 +130,7 @@ class CaptioningCodec(Codec):
         turns_of_samples = [[*asked, *answered] for asked, answered in zip(prompts, captions, strict=True)]
         names = names_by_sample(raw, value.get("images"), turns_of_samples)
         positions = _position_names(raw, value.get("patch_positions"))
-        files = value.get("video_files"), value.get("audio_files")
+        files = value.get("video_files"), value.get("audio_files"), value.get("image_settings")
         media = read_media(raw, member_names(raw, names), positions, *files)
         # This package always writes both columns.
         is_third_party = value.get("ids") is None and value.get("lengths") is None
@@ -164,6 +168,8 @@ def _sample(
         text=captions[0] if is_text else None,
         weight=1.0 if row["record_weights"] is None else row["record_weights"],
         **media.references(),
+        chat_template_kwargs=row["chat_template_kwargs"],
+        objects=row["objects"],
         video=bool(row["videos"]),
         fps=row["fps"],
         timestamps=bool(row["timestamps"]),

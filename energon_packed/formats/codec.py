@@ -33,6 +33,7 @@ class StoredImage:
         part: the member it was read from; "" before it is written.
         locator: location of the file, to write instead of `data`; None to write `data`.
         path: path of the referenced file that it was read from, for messages; "" for others.
+        settings: of an image, as of MediaReference.
 
     Examples:
         >>> StoredImage("png", b"...").num_bytes
@@ -44,6 +45,7 @@ class StoredImage:
     part: str = field(default="", compare=False)
     locator: Locator | None = field(default=None, compare=False)
     path: str = field(default="", compare=False)
+    settings: Mapping[str, int] | None = field(default=None, hash=False)
 
     @property
     def num_bytes(self) -> int:
@@ -53,7 +55,8 @@ class StoredImage:
     def reference(self, place: str) -> MediaReference:
         """Return the bytes as a reference; `place` is its name in messages if it has no `part`."""
         name = self.part or place
-        return MediaReference(data=self.data, name=f"{name} ({self.path})" if self.path else name)
+        shown = f"{name} ({self.path})" if self.path else name
+        return MediaReference(data=self.data, name=shown, settings=self.settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,10 @@
                  messages (role, content, other fields for the chat template, and weight; weight 0 is context)
                  text
                  input_ids and labels, and loss_weights (one per token) if any is not 1
-             and, if present: record_weight (factor of the loss weights), tools, patch_positions, video, fps,
-             timestamp_decimal, video_files (see videos.py), audio_files (see audios.py), truncate, truncated
+             and, if present: record_weight (factor of the loss weights), tools, chat_template_kwargs,
+             objects (boxes of the text, as in records/objects.py), patch_positions, video, fps,
+             timestamp_decimal, video_files (see videos.py), audio_files (see audios.py), image_settings (of each
+             image, or null), truncate, truncated
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}, {key}.aud{i}_{j}.{ext}   as in
              PackedCaptioningSample; i is 0 in a single sample
 """
@@ -26,7 +28,13 @@ from energon_packed.formats.codec import (
 from energon_packed.formats.parts import has_value, read_json, read_media, read_object, write_json, write_media
 from energon_packed.records import Conversation, Message
 
-_MEDIA = ("images", "patch_positions", "video_files", "audio_files")  # fields of a SAMPLE that name members
+_MEDIA = (
+    "images",
+    "patch_positions",
+    "video_files",
+    "audio_files",
+    "image_settings",
+)  # fields of a SAMPLE that name members
 
 
 class MultiMixCodec(Codec):
@@ -86,8 +94,9 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
     values = []
     videos = media.videos or [[]] * len(samples)
     audios = media.audios or [[]] * len(samples)
-    columns = zip(samples, media.images, media.positions, videos, audios, strict=True)
-    for sample, image_names, position_names, video_entries, audio_entries in columns:
+    settings = media.settings or [[]] * len(samples)
+    columns = zip(samples, media.images, media.positions, videos, audios, settings, strict=True)
+    for sample, image_names, position_names, video_entries, audio_entries, of_images in columns:
         c = sample.conversation
         value: dict[str, Any] = {"id": c.id, "length": sample.length}
         if c.input_ids is not None:
@@ -102,6 +111,8 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
         more = {
             "record_weight": None if c.weight == 1 else c.weight,
             "tools": c.tools,
+            "chat_template_kwargs": c.chat_template_kwargs,
+            "objects": c.objects,
             "patch_positions": position_names,
             "video": c.video,
             "fps": c.fps,
@@ -109,6 +120,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
             "timestamp_decimal": c.timestamp_decimal,
             "video_files": video_entries,
             "audio_files": audio_entries,
+            "image_settings": of_images,
             "truncate": sample.truncate,
             "truncated": sample.is_truncated,
         }
@@ -129,6 +141,8 @@ def _sample(value: Mapping[str, Any], media: SampleMedia) -> StoredSample:
         weight=value.get("record_weight", 1.0),
         **media.references(),
         tools=value.get("tools"),
+        chat_template_kwargs=value.get("chat_template_kwargs"),
+        objects=value.get("objects"),
         video=bool(value.get("video")),
         fps=value.get("fps"),
         timestamps=bool(value.get("timestamps")),

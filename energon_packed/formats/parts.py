@@ -16,12 +16,14 @@ LLaVA-OneVision-2, `4_convert_packedsample_to_wds.py` of its 1.5 examples.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
 import orjson
 
-from energon_packed.errors import FormatError
+from energon_packed.errors import FormatError, RecordError
+from energon_packed.files import of_type
 from energon_packed.formats.audios import clip_as_dict, clip_from_dict, is_audio_part
 from energon_packed.formats.codec import (
     Part,
@@ -36,6 +38,7 @@ from energon_packed.formats.references import MEDIA_PART, PATHS
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.options import short
 from energon_packed.records import IMAGE_PLACEHOLDER
+from energon_packed.records.media import read_image_settings
 from energon_packed.records.video import VIDEO_SUFFIXES
 
 # Extensions of parts that are not images; any other extension is an image.
@@ -98,6 +101,7 @@ class WrittenMedia(NamedTuple):
         images, positions: image names and .npy names of each sample.
         videos: `video_files` of each sample, as in videos.py; [] if no sample has a video.
         audios: `audio_files` of each sample, as in audios.py; [] if no sample has audio.
+        settings: `image_settings` of each sample: settings of each image, or None; [] if no image has any.
     """
 
     parts: list[Part]
@@ -105,6 +109,7 @@ class WrittenMedia(NamedTuple):
     positions: list[list[str]]
     videos: list[list[dict[str, Any]]]
     audios: list[list[dict[str, Any]]]
+    settings: list[list[Mapping[str, int] | None]]
 
 
 def write_media(samples: Sequence[StoredSample]) -> WrittenMedia:
@@ -140,7 +145,21 @@ def write_media(samples: Sequence[StoredSample]) -> WrittenMedia:
             _add_files([(part, audio.file)], parts, references)
     if any(references.values()):
         parts.insert(0, (MEDIA_PART, write_json(references)))
-    return WrittenMedia(parts, images, positions, videos if any(videos) else [], audios if any(audios) else [])
+    settings = [_settings(sample.images) for sample in samples]
+    return WrittenMedia(
+        parts,
+        images,
+        positions,
+        videos if any(videos) else [],
+        audios if any(audios) else [],
+        settings if any(settings) else [],
+    )
+
+
+def _settings(images: Sequence[StoredImage]) -> list[Mapping[str, int] | None]:
+    """Return the settings of each image; [] if no image has any."""
+    settings = [image.settings or None for image in images]
+    return settings if any(settings) else []
 
 
 def _add_files(files: Iterable[tuple[str, StoredImage]], parts: list[Part], references: dict[str, Any]) -> None:
@@ -168,6 +187,7 @@ def read_media(
     positions: Sequence[Any] | None = None,
     videos: Sequence[Any] | None = None,
     audios: Sequence[Any] | None = None,
+    settings: Sequence[Any] | None = None,
 ) -> list[SampleMedia]:
     """Return the media of each sample.
 
@@ -175,7 +195,8 @@ def read_media(
         raw: the pack.
         images: image names of each sample.
         positions: .npy names of each sample; None if the pack has none.
-        videos, audios: `video_files` and `audio_files` of each sample; None if the pack has none.
+        videos, audios, settings: `video_files`, `audio_files` and `image_settings` of each sample; None if the pack
+            has none.
 
     Raises:
         FormatError: a member is missing, or a decoder has converted it from bytes.
@@ -186,13 +207,13 @@ def read_media(
     none = [()] * len(images)
     return [
         SampleMedia(
-            tuple([_stored(raw, name) for name in _names(image_names)]),
+            _stored_images(raw, _names(image_names), of_images),
             tuple([_content(raw, name) for name in _names(position_names)]),
             tuple([_read_video(raw, entry) for entry in entries or ()]),
             tuple([StoredAudio(clip_from_dict(entry), _stored(raw, entry["part"])) for entry in spoken or ()]),
         )
-        for image_names, position_names, entries, spoken in zip(
-            images, positions or none, videos or none, audios or none, strict=True
+        for image_names, position_names, entries, spoken, of_images in zip(
+            images, positions or none, videos or none, audios or none, settings or none, strict=True
         )
     ]
 
@@ -230,6 +251,21 @@ def video_count(names: Iterable[str]) -> int:
 
 def _stored(raw: RawPack, name: str) -> StoredImage:
     return StoredImage(name.rpartition(".")[2], _content(raw, name), name, path=raw.get(PATHS, {}).get(name, ""))
+
+
+def _stored_images(raw: RawPack, names: Sequence[str], settings: Any) -> tuple[StoredImage, ...]:
+    images = [_stored(raw, name) for name in names]
+    if not settings:
+        return tuple(images)
+    pairs = zip(images, settings, strict=True)
+    return tuple([replace(image, settings=_checked(own)) if own else image for image, own in pairs])
+
+
+def _checked(settings: Any) -> Mapping[str, int]:
+    try:
+        return read_image_settings(of_type(settings, dict, "settings of an image"))
+    except RecordError as error:
+        raise ValueError(error.detail) from error
 
 
 def _names(listed: Any) -> list[str]:

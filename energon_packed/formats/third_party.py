@@ -75,6 +75,13 @@ class LlavaOnevision2Codec(CaptioningCodec):
                 Reason.UNSUPPORTED_FIELD,
                 f"{_READER} trains on every caption, so a turn cannot have a weight; make the other turns a prompt",
             )
+        for name, is_set in (
+            ("settings of single images, such as max_pixels", any(image.settings for image in conversation.images)),
+            ("chat_template_kwargs", conversation.chat_template_kwargs),
+            ("objects with boxes", conversation.objects),
+        ):
+            if is_set:
+                raise RecordError(Reason.UNSUPPORTED_FIELD, f"{_READER} has no {name}; omit `layout`")
         if conversation.weight != 1:
             raise RecordError(
                 Reason.UNSUPPORTED_FIELD,

@@ -6,7 +6,8 @@
 {key}.labels.npy       int32 (T,), in place of loss_spans if a label differs from its token
 {key}.weighted_spans.npy   (K,) of start int32, end int32, weight float32: supervised tokens [start, end) and their
                        loss weight, in place of loss_spans, or beside labels, if a weight is not 1
-{key}.json             sample_count, ids, images, and patch_positions and video_files (see videos.py) if present
+{key}.json             sample_count, ids, images, and patch_positions, video_files (see videos.py) and image_settings
+                       (of each image, or null) if present
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}   as in PackedCaptioningSample
 """
 
@@ -108,6 +109,8 @@ class TokensCodec(Codec):
             value["video_files"] = media.videos
         if media.audios:
             value["audio_files"] = media.audios
+        if media.settings:
+            value["image_settings"] = media.settings
         # Labels repeat the ids, so a few spans replace 4 bytes per token. Records with custom labels need the array.
         supervised = labels != _IGNORE
         targets: list[Part] = []
@@ -154,7 +157,7 @@ class TokensCodec(Codec):
             labels = np.full_like(input_ids, _IGNORE)
             for start, end in _load(raw, "loss_spans.npy").tolist():
                 labels[start:end] = input_ids[start:end]
-        files = value.get("video_files"), value.get("audio_files")
+        files = value.get("video_files"), value.get("audio_files"), value.get("image_settings")
         media = read_media(raw, value["images"], value.get("patch_positions"), *files)
         return TokenRow(value["ids"], input_ids, labels, _load(raw, "cu_seqlens.npy"), weights, media)
 

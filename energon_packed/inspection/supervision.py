@@ -9,8 +9,10 @@ import numpy as np
 
 from energon_packed.encoding.chat import ChatEncoder
 from energon_packed.encoding.completeness import turn_places
+from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.sample import IGNORE_INDEX, EncodedSample
 from energon_packed.encoding.skeleton import Span
+from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import EnergonPackedError
 from energon_packed.records import Conversation
 
@@ -44,12 +46,14 @@ def supervised_turns(
 
 
 def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSample) -> list[bool]:
-    renderer = encoder.renderer
-    escaped = renderer.escaped(conversation)
+    if conversation.objects is not None and encoder.vision is not None:
+        conversation = measure_media(encoder.vision, conversation).spelled or conversation
+    escaped = encoder.renderer.escaped(conversation)
+    renderer = encoder.renderer.of_record(escaped)
     by_template = renderer.by_template(escaped)
-    turns = by_template._replace(spans=_turns(encoder, escaped, by_template.text))
+    turns = by_template._replace(spans=_turns(renderer, escaped, by_template.text))
     spans = renderer.with_placeholders(turns, escaped).spans or ()
-    text = renderer.render(conversation).text
+    text = encoder.renderer.render(conversation).text
     targets = _without_runs(sample)
     flags = []
     for span in spans:
@@ -59,17 +63,16 @@ def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSa
     return flags
 
 
-def _turns(encoder: ChatEncoder, conversation: Conversation, text: str) -> list[Span]:
+def _turns(renderer: Renderer, conversation: Conversation, text: str) -> list[Span]:
     """Characters of each turn, reasoning and calls included: from the end of the turns before it."""
-    messages = encoder.renderer.messages(conversation)
+    messages = renderer.messages(conversation)
     starts: list[int] = []
     for turn in range(len(messages)):
         try:
-            start = encoder.renderer.template.turn_start(turn, text, messages, conversation.tools)
+            start = renderer.template.turn_start(turn, text, messages, conversation.tools)
         except EnergonPackedError:  # the template does not render these turns alone
-            start = turn_places(
-                text, [message["content"] for message in messages], encoder.renderer.template.media_tokens
-            )[turn][0]
+            contents = [message["content"] for message in messages]
+            start = turn_places(text, contents, renderer.template.media_tokens)[turn][0]
         starts.append(max([start, *starts[-1:]]))
     return list(pairwise([*starts, len(text)]))
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.audio import AUDIO_PLACEHOLDER, AudioReference
 from energon_packed.records.media import MediaReference
+from energon_packed.records.objects import read_objects
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
 
 IMAGE_PLACEHOLDER = "<image>"
@@ -73,6 +74,10 @@ class Conversation:
         patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
             all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
+        chat_template_kwargs: variables of the chat template for this record, such as {"enable_thinking": False}; None
+            without variables.
+        objects: names and boxes that replace `<ref-object>` and `<bbox>` in the messages: `ref`, `bbox`, `bbox_type`
+            and `image_id`, as `read_objects` returns them; None without objects.
         video: the images are frames of a video.
         fps: frames per second of the source video, for images that are its frames.
         timestamp_decimal: decimals of frame timestamps, 1 by default.
@@ -102,6 +107,8 @@ class Conversation:
     audios: tuple[AudioReference, ...] = ()
     patch_positions: tuple[MediaReference, ...] = ()
     tools: Sequence[Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    objects: Mapping[str, Any] | None = None
     video: bool = False
     fps: float | None = None
     timestamp_decimal: int | None = None
@@ -116,6 +123,9 @@ class Conversation:
             self._check_messages()
         elif self.text is not None:
             self._check_placeholders([self.text])
+        if self.objects is not None:
+            contents = [message.content for message in self.messages]
+            object.__setattr__(self, "objects", read_objects(self.objects, contents, len(self.images)))
         tokens = 0 if self.input_ids is None else len(self.input_ids)
         if self.labels is not None and (self.input_ids is None or len(self.labels) != tokens):
             raise RecordError(

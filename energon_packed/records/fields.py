@@ -24,11 +24,13 @@ ARRAY_REMEDY = "if the file is a JSON array, rename it to .json, or write one re
 _DEEPEST = 100  # levels of nesting: templates and JSON writers recurse once per level
 # Larger values of fps and timestamp_decimal are faults of the writer, and would overflow when they are rendered.
 _LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal
+_LARGEST_SETTING = 1e12  # of settings of images and videos
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction")
 COMMON_FIELDS = frozenset(
     (
         *("id", "images", "image", "video", "videos", "audio", "audios", "patch_positions", "fps"),
         *("timestamp_decimal", "image_base64_str", "tools", "functions", *SYSTEM_FIELDS),
+        "chat_template_kwargs",
     )
 )
 """Fields that `normalize` itself reads, in every record format."""
@@ -154,6 +156,25 @@ def read_number(value: Any, label: str, kind: type[Any]) -> Any:
     if not math.isfinite(number) or abs(number) > _LARGEST_NUMBER:
         raise missing_field(f"{label} must be a number, not {repr(value)[:80]}")
     return kind(number)
+
+
+def read_setting(value: Any, label: str, *, is_whole: bool) -> int | float:
+    """Read a setting of an image or video, a number above 0.
+
+    Args:
+        value: the value.
+        label: the setting, for errors, such as `max_pixels of an image`.
+        is_whole: it must be a whole number, and is returned as an int.
+
+    Raises:
+        RecordError: `unsupported_field`.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= _LARGEST_SETTING:
+        raise unsupported_field(f"{label} must be a number above 0, not {shown(value)}")
+    if is_whole and value != int(value):
+        raise unsupported_field(f"{label} must be a whole number, not {shown(value)}")
+    return int(value) if is_whole else float(value)
 
 
 def check_writable(value: Any, label: str) -> None:

@@ -10,21 +10,23 @@ import binascii
 import hashlib
 import io
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlparse
 
 from energon_packed.errors import DataChangedError, Reason, RecordError, ResourceError
 from energon_packed.files import IrregularFile, LinkRefused, open_regular, open_shared, read_range, status
-from energon_packed.records.fields import shown
+from energon_packed.records.fields import read_setting, shown, unsupported_field
 from energon_packed.storage import RangeStream, RemotePath, RemoteReader, absolute_name, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
 
 CHANGED_REMEDY = "Restore the file, pass `media_root` if it was moved, or pack again."
 _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does not read the whole image
 _REMOTE_BLOCK = 1 << 16  # the same of an object: a request is slower than the transfer of more bytes
+IMAGE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Fields of a content part or object with an image that resize it, as in qwen-vl-utils."""
 _A = {"image": "an image", "video": "a video", "audio": "an audio file"}
 _MISSING = {"video": Reason.MISSING_VIDEO, "audio": Reason.MISSING_AUDIO}
 _CORRUPT = {"video": Reason.CORRUPT_VIDEO, "audio": Reason.CORRUPT_AUDIO}
@@ -158,6 +160,8 @@ class MediaReference:
         packed: what the bytes must be, of an image whose location is stored in a pack. They are compared at every
             opening, for which all of them are read.
         name: name of `data` for messages, such as its part of a pack; None if it has no name.
+        settings: settings of the record for this image, by the names of `IMAGE_SETTINGS`, such as
+            {"max_pixels": 50176}; they win over the settings of the vision family. None without settings.
 
     Examples:
         >>> image = MediaReference.from_value("cat.jpg", "photos")
@@ -172,6 +176,7 @@ class MediaReference:
     size: int | None = None
     packed: PackedImage | None = None
     name: str | None = field(default=None, compare=False)
+    settings: Mapping[str, int] | None = field(default=None, hash=False)
 
     @classmethod
     def from_value(
@@ -186,7 +191,7 @@ class MediaReference:
 
         Raises:
             RecordError: `missing_image`, `missing_video` or `missing_audio` if the value does not name media;
-                `unsupported_media` if it is remote.
+                `unsupported_media` if it is remote; `unsupported_field` for an invalid setting of an image.
         """
         missing = _MISSING.get(kind, Reason.MISSING_IMAGE)
         if isinstance(value, MediaReference):
@@ -198,7 +203,8 @@ class MediaReference:
             )
             if isinstance(inner, dict):
                 raise RecordError(missing, f"{_A[kind]} is nested in two objects; use a path, url or bytes")
-            return cls.from_value(inner, root, kind=kind)
+            reference = cls.from_value(inner, root, kind=kind)
+            return reference.with_settings(read_image_settings(value)) if kind == "image" else reference
         if isinstance(value, bytes | bytearray | memoryview):
             return cls(data=bytes(value))
         if not isinstance(value, str) or not value:
@@ -222,6 +228,10 @@ class MediaReference:
                 f"{shown(value)} is remote; download it and pass a path, nothing is fetched",
             )
         return cls(path=value, root=root)
+
+    def with_settings(self, settings: Mapping[str, int]) -> "MediaReference":
+        """Return the image with these settings, except settings that it has already."""
+        return replace(self, settings={**settings, **(self.settings or {})}) if settings else self
 
     def resolved(self) -> str:
         """Return the path of the file, links unresolved; absolute if there is a `root`.
@@ -352,6 +362,27 @@ class MediaReference:
     def label(self) -> str:
         """Short name for messages."""
         return self.path or self.name or f"<{len(self.data or b'')} bytes>"
+
+
+def read_image_settings(record: Mapping[str, Any], label: str = "an image") -> dict[str, int]:
+    """Read the settings of an image in a content part or object.
+
+    Args:
+        record: the content part or object.
+        label: the owner of the settings, for errors.
+
+    Raises:
+        RecordError: `unsupported_field` if a value is not a whole number above 0, or if two settings exclude each
+            other.
+    """
+    given = {name: record[name] for name in IMAGE_SETTINGS if record.get(name) is not None}
+    settings = {name: int(read_setting(value, f"{name} of {label}", is_whole=True)) for name, value in given.items()}
+    sides = sum(name in settings for name in IMAGE_SETTINGS[2:])
+    if sides == 1 or (sides and len(settings) > sides):  # qwen-vl-utils ignores one side, and the pixels beside both
+        raise unsupported_field(
+            f"{' and '.join(settings)} of {label}; use resized_height with resized_width, or min_pixels and max_pixels"
+        )
+    return settings
 
 
 def _root_of(root: str | ImageRoot) -> ImageRoot:

@@ -14,7 +14,8 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.audio import AUDIO_PLACEHOLDER, AUDIO_SUFFIXES, AudioReference, read_audio
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field
-from energon_packed.records.media import ImageRoot, MediaReference
+from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, MediaReference
+from energon_packed.records.objects import BOX_PLACEHOLDER, BOX_REMEDY, REF_PLACEHOLDER
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
 from energon_packed.records.unused_fields import unused_fields
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, VideoReference
@@ -33,7 +34,8 @@ _TAGGED_AUDIO = re.compile(
 _UNREAD = re.compile(
     r"<img>\s*</img>|<image_placeholder>|<ImageHere>|<(?P<bar>\|)?(?P<kind>image|video|audio)[ _]?\d+(?(bar)\|)>"
 )
-_BOXES = re.compile(r"<ref-object>|<bbox>")  # of ms-swift, whose `objects` replace them
+_BOXES = re.compile(f"{REF_PLACEHOLDER}|{BOX_PLACEHOLDER}")  # of ms-swift, whose `objects` replace them
+_IMAGE_KNOWN = IMAGE_OBJECT | {*IMAGE_SETTINGS}
 _IMAGE_FIELDS = ("images", "image")
 _VIDEO_FIELDS = ("video", "videos")
 _AUDIO_FIELDS = ("audios", "audio")
@@ -64,6 +66,7 @@ class Media:
         videos: videos of the video field, in order: files, and lists of frames.
         audios: audio files of the audio field, in order.
         is_video: the images are frames of a video.
+        has_objects: the record has objects, which may replace the placeholders of names and boxes.
         inline: images of content parts, in order.
         inline_videos: video files of content parts, in order.
         inline_audios: audio files of content parts, in order.
@@ -78,6 +81,7 @@ class Media:
     videos: list[Video] = field(default_factory=list)
     audios: list[AudioReference] = field(default_factory=list)
     is_video: bool = False
+    has_objects: bool = False
     inline: list[MediaReference] = field(default_factory=list)
     inline_videos: list[VideoReference] = field(default_factory=list)
     inline_audios: list[AudioReference] = field(default_factory=list)
@@ -129,8 +133,13 @@ class Media:
         if names:
             self.unlisted += find_unlisted(record, names, label, self.root)
 
-    def add_inline(self, value: Any) -> None:
-        """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`."""
+    def add_inline(self, value: Any, settings: Mapping[str, int] | None = None) -> None:
+        """Add the image of a content part; Anthropic's source is `{"type": "base64", "media_type", "data"}`.
+
+        Args:
+            value: the image.
+            settings: settings of the content part, as `read_image_settings`.
+        """
         # `base64` and `url` are types of Anthropic's API; an object without a type is an image object of datasets.
         if isinstance(value, Mapping) and value.get("type") == "base64":
             data, kind = value.get("data"), str(value.get("media_type"))
@@ -138,7 +147,7 @@ class Media:
         elif isinstance(value, Mapping) and value.get("type") == "url":
             value = value.get("url")
         self.unused_fields.update(_unused(value))
-        self.inline.append(MediaReference.from_value(value, self.root))
+        self.inline.append(MediaReference.from_value(value, self.root).with_settings(settings or {}))
 
     def place(self, strings: Sequence[str]) -> list[str]:
         """Replace each `<video>` of frames by an `<image>` for each frame; `images` gets all images in text order.
@@ -177,17 +186,20 @@ def has_tags(text: str) -> bool:
     return "<img>" in text or "</video>" in text or "</audio>" in text
 
 
-def check_spellings(texts: Sequence[str]) -> None:
+def check_spellings(texts: Sequence[str], *, has_objects: bool = False) -> None:
     """Reject placeholders that are not read, but not numbers of media that other placeholders place.
+
+    Args:
+        texts: contents of the turns, or a document.
+        has_objects: the record has objects for the placeholders of boxes.
 
     Raises:
         RecordError: the mismatch of their kind, such as `image_count_mismatch`; `unsupported_field` for boxes.
     """
     for text in texts:
-        if box := _BOXES.search(text) if "<" in text else None:
+        if box := _BOXES.search(text) if "<" in text and not has_objects else None:
             raise unsupported_field(
-                f"{box[0]} is not replaced by a box of `objects`: write the boxes into the text in place of "
-                "<ref-object> and <bbox>, in the coordinates of the model, with an `adapter`"
+                f"{box[0]} is not replaced by a box of `objects`, which the messages do not have; {BOX_REMEDY}"
             )
         for match in _UNREAD.finditer(text) if "<" in text else ():
             reason, placeholder = _PLACEHOLDERS[match["kind"] or "image"]
@@ -211,6 +223,7 @@ def read_media(
             `image_count_mismatch` if the record lists its images twice, and the errors of `read_videos`.
     """
     media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
+    media.has_objects = is_given(record.get("objects"))
     if is_given(record.get(_BASE64)):
         # M3IT has a single image field; with a second field, the order of the images would be undefined.
         if not with_images or media.images:
@@ -261,7 +274,7 @@ def _has_media(value: Any) -> bool:
 
 def _unused(image: Any) -> tuple[str, ...]:
     """List the unused fields of an image object; fields that would change training are rejected."""
-    return unused_fields(image, IMAGE_OBJECT, "an image") if isinstance(image, Mapping) else ()
+    return unused_fields(image, _IMAGE_KNOWN, "an image") if isinstance(image, Mapping) else ()
 
 
 def _data_url(value: Any, kind: str = "image/jpeg") -> str:

@@ -32,13 +32,14 @@ from energon_packed.records.fields import (
     Record,
     check_writable,
     is_given,
+    missing_field,
     read_number,
     read_objects,
     read_text,
     shown,
     unsupported_field,
 )
-from energon_packed.records.media import ImageRoot
+from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, read_image_settings
 from energon_packed.records.media_fields import (
     NO_IMAGE,
     Media,
@@ -48,6 +49,7 @@ from energon_packed.records.media_fields import (
     read_media,
     references,
 )
+from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
@@ -124,6 +126,7 @@ def normalize(
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if tools is not None:
         check_writable(tools, "tools")
+    kwargs = _template_kwargs(record, draft, media) if "chat_template_kwargs" in record else None
     for message in draft.messages:
         if message.extra:
             check_writable(message.extra, f"the {message.role} turn")
@@ -149,12 +152,48 @@ def normalize(
         audios=tuple(media.inline_audios or media.audios),
         patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
         tools=tools,
+        chat_template_kwargs=kwargs or None,
+        objects=_objects(record, draft, media) if "objects" in record else None,
         video=media.is_video,
         fps=fps,
         timestamp_decimal=read_number(record.get("timestamp_decimal"), "timestamp_decimal", int),
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
+
+
+def _objects(record: Record, draft: PartialConversation, media: Media) -> Any:
+    """Return the objects that replace placeholders in the messages; None for objects of another meaning (LVIS)."""
+    contents = [message.content for message in draft.messages]
+    if not any(name in text for name in (REF_PLACEHOLDER, BOX_PLACEHOLDER) for text in contents):
+        return None
+    media.unused_fields.discard("objects")
+    return record["objects"]
+
+
+def _template_kwargs(record: Record, draft: PartialConversation, media: Media) -> dict[str, Any]:
+    """Read the variables of the chat template, and apply settings of images among them to all images (ms-swift).
+
+    Raises:
+        RecordError: `unsupported_field` if nothing uses them; `missing_field` if they are not an object.
+    """
+    name = "chat_template_kwargs"
+    value = record[name]
+    if value is None:
+        return {}
+    if not isinstance(value, OBJECT):
+        raise missing_field(f"{name} must be an object, not {type(value).__name__}")
+    settings = read_image_settings(value, name)
+    if settings and (media.videos or media.inline_videos or not (media.images or media.inline)):
+        where = "into the content part or object of each image or video, as in images=[{path, max_pixels}]"
+        raise unsupported_field(f"{' and '.join(settings)} in {name} apply to images alone; write them {where}")
+    media.images = [image.with_settings(settings) for image in media.images]
+    media.inline = [image.with_settings(settings) for image in media.inline]
+    kwargs = {key: item for key, item in value.items() if key not in IMAGE_SETTINGS and item is not None}
+    if any(map(is_given, kwargs.values())) and (draft.text is not None or draft.input_ids is not None):
+        raise unsupported(name, remedy="no template renders a text or input_ids; remove it")
+    check_writable(kwargs, name)
+    return kwargs
 
 
 def _check_pairs(draft: PartialConversation, *, has_media: bool) -> None:
@@ -317,7 +356,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
             raise RecordError(Reason.UNSUPPORTED_MEDIA, "a record of input_ids has videos; pass the frames as images")
         return
     contents = [draft.text] if draft.text is not None else [message.content for message in draft.messages]
-    check_spellings(contents)
+    check_spellings(contents, has_objects=media.has_objects and draft.text is None)
     # The common case: content parts placed all of their images.
     if not (media.images or media.videos or media.audios):
         return

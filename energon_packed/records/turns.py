@@ -47,6 +47,7 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
+from energon_packed.records.media import IMAGE_SETTINGS, read_image_settings
 from energon_packed.records.media_fields import Media, has_tags
 from energon_packed.records.unused_fields import unsupported
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
@@ -114,7 +115,7 @@ _VALUES = (
 )  # types whose value has the name of the type in other formats
 _FIELDS = {
     "text": frozenset(("type", "text")),
-    "image": frozenset(("type", *_PART_IMAGES)),
+    "image": frozenset(("type", *_PART_IMAGES, *IMAGE_SETTINGS)),
     "video": frozenset(("type", "video", "frames")),
     "video file": FILE_FIELDS,
     "audio": AUDIO_FILE_FIELDS,
@@ -354,8 +355,14 @@ def _read_part(part: Any, media: Media) -> str:
         text = read_text(part.get("text"), "a text part")
         return media.take_tagged(text) if has_tags(text) else text
     value = next((part[name] for name in _PART_IMAGES if part.get(name)), None)
+    settings = read_image_settings(part)
     if value:
-        media.add_inline(value)
+        media.add_inline(value, settings)
+    elif settings:  # a placeholder of an image in the images field
+        raise unsupported_field(
+            f"{' and '.join(settings)} of a content part without an image; write it into the object of the image, as "
+            "in images=[{path, max_pixels}]"
+        )
     return IMAGE_PLACEHOLDER
 
 

@@ -33,10 +33,13 @@ REMEDIES = {
     r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
     r"system.*|developer.*": "pass it as system",
-    r"chat_template_kwargs": "they change what a template renders; convert the record with an `adapter`",
+    r"chat_template_kwargs": "write it as a field of the record",
     r"reasoning.*|thinking.*|thought.*": "move it into the assistant turn as reasoning_content",
     r"bbox(es)?|bounding_boxes": "write the boxes into the text, in the coordinates of the model, with an `adapter`",
-    r".*_pixels|resized_(height|width)": "resize the image, or pass min_pixels and max_pixels as options",
+    r".*_pixels|resized_(height|width)": (
+        "write it into the object of the image, as in images=[{path, max_pixels}], or pass min_pixels and max_pixels "
+        "as options"
+    ),
     r"video(?!.*_ids?$).*": "pass video files or lists of frames as videos",
     r"n?frames|(min|max)_frames|do_sample_frames": "pass the frames as videos, one list for each video",
     r"history": "write the earlier turns as messages",

@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import Record, is_given, shown, unsupported_field
+from energon_packed.records.fields import Record, is_given, read_setting, shown, unsupported_field
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unlisted_media import IMAGE_FILES
 from energon_packed.records.unused_fields import unused_fields
@@ -53,7 +53,6 @@ _UNSUPPORTED = {
 }
 FILE_FIELDS = frozenset(("type", *VIDEO_KEYS, *SETTINGS, *_UNSUPPORTED))
 """Fields of a content part or object with a video file that are read or checked."""
-_LARGEST = 1e12
 _DATA_URL = re.compile(r"data:([^;,\s]*)")
 _LISTED = (".gif",)  # an image in other fields, and decoded as a video by FFmpeg
 _SIGNATURE_TEXT = 4 * -(-SIGNATURE_BYTES // 3)  # base64 characters of the signature
@@ -139,12 +138,7 @@ def read_settings(record: Record) -> dict[str, Any]:
         if (value := record.get(name)) is None:
             continue
         target = _ALIASES.get(name, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value <= _LARGEST:
-            raise unsupported_field(f"{name} of a video must be a number above 0, not {shown(value)}")
-        if name in _COUNTS and value != int(value):
-            raise unsupported_field(f"{name} of a video must be a whole number, not {shown(value)}")
-        number = int(value) if name in _COUNTS else float(value)
+        number = read_setting(value, f"{name} of a video", is_whole=name in _COUNTS)
         if settings.setdefault(target, number) != number:
             raise unsupported_field(f"num_frames and nframes of a video differ: {settings[target]} and {number}")
     # As in qwen-vl-utils and Transformers: both decide the number of frames.

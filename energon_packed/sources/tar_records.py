@@ -259,7 +259,7 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
         raise RecordError(Reason.BAD_JSON, f"{group.key} is not a valid pack: {error}") from error
 
     def references(files: Iterable[StoredImage]) -> tuple[MediaReference, ...]:
-        return tuple([_packed_file(group, located, file.data) for file in files])
+        return tuple([replace(_packed_file(group, located, file.data), settings=file.settings) for file in files])
 
     def reference(video: StoredVideo) -> VideoReference:
         file = None if video.file is None else references([video.file])[0]

@@ -3,6 +3,7 @@
 import io
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -373,3 +374,17 @@ def test_tensors_that_depend_on_the_images_before_need_rows_of_one_sample(
     assert collator.collate([sample]).transformers_inputs()["pixel_values"].tolist() == [[0, 1], [2, 3]]
     with pytest.raises(BatchError, match="A row with images must have 1 segment for this model family, got 2"):
         collator.collate([sample, sample]).transformers_inputs()
+
+
+def test_settings_of_images_and_boxes_are_rejected_by_name(encoder: ChatEncoder) -> None:
+    image = MediaReference(data=png(pictures(1, 1)[0]), settings={"max_pixels": 9000})
+    turns = [Message("user", "<image>Find it."), Message("assistant", "<bbox>")]
+    limited = Conversation(messages=tuple(turns), images=(image,))
+    boxed = replace(limited, images=(replace(image, settings=None),), objects={"bbox": [[1, 2]]})
+    for conversation, message in (
+        (limited, "ProcessorVision has no setting `max_pixels` for an image. Remove it"),
+        (boxed, "ProcessorVision has no known text of the boxes of objects: write the boxes into the text"),
+    ):
+        for use in (encoder.length, encoder.encode):
+            with pytest.raises(RecordError, match=f"^unsupported_field: {message}"):
+                use(conversation)

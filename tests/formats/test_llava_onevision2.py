@@ -1,6 +1,7 @@
 """Packs of `pack --layout llava-onevision2` have the fields of its reader, and other content is rejected."""
 
 import ast
+import base64
 import importlib.util
 import json
 import shutil
@@ -33,6 +34,7 @@ from tests.sources.tars import picture
 KEYS = ["images", "prompts", "captions", "sample_count", "patch_positions", "timestamp_decimal"]
 MODULE = "their_package.data"
 LAYOUT = "llava-onevision2"
+JPEG = "data:image/jpeg;base64," + base64.b64encode(picture(1)).decode()
 BLEND = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: {}\n"
 
 
@@ -265,6 +267,12 @@ def test_an_empty_system_prompt_is_none() -> None:
         ({"messages": [*turns("p", "a", "q", "b")[:3], {"role": "assistant", "content": "b", "weight": 0}]},
          "unsupported_field", "a turn cannot have a weight"),
         ({"messages": [{"role": "tool", "content": "x"}, *turns("p", "a")]}, "bad_role", "turn 0 is tool"),
+        ({"messages": turns("p", "a"), "chat_template_kwargs": {"x": 1}}, "unsupported_field",
+         "has no chat_template_kwargs; omit `layout`"),
+        ({"messages": turns("<image>p", "a"), "images": [{"path": JPEG, "max_pixels": 9000}]}, "unsupported_field",
+         "has no settings of single images, such as max_pixels; omit `layout`"),
+        ({"messages": turns("<image>p", "<bbox>"), "images": [JPEG], "objects": {"bbox": [[1, 2]]}},
+         "unsupported_field", "has no objects with boxes; omit `layout`"),
     ],
 )  # fmt: skip
 def test_content_that_the_reader_would_lose_is_rejected(

@@ -45,7 +45,7 @@ BYTES = ""  # the name of an image that has none
 
 Turns = list[tuple[Any, ...]]
 # title: for each record, turns (role, content, then weight, calls or other fields) or a document, and its images
-EXPECTED: dict[str, list[tuple[Turns | str, list[str]]]] = {
+EXPECTED: dict[str, list[tuple[Turns | str, list[Any]]]] = {
     "Alpaca": [
         ([(U, "Identify the odd one out.\n\nTwitter, Instagram, Telegram"), (A, "Telegram")], []),
         ([(U, "Give three tips for staying healthy."), (A, "1. Eat a balanced diet.")], []),
@@ -230,7 +230,7 @@ def of(title: str, *images: str) -> list[tuple[Turns | str, list[str]]]:
     return [(turns, list(images) or named) for turns, named in EXPECTED[title]]
 
 
-SECTIONS: dict[str, list[tuple[Turns | str, list[str]]]] = {
+SECTIONS: dict[str, list[tuple[Turns | str, list[Any]]]] = {
     "Alpaca, Code Alpaca, WizardLM Evol-Instruct, Vision-Flan, LLaMA-Factory": [
         of("Alpaca")[0], *of("LLaMA-Factory: alpaca"),
     ],
@@ -270,6 +270,12 @@ SECTIONS: dict[str, list[tuple[Turns | str, list[str]]]] = {
     "Messages with images: ms-swift, LLaMA-Factory, TRL, Qwen2.5-VL, OpenAI, Mantis-Instruct": [
         *of("ms-swift, LLaMA-Factory: messages and images"), *of("Qwen2.5-VL messages"), *of("OpenAI, image_url"),
         *of("ms-swift: query with images"),
+    ],
+    "Boxes and image limits: ms-swift, Qwen2.5-VL": [
+        ([(U, "<image>Where is the <|object_ref_start|>cat<|object_ref_end|>?"),
+          (A, "<|box_start|>(35,42),(140,84)<|box_end|>")], ["1.jpg"]),
+        ([(U, "<image>What is it?"), (A, "A cat.")], [("2.jpg", {"max_pixels": 3136})]),
+        ([(U, "<image>What is it?"), (A, "A cat.")], [("3.jpg", {"resized_height": 56, "resized_width": 84})]),
     ],
     "The Cauldron, Docmatix, FineVision": of("The Cauldron, Docmatix"),
     "M3IT": of("M3IT"),
@@ -356,7 +362,7 @@ def test_every_format_is_tested_and_on_the_page() -> None:
     assert not [name for name in names if name.lower() not in page]
 
 
-def check(entry: Entry, expected: list[tuple[Turns | str, list[str]]], folder: Path, encoder: ChatEncoder) -> None:
+def check(entry: Entry, expected: list[tuple[Turns | str, list[Any]]], folder: Path, encoder: ChatEncoder) -> None:
     """Run the command, and compare its packs with the conversations that a person wrote by hand."""
     run(entry, folder)
     found = [sample for pack in PackedDataset(entry.output, encoder) for sample in pack]
@@ -374,9 +380,14 @@ def run(entry: Entry, folder: Path) -> None:
     assert done.exit_code == 0, done.output
 
 
-def conversation(turns: Turns | str, images: list[str]) -> Conversation:
+def conversation(turns: Turns | str, images: list[Any]) -> Conversation:
     """What a person would write by hand for a record."""
-    references = tuple(MediaReference(data=image_bytes(name)) for name in images)
+    references = tuple(
+        MediaReference(data=image_bytes(image))
+        if isinstance(image, str)
+        else MediaReference(data=image_bytes(image[0]), settings=image[1])
+        for image in images
+    )
     if isinstance(turns, str):
         return Conversation(text=turns, images=references)
     tools = next((turn["tools"] for turn in turns if isinstance(turn, dict)), None)

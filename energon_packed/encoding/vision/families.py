@@ -9,13 +9,14 @@ differences from the base class:
         patch_size = 16
 """
 
+import copy
 import json
 import sys
 from abc import ABC
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,7 @@ from energon_packed.encoding.vision.video_sampling import (
 )
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, FrameSelection
+from energon_packed.records.media import IMAGE_SETTINGS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,6 +55,24 @@ Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]
 PatchOrder = Literal["auto", "row", "block"]
 PATCH_ORDERS: tuple[PatchOrder, ...] = ("auto", "row", "block")
+
+
+class BoxFormat(NamedTuple):
+    """Text of the names and boxes of `objects` in a conversation.
+
+    Attributes:
+        ref: text of a name, which replaces `{}`.
+        box: text of a box, whose points `(x,y)`, separated by commas, replace `{}`.
+        scale: coordinate of the right and lower edge of an image; None for pixels of the resized image.
+    """
+
+    ref: str
+    box: str
+    scale: int | None
+
+    def of_box(self, box: Sequence[int]) -> str:
+        """Return the text of a box of (x, y) or (x, y, x, y)."""
+        return self.box.format(",".join([f"({x},{y})" for x, y in zip(box[::2], box[1::2], strict=True)]))
 
 
 class VisionFamily(ABC):
@@ -76,6 +96,9 @@ class VisionFamily(ABC):
         ambiguous_layouts: pairs (patch size, merge size) that `factor` may mean, if there are several: lengths are
             the same for all of them, pixels are not, so an error is raised when pixels are needed.
         patch_order: order of patches in .npy files: `row`, `block`, or `auto` (by the content of the file).
+        boxes: text of names and boxes of records; None if no trainer defines it, so that such records are rejected.
+        image_options: names of the settings of an image that records can set, of `IMAGE_SETTINGS`. A family that has
+            them returns pixels along the images, which do not depend on each other.
         video_token: token whose run represents a video file; None if its frames are images of the family.
         video_placeholder: text of a video in a conversation, with a single `video_token`.
         videos: settings that select and resize the frames of video files; by default as in the published models.
@@ -111,6 +134,8 @@ class VisionFamily(ABC):
     max_pixels: ClassVar[int] = 28 * 28 * 16384
     ambiguous_layouts: tuple[tuple[int, int], ...] = ()
     patch_order: PatchOrder = "auto"
+    boxes: ClassVar[BoxFormat | None] = None
+    image_options: ClassVar[tuple[str, ...]] = ()
     video_token: ClassVar[str | None] = None
     video_placeholder: ClassVar[str] = ""
     # Without a video processor, there is nothing to be equal to: a frame per second, as many as LLaVA-OneVision has.
@@ -164,6 +189,43 @@ class VisionFamily(ABC):
             max_pixels=processor.size["longest_edge"],
         )
         return resized[0] // side, resized[1] // side
+
+    def with_settings(self, settings: Mapping[str, int]) -> tuple["VisionFamily", tuple[int, int] | None]:
+        """Return the family with the limits of an image that has its own settings.
+
+        Args:
+            settings: settings of the record for the image, by the names of `IMAGE_SETTINGS`.
+
+        Returns:
+            (family, (height, width) to which the image is resized first, or None).
+
+        Raises:
+            RecordError: `unsupported_field`, if the family does not have a setting, or if the limits are invalid.
+        """
+        if not_used := [name for name in settings if name not in self.image_options]:
+            detail = f"{type(self).__name__} has no setting `{not_used[0]}` for an image. Remove it"
+            raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        size, resized = self.image_processor.size, None
+        least = settings.get("min_pixels", int(size["shortest_edge"]))
+        most = settings.get("max_pixels", int(size["longest_edge"]))
+        if "resized_height" in settings:
+            side = int(self.image_processor.patch_size)
+            try:
+                high, wide = self.grid(settings["resized_height"], settings["resized_width"])
+            except ValueError as error:
+                raise RecordError(Reason.UNSUPPORTED_FIELD, f"resized_height and resized_width: {error}") from error
+            resized = high * side, wide * side
+            least = most = resized[0] * resized[1]  # the processor leaves an image of this size as it is
+        if least > most:
+            detail = f"min_pixels of an image must be at most max_pixels {most}, got {least}. Set both for the image"
+            raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        if least > MAX_FRAME_PIXELS:  # memory for the resized image
+            detail = f"min_pixels of an image must be at most {MAX_FRAME_PIXELS:,}, got {least:,}. Lower it"
+            raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+        limited, processor = copy.copy(self), copy.copy(self.image_processor)
+        processor.size = type(size)(shortest_edge=least, longest_edge=most)
+        limited.image_processor = processor
+        return limited, resized
 
     def num_tokens(self, patches: int) -> int:
         """Number of tokens of an image with this many patches."""
@@ -476,6 +538,8 @@ class VisionFamily(ABC):
             )
 
 
+# As ms-swift writes them, unless its QWENVL_BBOX_FORMAT is set.
+_QWEN_BOXES = BoxFormat("<|object_ref_start|>{}<|object_ref_end|>", "<|box_start|>{}<|box_end|>", scale=1000)
 _FAMILIES: list[type[VisionFamily]] = []
 
 
@@ -501,6 +565,8 @@ class Qwen2VLVision(VisionFamily):
     """
 
     names: ClassVar[tuple[str, ...]] = ("qwen2vl",)
+    boxes = _QWEN_BOXES
+    image_options = IMAGE_SETTINGS
     video_token = "<|video_pad|>"
     video_placeholder = "<|vision_start|><|video_pad|><|vision_end|>"
     video_options: ClassVar[tuple[str, ...]] = (*FRAME_SETTINGS, *PIXEL_SETTINGS)
@@ -608,6 +674,7 @@ class Qwen25VLVision(Qwen2VLVision):
     """
 
     names = ("qwen25vl",)
+    boxes = _QWEN_BOXES._replace(scale=None)
     tokens_per_second: float = 2
 
     def second_per_grid_ts(self, frames: Sequence[FrameSelection]) -> Float64:
@@ -763,6 +830,7 @@ class OnevisionVision(VisionFamily):
 
     takes_patch_positions = True
     writes_timestamps = True
+    image_options = IMAGE_SETTINGS
     temporal_patch_size = 1
     max_pixels = 2000 * 2000
 
@@ -832,6 +900,7 @@ class LlavaOnevision15Vision(OnevisionVision):
     """LLaVA-OneVision-1.5: 14-pixel patches, 2 x 2 merged; frames of a video file are images, without timestamps."""
 
     names: ClassVar[tuple[str, ...]] = ("llavaonevision15", "llavaov15", "llavaov")
+    boxes = _QWEN_BOXES
     layouts: ClassVar[tuple[tuple[int, int], ...]] = ((14, 2),)
 
 

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from PIL import Image
 
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
-from energon_packed.encoding.vision.images import check_as_jpeg, load_image, read_header
+from energon_packed.encoding.vision.images import ImageHeader, check_as_jpeg, load_image, read_header
 from energon_packed.encoding.vision.positions import Clip, ImageRun, Int64, Pixels
 from energon_packed.encoding.vision.timestamps import has_timestamps, with_timestamps
 from energon_packed.encoding.vision.video_file import decode_frames, read_video_info
@@ -44,6 +44,7 @@ from energon_packed.records import (
     MediaReference,
     VideoReference,
 )
+from energon_packed.records.objects import BOX_REMEDY
 from energon_packed.system import raise_resource_error
 
 if TYPE_CHECKING:
@@ -172,7 +173,8 @@ class MediaSize:
         decoded: number of images whose pixels were decoded, because the header is not enough.
         frames: the selected frames of each video file.
         notes: what was decided for its media, for the counts of a run.
-        spelled: the conversation to render in place of the measured one, with timestamps; None if it has none.
+        spelled: the conversation to render in place of the measured one, with timestamps, and with the coordinates
+            that the family writes; None if it has none.
     """
 
     runs: Sequence[ImageRun] = ()
@@ -194,7 +196,11 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         detail = "token ids with images and video files, whose order is unknown; pass the frames as images"
         raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
     headers = [read_header(image) for image in conversation.images]
-    image_runs = [vision.image_token_run(header.height, header.width) for header in headers]
+    fitted = [
+        _fitted(vision, image, header.height, header.width)
+        for image, header in zip(conversation.images, headers, strict=True)
+    ]
+    image_runs = [family.image_token_run(*size) for family, size in fitted]
     num_bytes = sum(header.num_bytes for header in headers)
     selected = [_selected(vision, video) for video in conversation.videos]
     frames = [selection for selection, _, _ in selected]
@@ -203,20 +209,60 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     is_timed, positions = vision.writes_timestamps and has_timestamps(conversation), None
     if conversation.patch_positions:
         vision.check_decided()
-        patches = [vision.num_patches(header.height, header.width) for header in headers]
+        patches = [family.num_patches(*size) for family, size in fitted]
         num_bytes += check_patch_positions(conversation.patch_positions, patches)
         if vision.takes_patch_positions and (vision.patch_order == "auto" or is_timed):
             # Read the data now: an order that cannot be detected must reject the record before training.
-            grids = [vision.grid(header.height, header.width) for header in headers]
+            grids = [family.grid(*size) for family, size in fitted]
             positions = _in_blocks(vision, conversation, grids)
     decoded = sum([header.decoded for header in headers])
+    boxed = _with_boxes(vision, conversation, headers)
+    conversation = boxed or conversation
     if is_timed:
         spelled, runs = _with_timestamps(vision, conversation, image_runs, positions)
         return MediaSize(runs, num_bytes, decoded, spelled=spelled)
     runs = vision.numbered(
         _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
     )
-    return MediaSize(runs, num_bytes, decoded, frames, notes)
+    return MediaSize(runs, num_bytes, decoded, frames, notes, boxed)
+
+
+def _with_boxes(
+    vision: VisionFamily, conversation: Conversation, headers: Sequence[ImageHeader]
+) -> Conversation | None:
+    """Return the conversation with the coordinates of boxes that the family writes; None without boxes.
+
+    Raises:
+        RecordError: `unsupported_field`, if the family has no format of boxes.
+    """
+    if (objects := conversation.objects) is None:
+        return None
+    if vision.boxes is None:
+        detail = f"{type(vision).__name__} has no known text of the boxes of objects: {BOX_REMEDY}"
+        raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
+    boxes = []
+    for box, place in zip(objects["bbox"], objects["image_id"], strict=True):
+        image, header = conversation.images[place], headers[place]
+        own = (1, 1) if objects["bbox_type"] == "norm1" else (header.width, header.height)
+        written = (vision.boxes.scale, vision.boxes.scale)
+        if vision.boxes.scale is None:
+            family, size = _fitted(vision, image, header.height, header.width)
+            side = int(family.image_processor.patch_size)
+            rows, columns = family.grid(*size)
+            written = columns * side, rows * side
+        # In the order of operations of ms-swift.
+        boxes.append([round(n / own[at % 2] * written[at % 2]) for at, n in enumerate(box)])
+    return replace(conversation, objects={**objects, "bbox": boxes})
+
+
+def _fitted(
+    vision: VisionFamily, image: MediaReference, height: int, width: int
+) -> tuple[VisionFamily, tuple[int, int]]:
+    """Return the family with the settings of an image, and the (height, width) of the image that it gets."""
+    if not image.settings:
+        return vision, (height, width)
+    family, resized = vision.with_settings(image.settings)
+    return family, resized or (height, width)
 
 
 def _with_timestamps(
@@ -367,16 +413,21 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     vision.check_decided()
     videos = [(video, _selected(vision, video)[0]) for video in conversation.videos]
     frames = [selection for _, selection in videos]
+    boxed = None
+    if conversation.objects is not None:
+        boxed = _with_boxes(vision, conversation, [read_header(image) for image in conversation.images])
+        conversation = boxed or conversation
     if vision.video_token is None or vision.takes_clips:
         # Frames and images are preprocessed in one call: in some families, tensors depend on all images of a sample.
         ordered: list[_Medium] = _in_text_order(conversation, conversation.images, [[video] for video in videos])
-        pixels = replace(vision.preprocess(_decoded(vision, ordered)), frames=frames)
+        pixels = replace(_preprocessed(vision, ordered), frames=frames)
         if vision.writes_timestamps and has_timestamps(conversation):
             positions = patch_positions(vision, conversation, pixels) if conversation.patch_positions else None
             spelled, runs = _with_timestamps(vision, conversation, pixels.runs, positions)
             return replace(pixels, runs=runs, spelled=spelled)
-        return pixels
-    pixels = vision.preprocess(_decoded(vision, conversation.images)) if conversation.images else Pixels()
+        return replace(pixels, spelled=boxed)
+    pixels = _preprocessed(vision, conversation.images) if conversation.images else Pixels()
+    pixels = replace(pixels, spelled=boxed)
     if not videos:
         return pixels
     import torch
@@ -395,6 +446,18 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
     )
 
 
+def _preprocessed(vision: VisionFamily, media: Sequence[_Medium]) -> Pixels:
+    """Pixels of images and frames; images with settings are preprocessed one by one."""
+    if not any([isinstance(item, MediaReference) and item.settings for item in media]):
+        return vision.preprocess(_decoded(vision, media))
+    parts = []
+    for item in media:
+        settings = item.settings if isinstance(item, MediaReference) else None
+        family = vision.with_settings(settings)[0] if settings else vision
+        parts.append(family.preprocess(_decoded(vision, [item])))
+    return Pixels.joined(parts)
+
+
 def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.Image | Clip]:
     """Yield images, and videos as clips, or their frames as images."""
     for item in media:
@@ -409,7 +472,10 @@ def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.I
             yield from (vision.frame_image(frames, pixels) for pixels in video_frames(video, frames))
             continue
         image = load_image(item)
-        vision.image_token_run(image.height, image.width)  # rejects sizes that would crash the processor
+        family, (height, width) = _fitted(vision, item, image.height, image.width)
+        if (height, width) != (image.height, image.width):
+            image = image.resize((width, height), Image.Resampling.BICUBIC)
+        family.image_token_run(height, width)  # rejects sizes that would crash the processor
         yield image
 
 

@@ -163,6 +163,18 @@ class Pixels:
     second_per_grid_ts: Float64 | None = None
     spelled: Conversation | None = None
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Pixels]") -> "Pixels":
+        """Join the pixels of images, of a family without `inputs`."""
+        import torch
+
+        return cls(
+            torch.cat([part.values for part in parts]),
+            torch.cat([part.grids_tensor for part in parts]),
+            np.concatenate([part.grids for part in parts]),
+            [run for part in parts for run in part.runs],
+        )
+
     @property
     def patches(self) -> list[int]:
         """Patches of each image."""

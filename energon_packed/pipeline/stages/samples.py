@@ -136,7 +136,7 @@ class SampleReader:
     def _with_media(self, sample: StoredSample, record: RecordEntry) -> StoredSample:
         """Add the images, patch positions and videos of the conversation, which must be as they were measured."""
         conversation = sample.conversation
-        images = tuple([self._stored_file(image) for image in conversation.images])
+        images = tuple([replace(self._stored_file(image), settings=image.settings) for image in conversation.images])
         positions = tuple([file.read() for file in conversation.patch_positions])
         media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
         videos: tuple[StoredVideo, ...] = ()

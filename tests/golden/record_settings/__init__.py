@@ -1,0 +1,1 @@
+"""Golden files of records with settings; see README.md."""
