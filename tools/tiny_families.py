@@ -257,6 +257,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vision_config.image_size": 96, "vision_config.patch_size": 4, "vision_config.projection_dim": 512},
     },
     "kimi_k25": {"config": {"vision_config.pos_emb_width": 64, "vision_config.num_attention_heads": 4}},
+    # As the published models; by default, all layers have attention.
+    "lfm2_vl": {"config": {"text_config.layer_types": ["conv", "full_attention"] * 3}},
     "lfm3_vl": {"images": {"patch_size": 16}, "videos": {"patch_size": 16}},
     "lighton_ocr": _PIXTRAL,
     "llama4": {

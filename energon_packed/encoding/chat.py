@@ -44,7 +44,6 @@ from energon_packed.encoding.vision.media import (
     patch_positions,
     read_pixels,
     trained_grids,
-    with_edges,
     with_frames_as_images,
 )
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
@@ -130,6 +129,7 @@ class ChatEncoder(Processor):
             video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
             audio_placeholder=audio.placeholder if audio else None,
             boxes=vision.boxes if vision else None,
+            gap=vision.gap if vision else "",
             end=self.parts.end_of_document,
             loss_on=settings.loss_on,
             special=SpecialText(control, self.parts.chat_template) if control else None,
@@ -472,13 +472,10 @@ class ChatEncoder(Processor):
                     else conversation
                     for conversation, size in zip(conversations, media, strict=True)
                 ]
-            gap = self.vision.gap
-            conversations = [with_edges(c, size.runs, gap) for c, size in zip(conversations, media, strict=True)]
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:
-                    edges = [run.edges for run in media[index].runs if run.is_video]
-                    rendered[index] = self.renderer.render(conversation, edges)
+                    rendered[index] = self.renderer.render(conversation, media[index].runs)
                 except RecordError as error:
                     rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)

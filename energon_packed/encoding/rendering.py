@@ -17,6 +17,7 @@ from energon_packed.encoding.skeleton import Span
 from energon_packed.encoding.special_text import EscapedText, SpecialText
 from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.encoding.vision.families import BoxFormat
+from energon_packed.encoding.vision.positions import ImageRun
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
@@ -56,6 +57,7 @@ class Renderer:
         end: token to append to a document; "" if the tokenizer appends it, None if it has no such token.
         loss_on: supervised text: every assistant turn, only the last assistant turn, or all text.
         boxes: text of names and boxes; None without a family, or for a family without boxes.
+        gap: pattern of text after an image that gets a space in front; "" for none.
         special: escapes special tokens that conversations contain; None makes them control tokens.
     """
 
@@ -67,15 +69,16 @@ class Renderer:
     video_placeholder: str | None = None
     audio_placeholder: str | None = None
     boxes: BoxFormat | None = None
+    gap: str = ""
     special: SpecialText | None = None
     _of_variables: dict[str, "Renderer"] = field(default_factory=dict, init=False, repr=False)
 
-    def render(self, conversation: Conversation, edges: Sequence[tuple[str, str]] = ()) -> Rendered:
+    def render(self, conversation: Conversation, runs: Sequence[ImageRun] = ()) -> Rendered:
         """Render messages or a document.
 
         Args:
             conversation: messages or a document.
-            edges: text before and after the placeholder of each video, in order.
+            runs: its images and videos, in order.
 
         Raises:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
@@ -83,7 +86,8 @@ class Renderer:
         escaped = self.escaped(conversation)
         own = self.of_record(escaped)
         rendered = own.with_placeholders(own.by_template(escaped), escaped)
-        rendered = own._with_edges(rendered, edges)
+        for token, is_video in ((self.placeholder, False), (self.template.video_token, True)):
+            rendered = self._with_edges(rendered, token, [run.edges for run in runs if run.is_video == is_video])
         return rendered if escaped is conversation else rendered._replace(text=EscapedText(rendered.text))
 
     def of_record(self, conversation: Conversation) -> "Renderer":
@@ -109,14 +113,18 @@ class Renderer:
             return rendered
         return _replaced(rendered, token, [placeholder] * rendered.text.count(token))
 
-    def _with_edges(self, rendered: Rendered, edges: Sequence[tuple[str, str]]) -> Rendered:
-        """Write the text around each video; it differs between videos, for example by their times."""
-        token = self.template.video_token
-        # Another number of tokens: the text contains the token itself, and the record will be rejected.
-        if not any([before or after for before, after in edges]) or rendered.text.count(token or "") != len(edges):
+    def _with_edges(self, rendered: Rendered, token: str | None, edges: Sequence[tuple[str, str]]) -> Rendered:
+        """Write the text around each image or video; it differs between them, for example by the times of a video."""
+        if not edges or not (self.gap or any([any(texts) for texts in edges])):
             return rendered
-        assert token is not None, "families without videos have no edges"
-        return _replaced(rendered, token, [f"{before}{token}{after}" for before, after in edges])
+        assert token is not None, "a family without a token for them has no edges"
+        ends = [match.end() for match in re.finditer(re.escape(token), rendered.text)]
+        # Another number of tokens: the text contains the token itself, and the record will be rejected.
+        if len(ends) != len(edges):
+            return rendered
+        gaps = [" " if self.gap and re.match(self.gap, rendered.text[end:]) else "" for end in ends]
+        texts = [f"{before}{token}{after}{gap}" for (before, after), gap in zip(edges, gaps, strict=True)]
+        return _replaced(rendered, token, texts)
 
     def _has_parts(self, conversation: Conversation) -> bool:
         """Whether the template gets the images of this conversation as content parts."""

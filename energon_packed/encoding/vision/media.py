@@ -272,22 +272,6 @@ def _with_timestamps(
     return with_timestamps(conversation, runs, None if positions is None else positions[:: vision.merge_size**2, 0])
 
 
-def with_edges(conversation: Conversation, runs: Sequence[ImageRun], gap: str) -> Conversation:
-    """Write the plain text around each image into the text, for families whose placeholder does not contain it."""
-    edges = iter([run.edges for run in runs if not run.is_video])
-    if conversation.input_ids is not None or not ((runs and gap) or any(any(run.edges) for run in runs)):
-        return conversation
-
-    def spelled(text: str) -> str:
-        text = re.sub(IMAGE_PLACEHOLDER, lambda match: match[0].join(next(edges, ("", ""))), text)
-        return re.sub(f"{IMAGE_PLACEHOLDER}{gap}", f"{IMAGE_PLACEHOLDER} ", text) if gap else text
-
-    messages = tuple([message._replace(content=spelled(message.content)) for message in conversation.messages])
-    return replace(
-        conversation, messages=messages, text=None if conversation.text is None else spelled(conversation.text)
-    )
-
-
 def _selected(vision: VisionFamily, video: VideoReference) -> tuple[FrameSelection, int, bool]:
     """Return the frames of a video, its size in bytes, and whether the file has audio, as far as it is read."""
     # The packed content is trained, whatever the settings of this family are.
