@@ -341,8 +341,7 @@ def video_result(family: Family, folder: Path, of_images: str) -> str:
     )
     if found["result"] in ("packed", of_images):
         return of_images  # rows of several samples are refused for videos as they are for images
-    untested = "its model is not tested: " if found["result"] == "not tested" else ""
-    return f"refused: {untested}{found['reason']}"
+    return f"refused: {'its model is not tested' if found['result'] == 'not tested' else found['reason']}"
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ class ChatTemplate:
             tokenizer: its template, special tokens and added tokens.
             image_token: text that the template writes for a content part of type `image`; None without images.
             audio_token, video_token: the same of the types `audio` and `video`.
-            variables: further variables of the template, such as {"enable_thinking": False}; None for no variables.
+            variables: further variables of the template, such as `enable_thinking`, by name; None for no variables.
         """
         self.image_token, self.audio_token, self.video_token = image_token, audio_token, video_token
         self.source = tokenizer.chat_template

@@ -101,7 +101,7 @@ class WrittenMedia(NamedTuple):
         images, positions: image names and .npy names of each sample.
         videos: `video_files` of each sample, as in videos.py; [] if no sample has a video.
         audios: `audio_files` of each sample, as in audios.py; [] if no sample has audio.
-        settings: `image_settings` of each sample: settings of each image, or None; [] if no image has any.
+        settings: settings of each image, or None, for each sample (`image_settings`); [] if no image has any.
     """
 
     parts: list[Part]

@@ -74,7 +74,7 @@ class Conversation:
         patch_positions: .npy files, int (patches, 3) as (t, h, w): one per image, or fewer that have the patches of
             all images together, such as one of a video; empty when absent.
         tools: JSON schemas of functions, passed to the chat template.
-        chat_template_kwargs: variables of the chat template for this record, such as {"enable_thinking": False}; None
+        chat_template_kwargs: variables of the chat template for this record, such as `enable_thinking`, by name; None
             without variables.
         objects: names and boxes that replace `<ref-object>` and `<bbox>` in the messages: `ref`, `bbox`, `bbox_type`
             and `image_id`, as `read_objects` returns them; None without objects.

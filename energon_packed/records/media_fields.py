@@ -190,7 +190,7 @@ def check_spellings(texts: Sequence[str], *, has_objects: bool = False) -> None:
     """Reject placeholders that are not read, but not numbers of media that other placeholders place.
 
     Args:
-        texts: contents of the turns, or a document.
+        texts: the content of each turn, or of a document.
         has_objects: the record has objects for the placeholders of boxes.
 
     Raises:

@@ -185,8 +185,8 @@ def _template_kwargs(record: Record, draft: PartialConversation, media: Media) -
         raise missing_field(f"{name} must be an object, not {type(value).__name__}")
     settings = read_image_settings(value, name)
     if settings and (media.videos or media.inline_videos or not (media.images or media.inline)):
-        where = "into the content part or object of each image or video, as in images=[{path, max_pixels}]"
-        raise unsupported_field(f"{' and '.join(settings)} in {name} apply to images alone; write them {where}")
+        place = "into the content part or object of each image or video, as in images=[{path, max_pixels}]"
+        raise unsupported_field(f"{' and '.join(settings)} in {name} apply to images alone; write them {place}")
     media.images = [image.with_settings(settings) for image in media.images]
     media.inline = [image.with_settings(settings) for image in media.inline]
     kwargs = {key: item for key, item in value.items() if key not in IMAGE_SETTINGS and item is not None}

@@ -28,7 +28,7 @@ def read_objects(value: Any, texts: Sequence[str], images: int) -> dict[str, Any
 
     Args:
         value: the objects; the result of an earlier call stays as it is.
-        texts: contents of the turns.
+        texts: the content of each turn.
         images: number of images of the record.
 
     Raises:
@@ -69,7 +69,7 @@ def _listed(value: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _box(value: Any) -> list[float]:
-    """Numbers of a box; the first corner is left above the second."""
+    """Coordinates of a box; the first corner is left above the second."""
     is_list = isinstance(value, list | tuple) and len(value) in (2, 4)
     if not is_list or not all(_is_coordinate(number) for number in value):
         raise unsupported_field(f"a box of objects is {shown(value)}; use x, y or x, y, x, y")

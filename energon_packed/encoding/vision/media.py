@@ -431,7 +431,7 @@ def read_pixels(vision: VisionFamily, conversation: Conversation) -> Pixels:
 
 
 def _preprocessed(vision: VisionFamily, media: Sequence[_Medium]) -> Pixels:
-    """Pixels of images and frames; images with settings are preprocessed one by one."""
+    """Pixels of images and frames; an image with settings is preprocessed alone."""
     if not any([isinstance(item, MediaReference) and item.settings for item in media]):
         return vision.preprocess(_decoded(vision, media))
     parts = []

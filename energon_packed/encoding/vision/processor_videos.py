@@ -31,7 +31,15 @@ from energon_packed.encoding.vision.positions import (
     VisionInputs,
     expanded,
 )
-from energon_packed.encoding.vision.processors import CONTEXTS, OF_TEXT, OF_TYPES, ProcessorImages, bound, to_tensor
+from energon_packed.encoding.vision.processors import (
+    CONTEXTS,
+    OF_TEXT,
+    OF_TYPES,
+    ProcessorImages,
+    bound,
+    release,
+    to_tensor,
+)
 from energon_packed.encoding.vision.video_sampling import VideoSettings
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.records import Conversation, FrameSelection
@@ -71,9 +79,14 @@ class ProcessorVision(ProcessorImages):
             return
         try:
             self._learn_videos()
-        except (ConfigError, RecordError, *_FAILURES) as error:
-            reason = error.detail if isinstance(error, RecordError) else " ".join(str(error).split())[:200]
-            self._refuse_videos(reason)
+        except ConfigError as error:
+            self._refuse_videos(str(error))
+            return
+        except RecordError as error:
+            self._refuse_videos(error.detail)
+            return
+        except _FAILURES as error:
+            self._refuse_videos(f"{release()} does not call it with videos, {' '.join(str(error).split())[:200]}")
             return
         if (tried := self._trial("video") or "").startswith("refused: "):
             self._refuse_videos(tried.removeprefix("refused: "))
@@ -87,7 +100,7 @@ class ProcessorVision(ProcessorImages):
     # --- learning --------------------------------------------------------------------------------------------------
 
     def _learn_videos(self) -> None:
-        """Find the rules of the tensors and texts of videos.
+        """Find the rules of the tensors and of the text of videos.
 
         Raises:
             ConfigError: the processor has a behavior for videos that this class does not support.
@@ -228,7 +241,7 @@ class ProcessorVision(ProcessorImages):
                 if ids[0] == ids[-1]:
                     self.adjacent_images = False
                 return placeholder
-        raise ConfigError("its tokens of a video have the type of another medium")
+        raise ConfigError("its tokens of a video do not have the type of a video")
 
     def _has_effect(self, name: str) -> bool:
         """Whether the video processor uses an option: two values of it select different frames."""
@@ -302,7 +315,7 @@ class ProcessorVision(ProcessorImages):
         self.videos = VideoSettings().updated(options)
 
     def select_frames(self, info: "VideoInfo", settings: Mapping[str, Any] | None = None) -> FrameSelection:
-        """As `VisionFamily.select_frames`, by `sample_frames` of the video processor."""
+        """Select frames by `sample_frames` of the video processor; otherwise as `VisionFamily.select_frames`."""
         frames = super().select_frames(info, settings)
         if not self.takes_clips:
             return frames
@@ -323,11 +336,11 @@ class ProcessorVision(ProcessorImages):
         if not self._is_mixed and conversation.images and conversation.videos:
             return f"images and videos in one record, which {name} does not join"
         if not self._several and len(conversation.videos) > 1:
-            return f"several videos in one record, whose texts depend on each other for {name}"
+            return f"several videos in one record, whose tokens depend on each other for {name}"
         return ""
 
     def check_selection(self, frames: FrameSelection) -> None:
-        """Check that the family takes videos. Raises the errors of `select_frames`."""
+        """Check that the family supports videos. Raises the errors of `select_frames`."""
         if self.video_problem:
             raise ConfigError(self.video_problem)
         super().check_selection(frames)

@@ -139,7 +139,7 @@ class ProcessorImages(VisionFamily):
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             if isinstance(error, ConfigError):
                 raise
-            detail = f"{_release()} does not call it with text and images, {' '.join(str(error).split())[:200]}"
+            detail = f"{release()} does not call it with text and images, {' '.join(str(error).split())[:200]}"
             raise ConfigError(f"{type(processor).__name__} needs a custom VisionFamily: {detail}") from error
 
     def image_token_run(self, height: int, width: int) -> ImageRun:
@@ -158,7 +158,7 @@ class ProcessorImages(VisionFamily):
         return found
 
     def _with_index(self, run: ImageRun, index: int) -> ImageRun:
-        """Tokens of the image of an index in the sample, from those of index 0."""
+        """Tokens of the image with an index in the sample, from its tokens for index 0."""
         if self._number is None or run.make is None:
             return run
         (before, closing), make = self._number, run.make
@@ -283,7 +283,7 @@ class ProcessorImages(VisionFamily):
         parts = [{"type": "text", "text": "a("}, {"type": "image"}, {"type": "text", "text": ")b"}]
         try:
             rendered = self.processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
-        except (ValueError, TypeError, TemplateError):  # the folder has no chat template, or one without images
+        except (ValueError, TypeError, TemplateError):  # there is no chat template with images
             rendered = ""
         found = re.search(r"a\((.+)\)b", rendered, re.DOTALL)
         if found is None or not (text := found[1].strip()):
@@ -429,7 +429,7 @@ class ProcessorImages(VisionFamily):
             self.needs = ModelNeeds(names[0] if names else None, one_sample=is_wrong)
 
     def _follows(self, after: str, images: int = 1) -> bool:
-        """Whether the tokens of the processor for an image and text are those of the image and of the text."""
+        """Whether the processor writes the tokens of the image and the tokens of the text, and no others."""
         size = _PROBES[0]
         theirs = self._call(self.template_token + after, [_blank(size)] * images, add_special_tokens=False)
         runs = self.numbered([self.image_token_run(*size)] * images)
@@ -540,7 +540,8 @@ def _joined(value: Any) -> Any:
     return value.flatten(0, 1)[None]
 
 
-def _release() -> str:
+def release() -> str:
+    """Name and version of the installed Transformers."""
     return f"Transformers {installed('transformers')}"
 
 
