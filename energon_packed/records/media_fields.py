@@ -186,24 +186,24 @@ def has_tags(text: str) -> bool:
     return "<img>" in text or "</video>" in text or "</audio>" in text
 
 
-def check_spellings(texts: Sequence[str], *, has_objects: bool = False) -> None:
+def check_spellings(contents: Sequence[str], *, has_objects: bool = False) -> None:
     """Reject placeholders that are not read, but not numbers of media that other placeholders place.
 
     Args:
-        texts: the content of each turn, or of a document.
+        contents: the content of each turn, or of a document.
         has_objects: the record has objects for the placeholders of boxes.
 
     Raises:
         RecordError: the mismatch of their kind, such as `image_count_mismatch`; `unsupported_field` for boxes.
     """
-    for text in texts:
+    for text in contents:
         if box := _BOXES.search(text) if "<" in text and not has_objects else None:
             raise unsupported_field(
                 f"{box[0]} is not replaced by a box of `objects`, which the messages do not have; {BOX_REMEDY}"
             )
         for match in _UNREAD.finditer(text) if "<" in text else ():
             reason, placeholder = _PLACEHOLDERS[match["kind"] or "image"]
-            if match["kind"] is None or not any(placeholder in other for other in texts):
+            if match["kind"] is None or not any(placeholder in other for other in contents):
                 raise RecordError(reason, f"{match[0]} is not read as a placeholder; write {placeholder} instead")
 
 

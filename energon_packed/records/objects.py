@@ -23,12 +23,12 @@ _TYPES = ("real", "norm1")
 _LARGEST = 1e9
 
 
-def read_objects(value: Any, texts: Sequence[str], images: int) -> dict[str, Any]:
+def read_objects(value: Any, contents: Sequence[str], images: int) -> dict[str, Any]:
     """Return objects with ordered corners and an image for each box.
 
     Args:
         value: the objects; the result of an earlier call stays as it is.
-        texts: the content of each turn.
+        contents: the content of each turn.
         images: number of images of the record.
 
     Raises:
@@ -41,7 +41,7 @@ def read_objects(value: Any, texts: Sequence[str], images: int) -> dict[str, Any
         raise unsupported_field(f"objects have {others[0]}; only {', '.join(_FIELDS)} are read, remove it")
     names, boxes = _listed(value, "ref"), [_box(box) for box in _listed(value, "bbox")]
     for placeholder, items in ((REF_PLACEHOLDER, names), (BOX_PLACEHOLDER, boxes)):
-        count = sum(text.count(placeholder) for text in texts)
+        count = sum(text.count(placeholder) for text in contents)
         if count != len(items):
             kind = "names (ref)" if items is names else "boxes (bbox)"
             raise unsupported_field(f"{count} {placeholder} placeholders for {len(items)} {kind} of objects")
