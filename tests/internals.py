@@ -116,7 +116,6 @@ PLACES = {
     "AUDIO_RULES": "encoding.audio.families:RULES",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
     "ProcessorVision": "encoding.vision.processor_videos:ProcessorVision",
-    "VideoReference": "records:VideoReference",
     "trials": "encoding.vision.processors:trials",
     "processor_videos": "encoding.vision.processor_videos",
     "ModelClass": "encoding.vision.model_class:ModelClass",

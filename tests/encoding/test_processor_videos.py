@@ -27,8 +27,9 @@ from energon_packed import (
     Message,
     PaddingFreeCollator,
     RecordError,
+    VideoReference,
 )
-from tests.internals import ModelClass, ProcessorVision, VideoReference, processor_videos, trials, write_video
+from tests.internals import ModelClass, ProcessorVision, processor_videos, trials, write_video
 
 FAMILIES = ("internvl", "llava_onevision", "glm4v")
 GLM = ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>", "<|begin_of_video|>", "<|end_of_video|>")
