@@ -14,8 +14,8 @@ import transformers
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads((ROOT / "energon_packed/encoding/vision/vision_families.json").read_text(encoding="utf-8"))
-# M-RoPE, types of tokens for experts, positions of patches, tiles, an own family; one sample in a row; refused.
-CHOSEN = ["glm4v", "ernie4_5_vl_moe", "gemma4", "smolvlm", "qwen2_5_vl", "gemma3", "paligemma"]
+# M-RoPE with videos, types of tokens for experts, and tiles.
+CHOSEN = ["glm4v", "ernie4_5_vl_moe", "smolvlm"]
 CONVERSATIONS = int(os.environ.get("ENERGON_PACKED_FAMILIES", "0"))
 ALL = [[row["model_type"]] for row in TABLE["families"]]
 TORCHVISION = Path(sys.prefix, "torchvision")  # see the Makefile

@@ -36,7 +36,7 @@ OF_TRANSFORMERS = {
 # Model types of Transformers with other image processors, which no family has.
 OTHERS = (
     *("blip-2", "cohere2_vision", "deepseek_vl", "emu3", "florence2", "fuyu", "gemma3n", "glm_ocr", "got_ocr2"),
-    *("hunyuan_vl", "idefics2", "janus", "kosmos-2.5", "lfm2_vl", "llama4", "llava", "minicpm_ocr", "mllama"),
+    *("hunyuan_vl", "janus", "kosmos-2.5", "lfm2_vl", "llama4", "llava", "minicpm_ocr", "mllama"),
     *("muse_glimmer", "nemotron_h_omni", "ovis2", "paddleocr_vl", "paligemma", "step3p7"),
 )
 FOLDERS: dict[Folder, str] = {

@@ -33,7 +33,7 @@ def facts(vision: VisionFamily) -> tuple[Any, ...]:
 
 
 def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
-    folder = (3136, 28 * 28 * 256)
+    folder = (3136, 28 * 28 * 48)
     assert facts(vision_of(tokenizer_dir)) == ("Qwen25VLVision", 14, 2, 2, folder)
     assert vision_of(tokenizer_dir).warnings == vision_of(tokenizer_dir).infos == ()
     vision = vision_of(tokenizer_dir, image_processor=QWEN, factor=32, min_pixels=4096, max_pixels=4_000_000)
@@ -41,7 +41,7 @@ def test_options_win_over_the_folder_and_say_so(tokenizer_dir: Path) -> None:
     assert vision.warnings == ()
     assert vision.infos == (
         f"image options win over {tokenizer_dir}: `factor` 32 (28), `min_pixels` 4096 (3136), "
-        "`max_pixels` 4000000 (200704)",
+        "`max_pixels` 4000000 (37632)",
     )
     image = Image.fromarray(np.zeros((320, 640, 3), dtype=np.uint8))
     assert vision.pixels([image])[1].tolist() == [[1, 20, 40]]  # of 16 pixels, not of 14

@@ -25,7 +25,7 @@ from energon_packed import (
     pack,
 )
 from tests.conftest import Packer
-from tests.internals import DemoDataset, as_path, make_blend, read_ranges, write_metadataset
+from tests.internals import DemoDataset, as_path, make_blend, read_ranges, references, write_metadataset
 from tests.loading.flows import signature
 from tests.storage import BUCKET, Store
 
@@ -228,8 +228,14 @@ def test_a_metadataset_has_local_and_remote_members(
 
 
 def test_moved_and_stored_images_are_read_from_the_store(
-    store: Store, demo: DemoDataset, encoder: ChatEncoder, referenced: Callable[..., Path], tmp_path: Path
+    store: Store,
+    demo: DemoDataset,
+    encoder: ChatEncoder,
+    referenced: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(references, "_moved", {})  # the loaders of other tests read the images of the demo
     # Images of files, which `media_root` leads to the store.
     local = referenced(str(demo.jsonl))
     images = demo.jsonl.parent / "images"

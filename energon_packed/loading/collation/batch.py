@@ -342,7 +342,7 @@ class PackedBatch(Batch):
 
     def _vision_inputs_of(self, index: int) -> VisionInputs | None:
         """Arguments of the vision tower for the images of one sample."""
-        if self.vision_inputs is None or not self.vision_places[index]:
+        if self.vision_inputs is None or not (self.num_images[index] or self.num_videos[index]):
             return None
         values = {name: self.vision_inputs[name][part] for name, part in self.vision_places[index].items()}
         return VisionInputs(values, self.vision_dims, self.num_images[index], self.num_videos[index])
