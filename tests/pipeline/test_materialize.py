@@ -21,7 +21,9 @@ def _files(folder: Path) -> dict[str, bytes]:
     }
     manifest = json.loads(files.pop("webdataset/.nv-meta/packing.json"))
     manifest.pop("counters")
-    return files | {"packing.json": json.dumps(manifest).encode()}
+    files["packing.json"] = json.dumps(list(manifest)).encode()
+    # Field by field, so that a failure names the field.
+    return files | {f"packing.json: {name}": json.dumps(value).encode() for name, value in manifest.items()}
 
 
 @pytest.mark.parametrize("sample_class", FLAVORS)
