@@ -5,6 +5,7 @@ torchvision, so `Frames` reduces the frames in their place. The oracle is the pr
 """
 
 import io
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -250,7 +251,8 @@ def test_positions_equal_the_model_with_the_types_of_the_processor(
 def test_a_template_with_parts_writes_its_own_tags(glm: Any, files: list[Path], tmp_path: Path) -> None:
     """As GLM-4.1V's, with a mark that a string does not have."""
     part = (
-        "{% if part.type == 'video' %}V<|begin_of_video|><|video|><|end_of_video|>{% else %}{{ part.text }}{% endif %}"
+        "{% if part.type == 'video' %}{{ mark | default('V') }}<|begin_of_video|><|video|><|end_of_video|>"
+        "{% else %}{{ part.text }}{% endif %}"
     )
     content = "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}" + part
     template = (
@@ -262,10 +264,13 @@ def test_a_template_with_parts_writes_its_own_tags(glm: Any, files: list[Path], 
     glm.tokenizer.chat_template = template
     try:
         encoder = encoder_of(glm, tmp_path)
-        text = encoder.tokenizer.decode(encoder.encode(talk("See <video>!", files)).input_ids)
+        record = talk("See <video>!", files)
+        text = encoder.tokenizer.decode(encoder.encode(record).input_ids)
+        own = encoder.encode(replace(record, chat_template_kwargs={"mark": "W"})).input_ids
     finally:
         glm.tokenizer.chat_template = before
     assert text.startswith("<|im_start|>user\nSee V<|begin_of_video|><|begin_of_image|>")
+    assert encoder.tokenizer.decode(own) == text.replace("See V", "See W")
     assert text.count("<|begin_of_video|>") == text.count("<|end_of_video|>") == 1
 
 
