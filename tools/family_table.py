@@ -14,7 +14,8 @@ Results, with the reason of all but the first:
 
     packed      everything is equal
     one sample  equal in rows of one sample with images; rows of several are refused
-    kernel      the model needs a kernel that runs on a GPU only for rows of several samples; else equal
+    kernel      the model needs a kernel that runs on a GPU only for rows of several samples; everything is equal with a
+                loop over the samples in its place (kernel_loops)
     refused     the encoder or the batch refuses the family by name
     wrong       something differs, without a message
     not tested  there is no processor, no conversation, or no tiny model of this type
@@ -51,6 +52,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import torchvision_operators  # noqa: E402, F401, I001  before Transformers
 
+import kernel_loops  # noqa: E402  before the modules of models
 import tiny_families  # noqa: E402
 import transformers  # noqa: E402
 from bounded import bounded, line  # noqa: E402
@@ -320,6 +322,10 @@ def _tried(
         return trial()
     except Exception as error:
         if "packed sequences apart without" in str(error):
+            kernel_loops.enable()
+            found = trial()
+            if found["result"] != "packed":
+                return found
             return {"result": "kernel", "reason": str(error).split("without `")[1].split("`")[0]}
         return {"result": "not tested", "reason": f"the tiny model: {line(error)}"}
 

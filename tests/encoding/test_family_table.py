@@ -14,8 +14,8 @@ import transformers
 
 ROOT = Path(__file__).parents[2]
 TABLE = json.loads((ROOT / "energon_packed/encoding/vision/vision_families.json").read_text(encoding="utf-8"))
-# M-RoPE and types of tokens, rows of different lengths, and tiles; videos of the first and the last.
-CHOSEN = ["glm4v", "mistral3", "smolvlm"]
+# M-RoPE and types of tokens, a kernel, rows of different lengths, and tiles; videos of the first and the last.
+CHOSEN = ["glm4v", "lfm2_vl", "mistral3", "smolvlm"]
 CONVERSATIONS = int(os.environ.get("ENERGON_PACKED_FAMILIES", "0"))
 ALL = [[row["model_type"]] for row in TABLE["families"]]
 TORCHVISION = Path(sys.prefix, "torchvision")  # see the Makefile
