@@ -14,8 +14,8 @@ Results, with the reason of all but the first:
 
     packed      everything is equal
     one sample  equal in rows of one sample with images; rows of several are refused
-    kernel      the model needs a kernel that runs on a GPU only for rows of several samples; everything is equal with a
-                loop over the samples in its place (kernel_loops)
+    kernel      the model needs a kernel that runs on a GPU only for rows of several samples; else equal, and with a
+                loop over the samples in its place (kernel_loops) for such rows too
     refused     the encoder or the batch refuses the family by name
     wrong       something differs, without a message
     not tested  there is no processor, no conversation, or no tiny model of this type

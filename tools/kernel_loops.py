@@ -1,7 +1,7 @@
 """Loops over the samples of a row in place of kernels that need a GPU: `import kernel_loops` before a model's module.
 
-Convolutions and linear attention of Transformers have torch functions, which cannot keep the samples of a row apart, and
-need a kernel of `causal_conv1d`, `mamba_ssm` or `fla` for such a row. With `enable()`, the torch function is called for
+Convolutions and linear attention of Transformers have torch functions, which cannot keep the samples of a row apart.
+Such a row needs a kernel of `causal_conv1d`, `mamba_ssm` or `fla`. With `enable()`, the torch function is called for
 each sample instead. The boundaries are those that the model passes to the kernel: `seq_idx`, or `cu_seqlens` for `fla`.
 """
 
