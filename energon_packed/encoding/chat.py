@@ -137,7 +137,7 @@ class ChatEncoder(Processor):
         if vision is not None:
             vision.check_tokenizer(self.parts.backend)
             if other := self.renderer.template.other_image_text:
-                needed = f"{type(vision).__name__} needs {vision.template_token!r}"
+                needed = f"{vision.name} needs {vision.template_token!r}"
                 warning = (
                     f"the chat template writes {other!r} for a content part of type image, but {needed}. "
                     "Use the chat template of the vision model."

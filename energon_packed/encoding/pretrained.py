@@ -129,9 +129,8 @@ def load_tokenizer(folder: str | Path) -> Any:
     except Exception as error:  # tokenizers raises plain exceptions
         if not (folder / "tokenizer.json").is_file():
             raise ConfigError(f"{folder} has no tokenizer.json. Pass the folder of a tokenizer.") from error
-        detail = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"Transformers cannot load the tokenizer of {folder}: {detail}. Download or save the tokenizer again."
+            f"Transformers cannot load the tokenizer of {folder}: {why(error, 'download or save the tokenizer again')}"
         ) from error
     if tokenizer.chat_template is None:
         tokenizer.chat_template = _template_beside(folder)
@@ -206,17 +205,29 @@ def load_processor(folder: Path) -> Any:
     Raises:
         ConfigError: a package that it needs is missing, or Transformers cannot load it here.
     """
-    from transformers import AutoProcessor
-
     try:
+        from transformers import AutoProcessor
+
         return AutoProcessor.from_pretrained(str(folder), trust_remote_code=False)
-    except ImportError as error:
-        reason = " ".join(str(error).split()).split(" but it was not found")[0].split(". ")[0]
-        raise ConfigError(f"the processor of {folder} cannot be loaded here: {reason}; install it") from error
     except Exception as error:  # whatever a processor class raises
-        detail = " ".join(str(error).split())[:200]
+        if isinstance(error, ImportError) and error.__cause__ is None:
+            reason = why(error).split(" but it was not found")[0].split(". ")[0]
+            raise ConfigError(f"the processor of {folder} cannot be loaded here: {reason}; install it") from error
         release = f"Transformers {installed('transformers')}"
-        raise ConfigError(f"{release} cannot load the processor of {folder} here: {detail}") from error
+        raise ConfigError(f"{release} cannot load the processor of {folder} here: {why(error)}") from error
+
+
+def why(error: BaseException, remedy: str = "") -> str:
+    """Return the first cause of an error of Transformers, in a line, and the remedy.
+
+    Transformers hides why it cannot import a class, which is often a torchvision of another torch.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = " ".join(str(error).split())[:200] or type(error).__name__
+    if "operator torchvision::" in text:
+        remedy = "install the torchvision release that belongs to the installed torch"
+    return f"{text}; {remedy}" if remedy else text
 
 
 def is_same_folder(first: Path, second: Path) -> bool:

@@ -66,8 +66,6 @@ class Progress:
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
-ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "FASTOKENS_BPE_THREADS": "1"}
-"""Environment of a worker: tokenizers start no threads, because every core already has a process."""
 _REMEDY = "use fewer `workers` or more memory, and run again: completed work is reused"
 _JOIN_TIMEOUT = 5.0  # seconds; a killed worker that waits for a dead disk may never end
 
@@ -145,12 +143,24 @@ def _start(parent: int) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # inherited from `_blocked_signals`
-    os.environ.update(ONE_THREAD)
+    use_one_thread()
     if sys.platform == "linux":
         # Otherwise a worker of a killed run would continue to write into a folder that the next run has locked.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl, so no signal will come
         os._exit(1)
+
+
+def use_one_thread() -> None:
+    """Keep libraries from starting threads in a worker process, because every core already has a process.
+
+    torch would wait forever for its threads if it used them before the fork.
+    """
+    for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "FASTOKENS_BPE_THREADS"):
+        os.environ[name] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def _dumped(error: Exception, task: Any) -> memoryview:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from energon_packed.errors import ConfigError, EnergonPackedError
-from energon_packed.pipeline.engine import ONE_THREAD, Engine, WorkerDied, label, out_of_memory
+from energon_packed.pipeline.engine import Engine, WorkerDied, label, out_of_memory, use_one_thread
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -129,7 +129,7 @@ def _call(function: Callable[[Any], Any], task: Any, folder: str) -> tuple[Any, 
     # Ray wraps exceptions in RayTaskError, whose text is a traceback: returned values keep the one-line message.
     if os.path.isdir(folder):
         os.chdir(folder)
-    os.environ.update(ONE_THREAD)
+    use_one_thread()
     gc.set_threshold(100_000)
     try:
         return function(task), None

@@ -150,6 +150,11 @@ class VisionFamily(ABC):
         self.image_processor = image_processor
         self.merge_size = int(image_processor.merge_size)
 
+    @property
+    def name(self) -> str:
+        """Name in messages."""
+        return type(self).__name__
+
     @cached_property
     def template_token(self) -> str:
         """Text that a chat template writes for a content part of type `image`; a family can set another text."""
@@ -203,7 +208,7 @@ class VisionFamily(ABC):
             RecordError: `unsupported_field`, if the family does not have a setting, or if the limits are invalid.
         """
         if not_used := [name for name in settings if name not in self.image_options]:
-            detail = f"{type(self).__name__} has no setting `{not_used[0]}` for an image. Remove it"
+            detail = f"{self.name} has no setting `{not_used[0]}` for an image. Remove it"
             raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
         size, resized = self.image_processor.size, None
         least = settings.get("min_pixels", int(size["shortest_edge"]))
@@ -292,7 +297,7 @@ class VisionFamily(ABC):
         if not_used := [name for name in options if name not in self.video_options]:
             option = not_used[0] if not_used[0] == "total_pixels" else f"video_{not_used[0]}"
             raise ConfigError(
-                f"`{option}` must not be set for {type(self).__name__}, whose frames are images. "
+                f"`{option}` must not be set for {self.name}, whose frames are images. "
                 "Set `min_pixels` and `max_pixels`."
             )
         self.videos = videos.updated(options)
@@ -317,7 +322,7 @@ class VisionFamily(ABC):
             raise ConfigError(self.video_problem)
         settings = settings or {}
         if not_used := [name for name in settings if name not in self.video_options]:
-            detail = f"{type(self).__name__} has no setting `{not_used[0]}` for a video. Remove it"
+            detail = f"{self.name} has no setting `{not_used[0]}` for a video. Remove it"
             raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
         try:
             resolved = self.videos.updated(settings)
@@ -369,7 +374,7 @@ class VisionFamily(ABC):
         elif not is_resized and frames.resized is None:
             return
         size = "not resized" if frames.resized is None else f"resized to {frames.resized[1]}x{frames.resized[0]}"
-        detail = f"the stored frames of a video are {size}, which {type(self).__name__} cannot use"
+        detail = f"the stored frames of a video are {size}, which {self.name} cannot use"
         raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{detail}; pack the original video files with its processor")
 
     def frame_indices(self, num_frames: int, fps: float, settings: VideoSettings) -> Int64:
@@ -493,7 +498,7 @@ class VisionFamily(ABC):
         """
         if tokenizer.token_to_id(self.image_token) is None:
             raise ConfigError(
-                f"the tokenizer has no {self.image_token} token, which {type(self).__name__} needs; "
+                f"the tokenizer has no {self.image_token} token, which {self.name} needs; "
                 "use the tokenizer of the vision model"
             )
 
@@ -592,7 +597,7 @@ class Qwen2VLVision(VisionFamily):
         for name, value in expected.items():
             if folder.get(name, value) != value:
                 self.video_problem = (
-                    f"`{name}` of the video processor must be {value} for {type(self).__name__}, got {folder[name]}. "
+                    f"`{name}` of the video processor must be {value} for {self.name}, got {folder[name]}. "
                     "Correct the processor folder."
                 )
         images = tuple(processor.image_mean), tuple(processor.image_std), float(processor.rescale_factor)

@@ -238,7 +238,7 @@ def _with_boxes(
     if (objects := conversation.objects) is None:
         return None
     if vision.boxes is None:
-        detail = f"{type(vision).__name__} has no known text of the boxes of objects: {BOX_REMEDY}"
+        detail = f"{vision.name} has no known text of the boxes of objects: {BOX_REMEDY}"
         raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
     boxes = []
     for box, place in zip(objects["bbox"], objects["image_id"], strict=True):

@@ -93,7 +93,7 @@ class ProcessorVision(ProcessorImages):
 
     def _refuse_videos(self, reason: str) -> None:
         self.video_problem = (
-            f"{type(self.processor).__name__}: videos are not supported, {reason}. Pass the frames of each video as "
+            f"{self.name}: videos are not supported, {reason}. Pass the frames of each video as "
             "images, or remove the videos."
         )
 
@@ -309,7 +309,7 @@ class ProcessorVision(ProcessorImages):
             if name not in self._used:
                 option = name if name == "total_pixels" else f"video_{name}"
                 raise ConfigError(
-                    f"`{option}` must not be set for {type(self.processor).__name__}, whose video processor does not "
+                    f"`{option}` must not be set for {self.name}, whose video processor does not "
                     "use it. Change the settings of the video processor in its folder."
                 )
         self.videos = VideoSettings().updated(options)
@@ -332,7 +332,7 @@ class ProcessorVision(ProcessorImages):
 
     def media_problem(self, conversation: Conversation) -> str:
         """Reason why the media of a conversation cannot be in the same sample, or ""."""
-        name = type(self.processor).__name__
+        name = self.name
         if not self._is_mixed and conversation.images and conversation.videos:
             return f"images and videos in one record, which {name} does not join"
         if not self._several and len(conversation.videos) > 1:
@@ -355,7 +355,7 @@ class ProcessorVision(ProcessorImages):
         if not self.takes_clips:
             return super().frame_indices(num_frames, fps, settings)
         options = {name: value for name in self._used if (value := getattr(settings, name)) is not None}
-        name = type(self.processor).__name__
+        name = self.name
         try:
             indices = self._sampled(num_frames, fps, options)
         except TypeError as error:  # its own settings are None

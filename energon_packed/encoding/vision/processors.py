@@ -123,6 +123,11 @@ class ProcessorImages(VisionFamily):
         self.adjacent_images = not are_joined and self._follows(self.template_token, 2)
         self.warnings = self._notices(seconds)
 
+    @property
+    def name(self) -> str:
+        """Name of the class of the processor."""
+        return type(self.processor).__name__
+
     @classmethod
     def from_folder(cls, folder: Path) -> "ProcessorImages":
         """Load the processor of a model folder.
@@ -222,13 +227,13 @@ class ProcessorImages(VisionFamily):
             if tokenizer.encode(self._inner(text), add_special_tokens=False).ids != self._ids_of(text).tolist():
                 raise ConfigError(
                     "the tokenizer produces other tokens for an image than the tokenizer of the "
-                    f"{type(self.processor).__name__}; use the tokenizer of the processor's folder"
+                    f"{self.name}; use the tokenizer of the processor's folder"
                 )
 
     def config(self) -> dict[str, Any]:
         """Settings of the image processor, and the text that the processor writes for images of some sizes."""
         return {
-            "family": type(self.processor).__name__,
+            "family": self.name,
             "image_processor": json.loads(self.image_processor.to_json_string()),
             "texts": [self._texts[size] for size in _PROBES],
         }
@@ -482,14 +487,14 @@ class ProcessorImages(VisionFamily):
 
     def _trial(self, column: str = "result") -> str | None:
         """Result of the trial with tiny models of this family, as tools/family_table.py wrote it; None if untested."""
-        name = type(self.processor).__name__
+        name = self.name
         key, value = ("processor", name) if self.model is None else ("model_type", self.model.model_type)
         found = {row.get(column) for row in trials() if row[key] == value}
         return found.pop() if len(found) == 1 else None
 
     def _notices(self, seconds: float) -> tuple[str, ...]:
         """What a user must know of this family; `seconds` is the time of the processor for a blank image."""
-        name = type(self.processor).__name__
+        name = self.name
         notices = []
         if self.needs is not None and self.needs.one_sample:
             notices.append(
@@ -514,7 +519,7 @@ class ProcessorImages(VisionFamily):
         return tuple(notices)
 
     def _unsupported(self, reason: str) -> ConfigError:
-        return ConfigError(f"{type(self.processor).__name__} needs a custom VisionFamily: {reason}")
+        return ConfigError(f"{self.name} needs a custom VisionFamily: {reason}")
 
 
 def bound(cache: dict[Any, Any], limit: int) -> None:

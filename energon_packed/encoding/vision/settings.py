@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from energon_packed.encoding.pretrained import find_pretrained
+from energon_packed.encoding.pretrained import find_pretrained, why
 from energon_packed.encoding.settings import IMAGES, VIDEOS, EncoderSettings
 from energon_packed.encoding.vision.families import Qwen25VLVision, VisionFamily, ambiguous, vision_families
 from energon_packed.encoding.vision.processor_videos import ProcessorVision
@@ -221,18 +221,17 @@ def _installed(folder: Path, values: dict[str, int], named: str | None) -> Any:
     Raises:
         ConfigError: Transformers cannot load it.
     """
-    # Transformers before 5.12 exports the name only if torchvision is installed.
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
     try:
+        # Transformers before 5.12 exports the name only if torchvision is installed.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
         return AutoImageProcessor.from_pretrained(str(folder), trust_remote_code=False, **values)
-    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
-        if named is not None:
+    except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError, RuntimeError) as error:
+        if named is not None and not isinstance(error, RuntimeError):
             return _qwen_image_processor().from_pretrained(str(folder), **values)
-        detail = " ".join(str(error).split())[:200]
         raise ConfigError(
-            f"Transformers {installed('transformers')} cannot load the image processor of {folder} ({detail}). Set "
-            "`vision_family`."
+            f"Transformers {installed('transformers')} cannot load the image processor of {folder}: "
+            f"{why(error, 'set `vision_family`')}"
         ) from error
 
 

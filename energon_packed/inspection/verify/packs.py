@@ -7,7 +7,6 @@ PackChecker is a task for one tar: it decodes samples and images, encodes the sa
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,6 @@ from energon_packed.shards import PackingManifest
 from energon_packed.shards.scan import scan_tar
 
 if _HAS_ENERGON := has_energon():  # otherwise, there is no encoder
-    import torch
-
     from energon_packed.flavors import load_pack
     from energon_packed.loading.process import checked_sample
 
@@ -100,20 +97,19 @@ class PackChecker:
         contents = TarContents(tar.name)
         ids: list[str] = []
         checksums: list[int] = []
-        with _one_thread():
-            for key, samples, changes in self.packs(tar, contents):
-                contents.counts["packs"] += 1
-                contents.counts["samples"] += len(samples)
-                contents.counts["images"] += sum(len(sample.images) for sample in samples)
-                selections = [video.frames for sample in samples for video in sample.videos]
-                contents.counts["videos"] += len(selections)
-                contents.counts["frames"] += sum([len(frames.indices) for frames in selections])
-                contents.counts["audios"] += sum(len(sample.audios) for sample in samples)
-                ids += [str(sample.conversation.id) for sample in samples]
-                checksums += [_checksum(sample.conversation) for sample in samples]
-                contents.changed.update(changes)
-                contents.counts["changed packs"] += bool(changes)
-                self._check_pack(contents, key, samples, has_images=not changes)
+        for key, samples, changes in self.packs(tar, contents):
+            contents.counts["packs"] += 1
+            contents.counts["samples"] += len(samples)
+            contents.counts["images"] += sum(len(sample.images) for sample in samples)
+            selections = [video.frames for sample in samples for video in sample.videos]
+            contents.counts["videos"] += len(selections)
+            contents.counts["frames"] += sum([len(frames.indices) for frames in selections])
+            contents.counts["audios"] += sum(len(sample.audios) for sample in samples)
+            ids += [str(sample.conversation.id) for sample in samples]
+            checksums += [_checksum(sample.conversation) for sample in samples]
+            contents.changed.update(changes)
+            contents.counts["changed packs"] += bool(changes)
+            self._check_pack(contents, key, samples, has_images=not changes)
         contents.ids, contents.checksums = name_hashes(ids), np.array(checksums, dtype=np.uint32)
         return contents
 
@@ -263,20 +259,6 @@ def _check_audio(audio: AudioReference) -> None:
             f"{audio.file.label} has {info.samples:,} samples at {info.rate:,} Hz, and {clip.total:,} at "
             f"{clip.rate:,} Hz were packed",
         )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to this thread: its thread pool does not survive a fork, and each core already has a process."""
-    if not _HAS_ENERGON:
-        yield
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def contents_checks(
