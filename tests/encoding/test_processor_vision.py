@@ -2,6 +2,9 @@
 
 import io
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_families
 import torch
+import transformers
 from PIL import Image
 from tiny_families import write_folder
 from transformers import AutoProcessor, LlavaNextProcessor
@@ -185,6 +189,36 @@ def test_a_package_that_is_missing_is_named(text_tokenizer_dir: Path, tmp_path: 
     )
     with pytest.raises(ConfigError, match=message):
         ChatEncoder.from_pretrained(folder)
+
+
+def test_a_torchvision_of_another_torch_is_one_line(
+    tokenizer_dir: Path, text_tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    llava = write_folder(tmp_path / "llava", "llava", text_tokenizer_dir)
+    package, metadata = tmp_path / "site/torchvision/__init__.py", tmp_path / "site/torchvision-0.9.dist-info/METADATA"
+    for file in (package, metadata):
+        file.parent.mkdir(parents=True)
+    package.write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    metadata.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.9\n")
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    release = f"Transformers {transformers.__version__}"
+    for arguments, what in (
+        ([llava], f"Transformers cannot load the tokenizer of {llava}"),
+        ([tokenizer_dir, "--processor", llava], f"{release} cannot load the processor of {llava} here"),
+        ([tokenizer_dir], f"{release} cannot load the image processor of {tokenizer_dir}"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "energon_packed", "lengths", tmp_path / "data.jsonl", "--tokenizer", *arguments],
+            env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.stderr.splitlines()[-1] == (
+            f"error: {what}: operator torchvision::nms does not exist; install the torchvision release that belongs "
+            "to the installed torch"
+        )
+        assert "Traceback" not in done.stderr
 
 
 def test_the_reason_why_a_processor_cannot_be_loaded_is_shown(text_tokenizer_dir: Path, tmp_path: Path) -> None:

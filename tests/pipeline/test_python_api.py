@@ -323,6 +323,19 @@ def test_workers_can_be_spawned(demo: Any, tokenizer_dir: Path, tmp_path: Path) 
     assert spawned == tars(forked)
 
 
+def test_workers_use_torch_after_a_fork_of_a_process_with_its_threads() -> None:
+    """As image and video processors do with torchvision: without a limit, the workers wait for threads forever."""
+    code = (
+        "import torch; from tests.internals import LocalEngine\n"
+        "torch.set_num_threads(2)\n"
+        "def total(size): return int(torch.ones(size).permute(1, 0).contiguous().sum())\n"
+        "assert total((2000, 1000)) == 2_000_000\n"
+        "print(sorted(LocalEngine(2).run(total, [(1000, 1000), (2000, 1000)])))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[1000000, 2000000]\n", done.stderr
+
+
 def test_cores_are_counted_where_affinity_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.internals import available_cores
 
