@@ -1,7 +1,7 @@
 """Folders and Hugging Face Hub names in; the list of their data files, and of the entries that are not read, out.
 
     folder of data files   .tar, .parquet, .arrow, .jsonl ..., sorted, of a single format, subfolders included
-    imagefolder            its metadata.jsonl or metadata.csv, not the media files
+    imagefolder            its metadata.jsonl, .csv or .parquet, not the media files
     media with captions    the folders with them, if there are no data files
     org/name               the dataset in the caches of `datasets` and `huggingface_hub`; nothing is downloaded
 
@@ -34,7 +34,7 @@ from energon_packed.sources.json import COMPRESSIONS
 from energon_packed.storage import is_remote
 
 _log = logging.getLogger(__name__)
-_METADATA = ("metadata.jsonl", "metadata.csv")
+_METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 _FORMATS = {
     ".tar": (".tar",),
     ".parquet": (".parquet",),

@@ -1,7 +1,7 @@
 """Folders of Hugging Face datasets in; records with paths of media, or the rows of Arrow files, out.
 
-imagefolder    metadata.jsonl or metadata.csv beside images, videos (videofolder) or audio files (audiofolder), which
-               `file_name` refers to
+imagefolder    metadata.jsonl, metadata.csv or metadata.parquet beside images, videos (videofolder) or audio files
+               (audiofolder), which `file_name` refers to
 captions       `x.png`, `x.mp4` or `x.wav` with its text in `x.txt`, `x.caption` or `x.text`, as in kohya's scripts
 save_to_disk   the Arrow streams that state.json lists
 """
@@ -17,7 +17,7 @@ from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import check_inner, of_type
 from energon_packed.records.audio import has_audio_suffix
 from energon_packed.records.video import has_video_suffix
-from energon_packed.sources.arrow import ArrowSource
+from energon_packed.sources.arrow import ArrowSource, ParquetSource
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.convert import converted, not_utf8
 from energon_packed.sources.csv import CsvSource
@@ -54,6 +54,20 @@ class ImageFolderCsvSource(CsvSource):
     def matches(cls, path: Path) -> bool:
         """Whether the file is called metadata.csv."""
         return path.name == "metadata.csv"
+
+    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
+        return _with_images(super()._row(index, values))
+
+
+class ImageFolderParquetSource(ParquetSource):
+    """A metadata.parquet file."""
+
+    suffixes = ()
+
+    @classmethod
+    def matches(cls, path: Path) -> bool:
+        """Whether the file is called metadata.parquet."""
+        return path.name == "metadata.parquet"
 
     def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
         return _with_images(super()._row(index, values))

@@ -25,6 +25,7 @@ from energon_packed.sources.imagefolder import (
     CaptionFolderSource,
     HuggingFaceSource,
     ImageFolderCsvSource,
+    ImageFolderParquetSource,
     ImageFolderSource,
 )
 from energon_packed.sources.json import JsonlSource, JsonSource
@@ -35,6 +36,7 @@ from energon_packed.storage import RemotePath, as_path, is_remote
 SOURCES: list[type[Source]] = [
     ImageFolderSource,
     ImageFolderCsvSource,
+    ImageFolderParquetSource,
     JsonlSource,
     JsonSource,
     ParquetSource,
@@ -47,7 +49,8 @@ SOURCES: list[type[Source]] = [
     HuggingFaceSource,
     EnergonSource,
 ]
-_IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource)  # their paths start from the folder of the metadata
+# Their paths start from the folder of the metadata.
+_IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource, ImageFolderParquetSource)
 _FILE_FORMATS = frozenset(kind for kind in SOURCES if not kind.has_splits)  # a folder data.parquet is not one file
 _UNLISTED = "not listed by the dataset"
 _MOST_EXAMPLES = 5  # entries of a reason in packing.json

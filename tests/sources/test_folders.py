@@ -62,7 +62,7 @@ def test_a_dataset_dict(tmp_path: Path) -> None:
         numbers(tmp_path / "d", tmp_path, split="val")
 
 
-@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv"])
+@pytest.mark.parametrize("name", ["metadata.jsonl", "metadata.csv", "metadata.parquet"])
 def test_an_imagefolder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "pictures" / "train"
     folder.mkdir(parents=True)
@@ -72,8 +72,12 @@ def test_an_imagefolder(tmp_path: Path, name: str) -> None:
     if name.endswith(".csv"):
         lines = ["file_name,text", *(f"{row['file_name']},{row['text']}" for row in rows)]
         (folder / name).write_text("\n".join(lines) + "\n")
+    elif name.endswith(".parquet"):
+        pa.parquet.write_table(pa.Table.from_pylist(rows), folder / name)
     else:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    loaded = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train", cache_dir=str(tmp_path / "c"))
+    assert loaded["text"] == [row["text"] for row in rows]
     for given in (folder, folder.parent, folder / name):
         found = conversations(open_sources([given], work_dir=tmp_path / "work"))
         assert [[m.content for m in one.messages] for one in found] == [["<image>", f"Picture {n}."] for n in (1, 2)]
