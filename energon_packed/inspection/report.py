@@ -160,6 +160,10 @@ def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
         seconds = [video.num_frames / video.fps for video in videos if video.fps]
         if seconds:
             yield f"Seconds per video{read}", histogram_svg(seconds, even_bins(seconds), "seconds", "videos")
+    if clips := data.audios:
+        seconds = [clip.seconds for clip in clips]
+        caption = f"Seconds per audio file, from {len(clips):,} of {data.manifest.audios:,} audio files"
+        yield caption, histogram_svg(seconds, even_bins(seconds), "seconds", "audio files")
 
 
 def _zoomed(used: Sequence[float]) -> tuple[list[float], int]:

@@ -7,6 +7,7 @@ of a random sample of the packs. `facts`, `splits` and `warnings` turn it into s
 import base64
 import io
 import re
+import wave
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ import numpy as np
 from PIL import Image
 
 from energon_packed.encoding import ChatEncoder
+from energon_packed.encoding.audio.audio_file import Samples, decode_audio, read_audio_info
 from energon_packed.encoding.vision.images import load_image, read_header
 from energon_packed.encoding.vision.media import video_frames
 from energon_packed.errors import EnergonPackedError, RecordError
@@ -26,10 +28,10 @@ from energon_packed.formats.references import MEDIA_PART, complete_parts, locate
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.run_reports import read_rejects
 from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
-from energon_packed.inspection.view import PackView, VideoView, view_pack
+from energon_packed.inspection.view import AudioView, PackView, VideoView, view_pack
 from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.rejects import MOST_DETAIL
-from energon_packed.records import FrameSelection, MediaReference, VideoReference
+from energon_packed.records import AudioClip, FrameSelection, MediaReference, VideoReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest
 from energon_packed.shards.reader import ShardReader
@@ -43,8 +45,26 @@ _MAX_SHOWN = 40  # packs in the gallery
 _MAX_WORST = 10  # packs in the list of least utilized packs
 _MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
 _MAX_STRIPS = 2  # videos of a pack in the gallery whose frames are shown: decoding is slower than all else
-_MAX_PLAYERS, _MAX_PLAYED = 4, 1 << 18  # audio files of a pack in the gallery that can be played, and their bytes
-_TYPES = {"mp3": "mpeg", "m4a": "mp4", "opus": "ogg"}  # types of data URLs by extension, if they differ
+_MAX_PLAYERS = 4  # audio files of a pack in the gallery that are decoded
+_MAX_PLAYED = 1 << 18  # bytes of an audio file in the page
+_MAX_DRAWN = 600  # seconds of an audio file that are decoded for the page, from its start
+_PLAYED_RATE = 16_000  # highest rate of audio that is converted for the page, which is enough for speech
+_PEAKS = 240  # bars of a waveform
+_HEIGHT = 32  # of a waveform, in units of the SVG
+# Type of a data URL by the containers and codecs of FFmpeg that Chromium, Firefox and Safari play.
+_PLAYABLE = {
+    ("wav", "pcm_u8"): "wav",
+    ("wav", "pcm_s16le"): "wav",
+    ("wav", "pcm_s24le"): "wav",
+    ("wav", "pcm_f32le"): "wav",
+    ("flac", "flac"): "flac",
+    ("mp3", "mp3float"): "mpeg",
+    ("mov", "aac"): "mp4",
+    ("aac", "aac"): "aac",
+    ("ogg", "opus"): "ogg",
+    ("ogg", "vorbis"): "ogg",
+    ("matroska", "opus"): "webm",
+}
 _MAX_FRAMES = 8  # frames shown of a video
 _MAX_NAMES = 5  # names listed in one warning
 _EXAMPLES = 3  # examples shown per reject reason
@@ -88,13 +108,13 @@ class ShownPack:
         view: its samples.
         thumbnails: images as data URLs, by member name.
         strips: frames of videos, by the name of the video.
-        players: audio files as data URLs, by member name.
+        players: waveforms and content of audio files, by member name.
     """
 
     view: PackView
     thumbnails: Mapping[str, str]
     strips: Mapping[str, "Strip"]
-    players: Mapping[str, str] = field(default_factory=dict)
+    players: Mapping[str, "Player"] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +127,21 @@ class Strip:
     """
 
     frames: Sequence[tuple[float, str]] = ()
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Player:
+    """Waveform and content of an audio file.
+
+    Attributes:
+        url: data URL of the audio; "" if it is too long for the page.
+        wave: path of the waveform, in a box of `_PEAKS` x `_HEIGHT`; "" if the audio is not decoded.
+        problem: why it cannot be decoded, or None.
+    """
+
+    url: str = ""
+    wave: str = ""
     problem: str | None = None
 
 
@@ -166,6 +201,21 @@ class ReportData:
     def max_strips(self) -> int:
         """Videos of a pack in the gallery whose frames are shown."""
         return _MAX_STRIPS
+
+    @property
+    def max_players(self) -> int:
+        """Audio files of a pack in the gallery that are decoded."""
+        return _MAX_PLAYERS
+
+    @property
+    def wave_box(self) -> str:
+        """`viewBox` of the waveforms."""
+        return f"0 0 {_PEAKS} {_HEIGHT}"
+
+    @property
+    def audios(self) -> Sequence[AudioClip]:
+        """Samples of each audio file in the packs of the map."""
+        return [clip for pack in self.mapped for segment in pack.segments for clip in segment.audios]
 
     @property
     def videos(self) -> Sequence[FrameSelection]:
@@ -283,14 +333,49 @@ def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) ->
     thumbnails = {name: url for name in names if (url := _thumbnail(raw[name])) is not None}
     videos = [video for sample in view.samples for video in sample.videos if video.problem is None]
     audios = [audio for sample in view.samples for audio in sample.audios if audio.problem is None]
-    players = {audio.name: _player(audio.name, raw[audio.name]) for audio in audios if audio.bytes <= _MAX_PLAYED}
     strips = {video.name: _strip(raw, video) for video in videos[:_MAX_STRIPS]}
-    return ShownPack(view, thumbnails, strips, dict(list(players.items())[:_MAX_PLAYERS]))
+    players = {audio.name: _player(raw[audio.name], audio) for audio in audios[:_MAX_PLAYERS]}
+    return ShownPack(view, thumbnails, strips, players)
 
 
-def _player(name: str, data: bytes) -> str:
-    extension = name.rpartition(".")[2]
-    return f"data:audio/{_TYPES.get(extension, extension)};base64,{base64.b64encode(data).decode()}"
+def _player(data: bytes, audio: AudioView) -> Player:
+    """Decode an audio file for its waveform. Parts of files, and formats that browsers do not play, become WAV."""
+    if audio.start + audio.seconds > _MAX_DRAWN:
+        return Player()
+    start, samples, total = (round(value * audio.rate) for value in (audio.start, audio.seconds, audio.total_seconds))
+    clip = AudioClip(rate=audio.rate, start=start, samples=samples, total=total)
+    file, rate = MediaReference(data=data, name=audio.name), min(audio.rate, _PLAYED_RATE)
+    try:
+        info = read_audio_info(file)
+        decoded = decode_audio(file, clip, rate)
+    except EnergonPackedError as error:  # damaged, or PyAV is not installed
+        return Player(problem=error.detail if isinstance(error, RecordError) else str(error))
+    kind = _PLAYABLE.get((info.container, info.codec)) if clip.is_whole and len(data) <= _MAX_PLAYED else None
+    content = data if kind is not None else _wav(decoded, rate)
+    if len(content) > _MAX_PLAYED:
+        return Player(wave=_wave(decoded))
+    url = f"data:audio/{kind or 'wav'};base64,{base64.b64encode(content).decode()}"
+    return Player(url=url, wave=_wave(decoded))
+
+
+def _wav(samples: Samples, rate: int) -> bytes:
+    """A WAV file of 16 bits."""
+    out = io.BytesIO()
+    with wave.open(out, "wb") as file:
+        file.setparams((1, 2, rate, len(samples), "NONE", ""))
+        file.writeframes((samples.clip(-1, 1) * 32767).astype("<i2").tobytes())
+    return out.getvalue()
+
+
+def _wave(samples: Samples) -> str:
+    """Draw the lowest and the highest value of each of `_PEAKS` parts; silence is a line."""
+    starts = np.unique(np.arange(_PEAKS) * len(samples) // _PEAKS)
+    values = np.nan_to_num(samples).clip(-1, 1)
+    tops = ((1 - np.maximum.reduceat(values, starts)) * _HEIGHT / 2).tolist()
+    bottoms = ((1 - np.minimum.reduceat(values, starts)) * _HEIGHT / 2).tolist()
+    width = _PEAKS / len(starts)
+    bars = zip(np.arange(len(starts)) * width, tops, bottoms, strict=True)
+    return "".join(f"M{x:.4g} {top:.1f}h{width:.4g}v{bottom - top + 0.5:.1f}h-{width:.4g}z" for x, top, bottom in bars)
 
 
 def _thumbnail(data: bytes) -> str | None:
@@ -368,6 +453,8 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
         yield "image sizes", _image_size_facts(data)
     if m.videos:
         yield "videos", _video_facts(data)
+    if data.audios:
+        yield "audio files", _audio_facts(data.audios)
     if not data.is_counted:
         yield "tokenizer", _tokenizer(m)
     if not data.is_counted or data.encoder is not None:
@@ -375,6 +462,9 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
         yield "image settings", _vision(data)
         if m.videos and data.encoder is not None and data.encoder.vision is not None:
             yield "video settings", _listed(data.encoder.vision.videos.plain())
+        if m.audios and data.encoder is not None and data.encoder.audio is not None:
+            settings = {name: getattr(data.encoder.audio, name) for name in ("name", "rate", "truncates")}
+            yield "audio settings", _listed(settings)
     if data.is_counted:
         return
     if weighted := m.notes.get(WEIGHTED):
@@ -438,6 +528,14 @@ def warnings(data: ReportData) -> Iterator[str]:
     ]
     if problems:
         yield f"{_named(problems, 'video')} of the {len(shown):,} that were read cannot be used or shown"
+    heard = [(pack, audio) for pack in data.shown for sample in pack.view.samples for audio in sample.audios]
+    problems = [
+        f"{audio.name} of {pack.view.key}: {problem}"
+        for pack, audio in heard
+        if (problem := audio.problem or pack.players.get(audio.name, Player()).problem) is not None
+    ]
+    if problems:
+        yield f"{_named(problems, 'audio file')} of the {len(heard):,} that were read cannot be used or played"
     if data.not_encoded:
         yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 
@@ -490,6 +588,12 @@ def _video_facts(data: ReportData) -> str:
     (first, last), count = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1])), len(data.videos)
     durations = f"; {seconds[0]:.4g} to {seconds[-1]:.4g} s" if seconds else ""
     return f"{listed}{durations}, {first} to {last} pixels, from {count:,} videos"
+
+
+def _audio_facts(clips: Sequence[AudioClip]) -> str:
+    seconds, rates = sorted(clip.seconds for clip in clips), sorted({clip.rate for clip in clips})
+    listed = f"{rates[0]:,} Hz" if len(rates) == 1 else f"{rates[0]:,} to {rates[-1]:,} Hz"
+    return f"{seconds[0]:.4g} to {seconds[-1]:.4g} s, {listed}, from {len(clips):,} audio files"
 
 
 def _tokenizer(m: PackingManifest) -> str:

@@ -17,7 +17,7 @@ from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Me
 from energon_packed.errors import EnergonPackedError
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.formats.references import complete_parts
-from energon_packed.records import FrameSelection
+from energon_packed.records import AudioClip, FrameSelection
 from energon_packed.seqlens import round_up, segment_ids_from_cu_seqlens
 
 KINDS = ("other", "supervised", "image", "video", "audio")
@@ -34,6 +34,7 @@ class Segment:
         length: number of tokens.
         media: content of the sample: `text`, `image`, `video` or `audio`.
         videos: selected frames of each of its videos.
+        audios: samples of each of its audio files.
         runs: (kind, first token in the row, tokens) of runs of equal kind; empty if the kinds are unknown.
         tokens: number of tokens of each kind; empty if the kinds are unknown.
         problem: why the kinds are unknown although an encoder was passed, or None.
@@ -44,6 +45,7 @@ class Segment:
     length: int
     media: str
     videos: Sequence[FrameSelection] = ()
+    audios: Sequence[AudioClip] = ()
     runs: Sequence[tuple[str, int, int]] = ()
     tokens: Mapping[str, int] = field(default_factory=dict)
     problem: str | None = None
@@ -128,6 +130,7 @@ def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: i
         length=sample.length or 0,
         media=conversation.kind,
         videos=[video.frames for video in sample.videos],
+        audios=[audio.clip for audio in sample.audios],
     )
     if not isinstance(encoded, EncodedSample):
         return replace(segment, problem=encoded)

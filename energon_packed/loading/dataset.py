@@ -19,10 +19,12 @@ import numpy as np
 import torch
 
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
+from energon_packed.encoding.audio.media import positions
 from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
+from energon_packed.formats.audios import is_audio_part
 from energon_packed.formats.references import MEDIA_PART, emptied, located_names
 from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.collation.features import hf_dataset
@@ -401,11 +403,16 @@ def _is_remote(split: LoadedSplit) -> bool:
     )
 
 
-class _NotVideos:
-    """Names of all parts of a pack but video files and their frames."""
+def _is_large(name: str) -> bool:
+    """Whether a part is an audio file, a video file or a frame of it."""
+    return is_video_part(name) or is_audio_part(name)
+
+
+class _NotLarge:
+    """Names of all other parts of a pack."""
 
     def __contains__(self, name: object) -> bool:
-        return not is_video_part(str(name))
+        return not _is_large(str(name))
 
 
 class FolderPacks:
@@ -483,8 +490,9 @@ class FolderPacks:
 
     @property
     def has_media(self) -> bool:
-        """Whether packs may have images or videos."""
-        return self._manifest is None or bool(self._manifest.images or self._manifest.videos)
+        """Whether packs may have images, videos or audio."""
+        m = self._manifest
+        return m is None or bool(m.images or m.videos or m.audios)
 
     @cached_property
     def _codec(self) -> Codec:
@@ -505,7 +513,7 @@ class FolderPacks:
         return [self._encoder.length(conversation) for conversation in self.sample(pack).conversations()]
 
     def num_media(self, pack: int) -> int:
-        """Number of images, videos and stored frames of a pack; the names of its members are read, and no image."""
+        """Number of images, videos, stored frames and audio files of a pack, from the names of its members."""
         raw: dict[str, Any] = {}
         names = set()
         for member, content in self.reader.members(pack, only=(MEDIA_PART,)):
@@ -513,20 +521,25 @@ class FolderPacks:
             if member.part == MEDIA_PART:
                 raw[member.part] = content
         names |= located_names(raw)
-        return sum(is_video_part(name) or (name.startswith("img") and not name.endswith(".npy")) for name in names)
+        return sum(_is_large(name) or (name.startswith("img") and not name.endswith(".npy")) for name in names)
 
     def patches(self, pack: int) -> list[int]:
-        """Patches of each image of a pack, and of each temporal patch of its videos."""
-        vision = None if self._encoder is None else self._encoder.vision
-        if vision is None or not self.has_media:
+        """Patches of each image of a pack, of each temporal patch of its videos, and positions of each audio file."""
+        vision, audio = (None, None) if self._encoder is None else (self._encoder.vision, self._encoder.audio)
+        if (vision is None and audio is None) or not self.has_media:
             return []
-        # The selected frames are in the json: a video file, larger than all the rest, is not read.
-        raw = emptied(self.reader.parts(pack, only=_NotVideos()), is_video_part)
-        conversations = [c for c in load_pack(self._codec, raw).conversations() if c.images or c.videos]
+        # Selected frames and clips are in the json: video and audio files, larger than all the rest, are not read.
+        raw = emptied(self.reader.parts(pack, only=_NotLarge()), _is_large)
+        conversations = load_pack(self._codec, raw).conversations()
+        clips = [file.clip for conversation in conversations for file in conversation.audios]
+        heard = [] if audio is None else [positions(audio, clip) for clip in clips if clip is not None]
+        if vision is None:
+            return heard
+        conversations = [c for c in conversations if c.images or c.videos]
         media = [measure_media(vision, conversation) for conversation in conversations]
         # An image token represents merge_size x merge_size patches.
         patches = [run.length * vision.merge_size**2 for size in media for run in size.runs if not run.is_video]
         if vision.video_token is not None:  # otherwise the frames of a video are images
             for steps, height, width in [vision.video_grid(frames) for size in media for frames in size.frames]:
                 patches += [height * width] * steps
-        return patches
+        return patches + heard

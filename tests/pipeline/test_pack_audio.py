@@ -15,15 +15,17 @@ from click.testing import CliRunner
 
 from energon_packed import (
     ChatEncoder,
+    CostModel,
     DataChangedError,
     PackedDataset,
     PackResult,
+    PaddingFreeCollator,
     materialize,
     normalize,
     pack,
 )
 from tests.audio import TEXTS, qwen2_audio, signal, write
-from tests.internals import ShardReader, cli, write_speech, write_tokenizer
+from tests.internals import ShardReader, cli, count_batch, write_speech, write_tokenizer
 
 CLASSES = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample")
 
@@ -199,6 +201,25 @@ def test_samples_of_a_kind_share_rows(speech: Speech, tmp_path: Path) -> None:
     assert {frozenset(kind) for kind in kinds.values()} == {frozenset({True}), frozenset({False})}
     done = CliRunner().invoke(cli, ["verify", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
+
+
+def test_audio_counts_in_the_cost_of_a_row(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file has 1,500 positions in the encoder of Qwen2-Audio, as in the batch."""
+    out, audios = speech.packed(), []
+    dataset = PackedDataset(out.shards, speech.encoder)
+    for index, samples in enumerate(dataset):
+        batch = PaddingFreeCollator().collate(samples)
+        audios.append(sum(batch.num_audios))
+        counted = count_batch(batch).read()
+        assert (counted.patches, counted.patch_squares) == (1500 * audios[-1], 1500**2 * audios[-1])
+        assert counted.tokens == dataset.lengths[index]
+    assert 0 < min(audios) < max(audios)
+    sizes = dataset.row_sizes()
+    assert sizes.patches.tolist() == [1500 * count for count in audios]
+    assert sizes.patch_squares.tolist() == [1500**2 * count for count in audios]
+    monkeypatch.setattr("energon_packed.loading.dataset._MAX_WITH_MEDIA", 1)
+    assert np.array_equal(PackedDataset(out.shards, speech.encoder).row_sizes().patches, sizes.patches)  # by the mean
+    assert CostModel(token=0, square=0, patch=1).costs(sizes).tolist() == sizes.patches.tolist()
 
 
 def test_audio_in_cells_and_in_json_is_stored(speech: Speech, tmp_path: Path) -> None:

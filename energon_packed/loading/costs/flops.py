@@ -105,6 +105,22 @@ def vision_flops(config: Any, text: Any) -> tuple[float, float]:
     return float(patch + _projector(config, kind, hidden, text)), float(4 * hidden * full_layers)
 
 
+def audio_flops(config: Any, text: Any) -> float:
+    """Operations of an audio encoder with the layers of Whisper for a position, with the projector.
+
+    A position is two frames. Every file is padded to `max_source_positions`, so that attention has the same cost for
+    each position; the projector has half of the positions, as in Qwen2-Audio.
+
+    Raises:
+        ConfigError: a number is missing.
+    """
+    hidden, layers = _number(config, "d_model"), _number(config, "encoder_layers")
+    positions = _number(config, "max_source_positions")
+    of_layers = 8 * hidden**2 + 4 * hidden * _number(config, "encoder_ffn_dim") + 4 * hidden * positions
+    convolutions = 2 * 2 * 3 * _number(config, "num_mel_bins") * hidden + 2 * 3 * hidden**2
+    return float(layers * of_layers + convolutions + hidden * _number(text, "hidden_size"))
+
+
 def _attention_of_tower(config: Any, kind: str, layers: int, size: int) -> tuple[int, int]:
     """Layers with attention over an image of any size, and patches of a window of the other layers."""
     full = getattr(config, "fullatt_block_indexes", None)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
-from energon_packed.loading.costs.flops import text_flops, vision_flops
+from energon_packed.loading.costs.flops import audio_flops, text_flops, vision_flops
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -25,8 +25,10 @@ class RowSizes:
     Attributes:
         tokens: int64 (P,), tokens of each row.
         squares: int64 (P,), sum of the squared lengths of the samples of each row.
-        patches: int64 (P,), patches of the images and videos of each row.
-        patch_squares: int64 (P,), sum of the squared patches of each image and of each temporal patch of a video.
+        patches: int64 (P,), patches of the images and videos of each row, and positions of its audio files in the
+            audio encoder.
+        patch_squares: int64 (P,), sum of the squared patches of each image, each temporal patch of a video and each
+            audio file.
 
     Examples:
         >>> sizes = RowSizes.of_samples([[4096], [2048, 2048]], patches=[[], []])
@@ -47,7 +49,8 @@ class RowSizes:
 
         Args:
             lengths: P arrays, tokens of each sample of a row.
-            patches: P lists, patches of each image, and of each temporal patch of a video, of a row.
+            patches: P lists, patches of each image, of each temporal patch of a video, and of each audio file, of a
+                row.
             multiple: each sample is padded to a multiple of it (context parallelism).
         """
         padded = [-(-np.asarray(row, dtype=np.int64) // multiple) * multiple for row in lengths]
@@ -94,8 +97,8 @@ class CostModel:
             floating point operations per token and layer (h hidden units, 4h in the MLP), causal attention needs 2 h
             per square (D. Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", 2021,
             appendix).
-        patch: cost of a patch of an image or a video. The default is a vision tower of 0.7 billion parameters next to
-            a model of 7 billion.
+        patch: cost of a patch of an image or a video, or of a position in the audio encoder. The default is a tower
+            of 0.7 billion parameters next to a model of 7 billion, as in Qwen2.5-VL and Qwen2-Audio.
         patch_square: cost of attention in the vision tower per squared patch; 0 for attention in windows of fixed
             size, whose cost is the same for every patch.
 
@@ -140,12 +143,12 @@ class CostModel:
             CostModel.from_config(language_config, vision_config, vocab_size=152064)       # Megatron
 
         Args:
-            config: configuration of a Transformers model, with `text_config` and `vision_config` if it reads images;
-                or a TransformerConfig of Megatron.
+            config: configuration of a Transformers model, with `text_config`, and `vision_config` if it reads images
+                or `audio_config` if it reads audio; or a TransformerConfig of Megatron.
             vision: configuration of the vision tower, instead of `config.vision_config`.
             vocab_size: rows of the output layer, which a configuration of Megatron does not contain; None counts no
                 output layer there.
-            trains_vision: False for a frozen vision tower, which has no backward pass.
+            trains_vision: False for a frozen vision tower or audio encoder, which has no backward pass.
 
         Raises:
             ConfigError: the configuration has no number of layers, heads or hidden units, or another kind of
@@ -154,7 +157,12 @@ class CostModel:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         token, square = text_flops(text, vocab_size)
         vision = getattr(config, "vision_config", None) if vision is None else vision
-        patch, patch_square = (0.0, 0.0) if vision is None else vision_flops(vision, text)
+        audio = getattr(config, "audio_config", None)
+        patch, patch_square = 0.0, 0.0
+        if vision is not None:
+            patch, patch_square = vision_flops(vision, text)
+        elif audio is not None:
+            patch = audio_flops(audio, text)
         # The backward pass computes the gradients of inputs and weights: twice the operations of the forward pass.
         passes = 3 if trains_vision else 1
         return cls(token=3 * token, square=3 * square, patch=passes * patch, patch_square=passes * patch_square)

@@ -165,7 +165,7 @@ def _segments(
 
 
 def _patches(given: Mapping[str, Any], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Patches of all images and videos, and the sum of their squares in each temporal patch; int64 () each."""
+    """Patches of images and videos and positions of audio, and the sum of the squares of each; int64 () each."""
     visual = given.get("visual_inputs")
     media = given if visual is None else vars(visual)
     sums = torch.zeros(2, dtype=torch.int64, device=device)
@@ -173,6 +173,10 @@ def _patches(given: Mapping[str, Any], device: torch.device) -> tuple[torch.Tens
         if (grids := media.get(name)) is not None:
             frames, areas = grids[:, 0], grids[:, 1] * grids[:, 2]
             sums = sums + torch.stack([(frames * areas).sum(), (frames * areas * areas).sum()]).to(device)
+    features = given.get("input_features", (given.get("audio_inputs") or {}).get("input_features"))
+    if features is not None and features.ndim == 3:  # (files, mel bins, frames)
+        files, length = features.shape[0], -(-features.shape[2] // 2)
+        sums = sums + sums.new_tensor([files * length, files * length**2])
     if (images := given.get("num_tiles")) is not None:  # of the layout megatron-lm: patches of each image
         images = images.long()
         sums = sums + torch.stack([images.sum(), (images * images).sum()]).to(device)

@@ -147,6 +147,23 @@ def test_towers_of_fixed_size_have_no_squares() -> None:
     assert model.patch - joining == pytest.approx(counter.get_total_flops() / 64, rel=0.03)  # and a class token
 
 
+def test_an_audio_encoder_costs_what_pytorch_counts() -> None:
+    from transformers import AutoConfig, Qwen2AudioForConditionalGeneration
+
+    sizes = {"d_model": 64, "encoder_layers": 3, "encoder_attention_heads": 4, "encoder_ffn_dim": 160}
+    config = AutoConfig.for_model(
+        "qwen2_audio", audio_config=sizes | {"num_mel_bins": 128}, text_config=text_settings(model_type="qwen2")
+    )
+    model = Qwen2AudioForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        features = model.model.audio_tower(torch.zeros(2, 128, 3000)).last_hidden_state
+        model.model.multi_modal_projector(features)
+    computed, frozen = (CostModel.from_config(config, trains_vision=trains) for trains in (True, False))
+    assert frozen.patch == pytest.approx(counter.get_total_flops() / 3000, rel=0.01)
+    assert (computed.patch, computed.patch_square) == (3 * frozen.patch, 0)
+    assert frozen.token == computed.token > 0
+
+
 def test_configurations_of_megatron_cost_the_same() -> None:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import AutoConfig
