@@ -180,7 +180,7 @@ def test_seconds_of_a_video_follow_its_rate(omni: Omni, tmp_path: Path) -> None:
         [measured], [ours] = encoder.measure([conversation]), encoder.encode_many([conversation])
         if fps == 4 and "qwen3" in omni.model_type:  # 2 frames of 4 per second, 13 positions per second
             assert measured.reject == ours
-            assert "positions in time are not whole numbers. Set another `video_fps`" in str(ours)
+            assert "positions in time are not whole numbers. Set another `fps`" in str(ours)
             continue
         theirs = omni.expected(conversation, fps=fps)
         assert ours.vision_inputs.values["video_second_per_grid"].tolist() == [2 / fps]

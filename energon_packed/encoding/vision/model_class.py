@@ -147,7 +147,7 @@ class ModelClass:
         found = positions[:, 0].numpy()
         whole = found.astype(np.int64)
         if not (whole == found).all():  # of Qwen3-Omni, which computes them in float32
-            raise ValueError("positions in time are not whole numbers. Set another `video_fps`, such as 1 or 2")
+            raise ValueError("positions in time are not whole numbers. Set another `fps`, such as 1 or 2")
         return np.asarray(whole)
 
 
