@@ -98,7 +98,8 @@ class Family:
     ) -> dict[str, Any]:
         """What the processor returns for the conversation of `talk`."""
         vision = self.encoder.vision
-        question = question.replace("<image>", vision.template_token).replace("<video>", vision.video_placeholder)
+        image = tiny_families.image_text(self.model_type, self.processor) or vision.template_token
+        question = question.replace("<image>", image).replace("<video>", vision.video_placeholder)
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "It is."}]
         text = self.encoder.renderer.template.render(turns)
         return tiny_families.model_inputs(self.model_type, self.processor, text, images, videos)

@@ -58,6 +58,17 @@ def _mrope(*section: int) -> dict[str, Any]:
 _QWEN2: dict[str, Any] = {"config": {"vision_config.num_heads": 4}}
 _WINDOWS = {"config": {"vision_config.num_heads": 4, "vision_config.window_size": 112}}
 _QWEN3 = {"images": {"patch_size": 16}, "videos": {"patch_size": 16}, "config": {"vision_config.num_heads": 4}}
+_OMNI_TAGS = {f"{kind}_{edge}_token": f"<|{kind}_{edge}|>" for kind in ("vision", "audio") for edge in ("bos", "eos")}
+_OMNI: dict[str, Any] = {
+    "tokens": {
+        **_OMNI_TAGS,
+        "vision_start_token": "<|vision_bos|>",
+        "audio_start_token": "<|audio_bos|>",
+        **{f"{kind}_token": f"<|{kind.upper()}|>" for kind in ("image", "audio", "video")},
+    },
+    "text": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+    "feature_extractor": {"feature_size": 128},
+}
 _PIXTRAL = {
     "images": {"size": {"longest_edge": 128}, "patch_size": {"height": 14, "width": 14}},
     "processor": {"patch_size": 14},
@@ -341,8 +352,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qianfan_ocr": {**_INTERNVL, "text": "<image>"},
     "qwen2_5_omni_thinker": {
         "like": "qwen2_5_omni",
-        **_WINDOWS,
-        "tokens": {"vision_bos_token": "<|vision_bos|>", "vision_start_token": "<|vision_bos|>"},
+        **_OMNI,
         "config": {**_WINDOWS["config"], "vision_start_token_id": 0},
     },
     "qwen2_5_vl": _WINDOWS,
@@ -352,9 +362,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_omni_moe_thinker": {
         "like": "qwen3_omni_moe",
         **_QWEN3,
-        "tokens": {"vision_bos_token": "<|vision_bos|>", "vision_start_token": "<|vision_bos|>"},
-        "config": {**_QWEN3["config"], "vision_start_token_id": 0}
-        | {"text_config.num_attention_heads": 4, "text_config.num_key_value_heads": 2},
+        **_OMNI,
+        "config": {**_QWEN3["config"], "vision_start_token_id": 0, "position_id_per_seconds": 13}
+        | {"text_config.num_attention_heads": 4, "text_config.num_key_value_heads": 2}
+        | {"audio_config.output_dim": 256},  # the width of the text
     },
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": {"like": "qwen3_vl", **_QWEN3},

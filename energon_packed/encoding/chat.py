@@ -233,7 +233,11 @@ class ChatEncoder(Processor):
         videos: tuple[Any, ...] = ()  # families without videos may lack these parameters
         if pixels.video_grids is not None:
             videos = self.rules.video_token_id, pixels.video_grids.numpy(), pixels.second_per_grid_ts
-        positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids, *videos)
+        # Families without audio may lack this parameter, too.
+        spoken: dict[str, Any] = (
+            {"audio_frames": audio.frames} if self.position_axes and audio.frames is not None else {}
+        )
+        positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids, *videos, **spoken)
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.video_values is not None:
             sample = replace(

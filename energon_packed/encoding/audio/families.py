@@ -34,12 +34,15 @@ class AudioRules:
             `_get_num_multimodal_tokens`.
         limit: (processor) -> samples that a clip has at most: the processor drops all samples after them.
         before, after: attributes of the processor with the tokens around the audio tokens in text without parts.
+        pads_to_longest: the processor pads the clips of a sample to the longest of them; the frames of a clip that is
+            not a multiple of a frame depend on it.
     """
 
     tokens: Callable[[Any, int], int] | None = None
     limit: Callable[[Any], int] | None = None
     before: str = ""
     after: str = ""
+    pads_to_longest: bool = False
 
 
 def _whisper_frames(processor: Any, samples: int) -> int:
@@ -56,6 +59,12 @@ RULES: dict[str, AudioRules] = {
         before="audio_bos_token",
         after="audio_eos_token",
     ),
+    "Qwen2_5OmniProcessor": AudioRules(
+        limit=lambda processor: int(processor.feature_extractor.n_samples),
+        before="audio_bos_token",
+        after="audio_eos_token",
+    ),
+    "Qwen3OmniMoeProcessor": AudioRules(before="audio_bos_token", after="audio_eos_token", pads_to_longest=True),
 }
 """Rules by the class of a processor."""
 
@@ -93,20 +102,21 @@ class AudioFamily:
         """Name of the class of the processor."""
         return type(self.processor).__name__
 
-    def tokens(self, samples: int) -> int:
+    def tokens(self, samples: int, longest: int = 0) -> int:
         """Number of tokens of a clip.
 
         Args:
             samples: samples at `rate`.
+            longest: samples of the longest clip of the same conversation.
 
         Raises:
             RecordError: `unsupported_audio`, if the clip has no token, or is too long for the processor.
         """
         if self.limit is not None and samples > self.limit and not self.truncates:
-            longest, seconds = self.limit / self.rate, samples / self.rate
-            detail = f"{seconds:.2f} s are more than the {longest:g} s that {self.name} reads"
+            most, seconds = self.limit / self.rate, samples / self.rate
+            detail = f"{seconds:.2f} s are more than the {most:g} s that {self.name} reads"
             raise RecordError(Reason.UNSUPPORTED_AUDIO, f"{detail}; split it, or set `long_audio` to 'truncate'")
-        count = self._count(samples)
+        count = self._count(samples, longest)
         if count < 1:
             detail = f"{samples:,} samples at {self.rate:,} per second have no token of {self.name}"
             raise RecordError(Reason.UNSUPPORTED_AUDIO, f"{detail}; remove the record")
@@ -154,7 +164,14 @@ class AudioFamily:
                 f"the tokenizer has no {self.token} token, which {self.name} needs; use the tokenizer of its model"
             )
 
-    def _count(self, samples: int) -> int:
+    def _count(self, samples: int, longest: int = 0) -> int:
+        if self._rules.pads_to_longest:
+            extractor, longest = self.processor.feature_extractor, max(samples, longest)
+            if longest <= extractor.n_fft // 2:  # too short for the padding of its STFT
+                return 0
+            # Frames with a sample in the mask, which ends with the last whole frame of the longest clip.
+            hop = int(extractor.hop_length)
+            samples = hop * min(-(-samples // hop), longest // hop)
         if self._rules.tokens is not None:
             return self._rules.tokens(self.processor, samples)
         return int(self.processor._get_num_multimodal_tokens(audio_lengths=[samples]).num_audio_tokens[0])
@@ -183,7 +200,9 @@ class AudioFamily:
 
     def _joins(self) -> dict[str, int]:
         """Find the dimension along which each tensor of two clips joins; the parts equal the tensors of a clip."""
-        first, second = (_noise(samples) for samples in (self.rate, self.rate // 2))
+        # Without padding, as the last frames of a padded clip have samples of the padding.
+        is_padded = self._rules.pads_to_longest
+        first, second = _noise(self.rate), _noise(self.rate)[::-1].copy() if is_padded else _noise(self.rate // 2)
         left, right, both = (self._process(clips)[0] for clips in ([first], [second], [first, second]))
         dims: dict[str, int] = {}
         for name in sorted(both):
@@ -203,9 +222,19 @@ class AudioFamily:
         lengths = [1, hop, 3 * hop - 1, 7 * hop, 7 * hop + 1, self.rate + 1]
         lengths += [] if self.limit is None else [self.limit, self.limit + 1]
         for samples in lengths:
-            count = self._length(self._process([np.zeros(samples, dtype=np.float32)])[1][0])
-            if count != self._count(samples):
-                raise self._unsupported(f"it writes {count} tokens for {samples} samples, not {self._count(samples)}")
+            longer = [samples + hop + 1, self.rate + 1] if self._rules.pads_to_longest else []
+            for longest in (samples, *longer):
+                count, written = self._count(samples, longest), self._written(samples, longest)
+                if count != written:
+                    raise self._unsupported(f"it writes {written} tokens for {samples} samples, not {count}")
+
+    def _written(self, samples: int, longest: int) -> int:
+        """Tokens that the processor writes for a clip beside a longer clip; 0 if it fails for so few samples."""
+        clips = [np.zeros(size, dtype=np.float32) for size in dict.fromkeys((samples, longest))]
+        try:
+            return self._length(self._process(clips)[1][0])
+        except RuntimeError:
+            return 0
 
     def _unsupported(self, reason: str) -> ConfigError:
         return ConfigError(f"{self.name} of Transformers {installed('transformers')} is not supported: {reason}")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+import numpy as np
+
 from energon_packed.encoding.audio.audio_file import (
     AudioInfo,
     cut_bytes,
@@ -17,7 +19,7 @@ from energon_packed.encoding.audio.audio_file import (
     resampled_length,
 )
 from energon_packed.encoding.audio.families import AudioFamily
-from energon_packed.encoding.vision.positions import ImageRun, VisionInputs
+from energon_packed.encoding.vision.positions import ImageRun, Int64, VisionInputs
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference
 from energon_packed.storage import as_path, recent_status
@@ -44,6 +46,12 @@ class AudioSize:
     notes: tuple[str, ...] = ()
     inputs: VisionInputs | None = None
 
+    @property
+    def frames(self) -> Int64 | None:
+        """Frames of features of each file, int64 (files,), by the mask of Omni models; None without it."""
+        mask = None if self.inputs is None else self.inputs.values.get("feature_attention_mask")
+        return None if mask is None else mask.sum(-1).numpy().astype(np.int64)
+
 
 def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
     """Compute tokens and bytes of the audio files, from headers and packets.
@@ -54,8 +62,10 @@ def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
     """
     found = [clip_of(audio) for audio in conversation.audios]
     clips = [clip for clip, _ in found]
-    lengths = [_tokens(family, *pair) for pair in zip(conversation.audios, clips, strict=True)]
-    is_cut = family.limit is not None and any([_samples(family, clip) > (family.limit or 0) for clip in clips])
+    sizes = [resampled_length(clip.samples, clip.rate, family.rate) for clip in clips]
+    longest = max(sizes, default=0)
+    lengths = [_tokens(family, audio, size, longest) for audio, size in zip(conversation.audios, sizes, strict=True)]
+    is_cut = family.limit is not None and longest > family.limit
     return AudioSize(
         runs=[ImageRun(length) for length in lengths],
         clips=clips,
@@ -132,12 +142,8 @@ def _rounded(value: float) -> int:
     return int(value + 0.5)
 
 
-def _samples(family: AudioFamily, clip: AudioClip) -> int:
-    return resampled_length(clip.samples, clip.rate, family.rate)
-
-
-def _tokens(family: AudioFamily, audio: AudioReference, clip: AudioClip) -> int:
+def _tokens(family: AudioFamily, audio: AudioReference, samples: int, longest: int) -> int:
     try:
-        return family.tokens(_samples(family, clip))
+        return family.tokens(samples, longest)
     except RecordError as error:
         raise RecordError(error.reason, f"{audio.file.label}: {error.detail}") from error

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.encoding.vision.positions import NO_IMAGES, Int64
+from energon_packed.encoding.vision.positions import NO_IMAGES, Float64, Int64
 from energon_packed.errors import ConfigError, Reason, RecordError
 
 # Grids of the images, or of the images and their slices (MiniCPM-V 4.7).
 _GRIDS = ("image_grid_thw", "target_sizes")
+_SECONDS = "second_per_grids"  # of each video, argument of Omni models
 
 
 class ModelClass:
@@ -65,6 +66,7 @@ class ModelClass:
         except Exception as error:  # whatever a configuration class raises
             detail = " ".join(str(error).split())[:200]
             raise ConfigError(f"Transformers cannot read {folder / 'config.json'}: {detail}") from error
+        config = getattr(config, "thinker_config", config)  # the part of an Omni model that is trained on text
         for mapping in (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING):
             if config.model_type in CONFIG_MAPPING and type(config) in mapping:
                 found = mapping[type(config)]
@@ -80,7 +82,7 @@ class ModelClass:
         name = type(self._positions).__name__
         if "video_grid_thw" not in taken:
             return f"{name} computes positions without video_grid_thw"
-        seconds = [argument for argument in taken if "second" in argument]
+        seconds = [argument for argument in taken if "second" in argument and argument != _SECONDS]
         return f"{name} computes positions with {seconds[0]}" if seconds else ""
 
     def position_ids(
@@ -90,6 +92,8 @@ class ModelClass:
         grids: Int64,
         video_grids: Int64 = NO_IMAGES,
         types: Int64 | None = None,
+        seconds: Float64 | None = None,
+        audio_frames: Int64 | None = None,
     ) -> Int64 | None:
         """Positions of a sample by the model's `get_rope_index`, int64 (axes, L); None for positions 0..L-1.
 
@@ -99,15 +103,17 @@ class ModelClass:
             grids: int64 (images, 3), patches of each image in time, height and width; or the tensor `grids`.
             video_grids: int64 (videos, 3), patches of each video.
             types: int64 (L,), 1 for tokens of images and 2 for tokens of videos; None without videos.
+            seconds: float64 (videos,), seconds of each step of the grid of a video; None without videos.
+            audio_frames: int64 (audio files,), frames of features of each file; None without audio.
 
         Raises:
             RecordError: `unsupported_media`, if the function cannot separate the images, such as images without any
-                token between them.
+                token between them, or if positions are not whole numbers.
         """
         if self._positions is None:
             return None
         try:
-            return self._rope_index(input_ids, image_token_id, grids, video_grids, types)
+            return self._rope_index(input_ids, image_token_id, grids, video_grids, types, seconds, audio_frames)
         except (ValueError, RuntimeError, StopIteration, IndexError, TypeError) as error:
             detail = f"{type(self._positions).__name__} has no positions for this sample: {error}"
             raise RecordError(Reason.UNSUPPORTED_MEDIA, " ".join(detail.split())[:300]) from error
@@ -119,6 +125,8 @@ class ModelClass:
         grids: Int64,
         video_grids: Int64 = NO_IMAGES,
         types: Int64 | None = None,
+        seconds: Float64 | None = None,
+        audio_frames: Int64 | None = None,
     ) -> Int64:
         import torch
 
@@ -131,8 +139,16 @@ class ModelClass:
             arguments["mm_token_type_ids"] = torch.from_numpy(types.astype(np.int32))[None]
         if "attention_mask" in taken:
             arguments["attention_mask"] = torch.ones((1, len(input_ids)), dtype=torch.int64)
+        if _SECONDS in taken and seconds is not None:
+            arguments[_SECONDS] = torch.from_numpy(seconds)
+        if "audio_seqlens" in taken and audio_frames is not None:
+            arguments["audio_seqlens"] = torch.from_numpy(audio_frames)
         positions, _ = self._positions.get_rope_index(torch.from_numpy(input_ids)[None], **arguments)
-        return np.asarray(positions[:, 0].numpy(), dtype=np.int64)
+        found = positions[:, 0].numpy()
+        whole = found.astype(np.int64)
+        if not (whole == found).all():  # of Qwen3-Omni, which computes them in float32
+            raise ValueError("positions in time are not whole numbers. Set another `fps`, such as 1 or 2")
+        return np.asarray(whole)
 
 
 def _owner(config: Any, model: type[Any]) -> type[Any] | None:

@@ -56,6 +56,7 @@ _FPS, _STEP = 10.0, 5  # of these clips; their frames are every fifth of the fil
 _TRIED = {"fps": (0.5, 1.0), "num_frames": (4, 8)}  # two values of each option, which must select other frames
 _MAX_CLIP_PIXELS = 1 << 29  # processors get all frames of a video at once: 1.5 GiB as RGB, 6 GiB as float32
 _KEPT_CLIPS = 1024  # cache size
+_SECONDS = "video_second_per_grid"  # tensor of Omni processors: seconds of each step of the grid, by the option `fps`
 _FAILURES = (TypeError, ValueError, AttributeError, LookupError, RuntimeError)
 _Tensors = dict[str, "torch.Tensor"]
 
@@ -228,13 +229,13 @@ class ProcessorVision(ProcessorImages):
         """Return the text of a video with which its tokens have the type of videos, and find adjacent videos.
 
         GLM-4.1V has the same token for images and videos: the type of a token depends on the tags around the video,
-        which its chat template writes.
+        which its chat template writes. Positions of Omni models depend on their tags.
         """
         tags = [getattr(self.processor, name, None) for name in ("video_start_id", "video_end_id")]
         convert = self.processor.tokenizer.convert_ids_to_tokens
         before, after = ("" if tag is None else str(convert(tag)) for tag in tags)
         feature = Counter(self._ids_of(text).tolist()).most_common(1)[0][0]
-        for placeholder in dict.fromkeys([self._video, before + self._video + after]):
+        for placeholder in dict.fromkeys([self._video.join(self._tags()), before + self._video + after]):
             [ids] = self._called(placeholder, clip, "input_ids")
             types = np.asarray(self.processor.create_mm_token_type_ids([ids.tolist()])[0])
             if (types[ids == feature] == 2).all():
@@ -280,6 +281,8 @@ class ProcessorVision(ProcessorImages):
                 "do_sample_frames": False,
                 "return_metadata": True,  # some processors need it for the times in their text
             }
+            if (fps := clips[0].frames.settings.get("fps")) is not None and _SECONDS in self._dims:
+                options["fps"] = fps
         out = super()._call(text, images, **options)
         out.pop("video_metadata", None)
         return out
@@ -378,10 +381,16 @@ class ProcessorVision(ProcessorImages):
 
     def video_token_run(self, frames: FrameSelection) -> ImageRun:
         """Tokens of a video: a blank clip with these times is processed once."""
-        key = (frames.height, frames.width, frames.indices, frames.fps, frames.num_frames)
+        key = (*frames.settings.items(), frames.height, frames.width, frames.indices, frames.fps, frames.num_frames)
         if key not in self._clips:
             bound(self._clips, _KEPT_CLIPS)
-            self._clips[key] = self._run(_blank(frames))[0]
+            run, values = self._run(_blank(frames))
+            if _SECONDS in values:  # positions follow from the rate, so that they are checked for each
+                before, after = (self._ids_of(tag) for tag in self._tags())
+                ids = np.concatenate([before, run.make() if run.make else before[:0], after])
+                grids = values["video_grid_thw"].numpy()
+                self.position_ids(ids, self._feature, NO_IMAGES, None, grids, _seconds(values))
+            self._clips[key] = run
         return self._clips[key]
 
     def _run(self, clip: Clip) -> tuple[ImageRun, _Tensors]:
@@ -421,6 +430,7 @@ class ProcessorVision(ProcessorImages):
             ),
             grids=np.concatenate(grids),
             video_grids=values.get("video_grid_thw"),
+            second_per_grid_ts=_seconds(values),
         )
 
     def _part(self, media: "list[Image.Image | Clip]") -> Pixels:
@@ -438,13 +448,16 @@ class ProcessorVision(ProcessorImages):
         video_token_id: int | None = None,
         video_grids: Int64 = NO_IMAGES,
         second_per_grid_ts: Float64 | None = None,
+        audio_frames: Int64 | None = None,
     ) -> Int64 | None:
         """Positions by the class of the model, int64 (axes, L); None for 0..L-1. Raises the errors of `ModelClass`."""
         if self.model is None or not len(video_grids):
-            return super().position_ids(input_ids, image_token_id, grids)
+            return super().position_ids(input_ids, image_token_id, grids, audio_frames=audio_frames)
         # Some processors decide by the text whether the same token is of an image or of a video.
         types = np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0])
-        return self.model.position_ids(input_ids, image_token_id, grids, video_grids, types)
+        return self.model.position_ids(
+            input_ids, image_token_id, grids, video_grids, types, second_per_grid_ts, audio_frames
+        )
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
         """Types of tokens, int64 (L,), for a model with an argument for them; else None."""
@@ -474,6 +487,12 @@ def _difference(parts: Sequence[_Tensors], dims: dict[str, int], both: _Tensors)
         if not bool((joined[name].reshape(both[name].shape) == both[name]).all()):
             return name
     return None
+
+
+def _seconds(values: _Tensors) -> Float64 | None:
+    """Seconds of each step of the grid of each video, float64 (videos,); None if the processor does not return it."""
+    found = values.get(_SECONDS)
+    return None if found is None else found.double().numpy()
 
 
 def _metadata(frames: FrameSelection) -> Any:

@@ -57,6 +57,7 @@ CONTEXTS = (("a", "b"), ("a ", " b"), ("a\n", "\nb"), ("", ""))
 _KEPT_TEXTS, _KEPT_SIZES = 256, 65536  # cache sizes; the text of an image can be long
 OF_TEXT = {"input_ids", "attention_mask"}
 # Types of tokens by the argument of the model. M-RoPE models compute positions from the second one.
+_TAGS = ("vision_bos_token", "vision_eos_token")  # attributes of the processors of Omni models
 OF_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")
 
 
@@ -207,9 +208,12 @@ class ProcessorImages(VisionFamily):
         video_token_id: int | None = None,
         video_grids: Int64 = NO_IMAGES,
         second_per_grid_ts: Float64 | None = None,
+        audio_frames: Int64 | None = None,
     ) -> Int64 | None:
         """Positions by the class of the model, int64 (axes, L); None for 0..L-1. Raises the errors of `ModelClass`."""
-        return None if self.model is None else self.model.position_ids(input_ids, image_token_id, grids)
+        if self.model is None:
+            return None
+        return self.model.position_ids(input_ids, image_token_id, grids, audio_frames=audio_frames)
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
         """Types of tokens, int64 (L,), for a model with an argument for them; else None."""
@@ -277,6 +281,8 @@ class ProcessorImages(VisionFamily):
         """Text of an image in the input of the processor: its image token, or the text of its chat template."""
         token = getattr(self.processor, "image_token", None)
         if token is not None:
+            if any(tags := self._tags()):
+                token = str(token).join(tags)
             try:
                 self._call(token, [_blank(_PROBES[0])])
             except ValueError as error:
@@ -294,6 +300,13 @@ class ProcessorImages(VisionFamily):
         if found is None or not (text := found[1].strip()):
             raise self._unsupported(f"{problem}; add a chat template that writes images")
         return text
+
+    def _tags(self) -> tuple[str, str]:
+        """Tags around images and videos that chat templates write, if positions depend on them; else ("", "")."""
+        if self.model is None or not self.model.position_axes:
+            return "", ""
+        before, after = (str(getattr(self.processor, name, "")) for name in _TAGS)
+        return before, after
 
     def _process(self, images: "Sequence[Image.Image]") -> tuple[dict[str, Any], list[str]]:
         """Return the tensors of the processor, and its text of each image."""
