@@ -237,6 +237,8 @@ class _Audio:
             for frame in self.context.decode(packet):
                 if frame.is_corrupt:
                     raise Damaged("has damaged data")
+                if self.codec.startswith("pcm_f") and not _is_finite(frame.to_ndarray()):
+                    raise Damaged("has samples that are not numbers of float32; write it again")
                 if (frame.sample_rate, len(frame.layout.channels)) != (self.rate, self.channels):
                     if samples:
                         raise Damaged("changes its rate or its number of channels; convert it")
@@ -289,6 +291,7 @@ def _count_durations(audio: _Audio) -> int | None:
     samples *= int(ticks.numerator)
     if audio.codec == "flac":
         audio.check_packet(last)
+    if audio.demuxer in ("flac", "aiff", "au"):  # other containers have the size of the file, which is checked
         audio.check_declared(samples)
     return samples
 
@@ -393,6 +396,12 @@ def _clip(audio: _Audio, clip: AudioClip) -> Iterator[Samples]:
     if left or (clip.is_whole and place != clip.total):
         expected = clip.total if clip.is_whole else clip.start + clip.samples
         raise Damaged(f"decodes to {place:,} samples, not {expected:,}, {_AS_COUNTED}")
+
+
+def _is_finite(values: NDArray[np.floating[Any]]) -> bool:
+    """Whether all values are numbers of float32, so that features are numbers."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(values.astype(np.float32)).all())
 
 
 def _mono(frame: Any) -> Samples:
