@@ -24,6 +24,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -222,12 +223,13 @@ class _Audio:
 
     def packets(self) -> Iterator[Any]:
         """Yield the packets of the audio track, without empty packets and without the end."""
+        # The last packet of a WAV file of unknown size is marked, too; known sizes are checked in the header.
+        is_checked, stream = self.demuxer != "wav", self._file.stream
         for packet in self._file.container.demux(self.stream):
             if packet.size:
-                # The last packet of a WAV file of unknown size is marked, too; known sizes are checked in the header.
-                if packet.is_corrupt and self.demuxer != "wav":
+                if is_checked and packet.is_corrupt:
                     raise Damaged("has damaged data; copy it again")
-                self._file.stream.spent = 0
+                stream.spent = 0
                 yield packet
 
     def frames(self) -> Iterator[Any]:
@@ -315,6 +317,7 @@ _BITRATES = {
 _MPEG_RATES = (44_100, 48_000, 32_000)
 
 
+@lru_cache(maxsize=1024)  # a file has few headers
 def _mpeg_frame(head: bytes) -> tuple[int, int, int] | None:
     """(rate, samples, bytes) of a frame of MPEG audio, from its header; None if it is not one of a known size."""
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE0 != 0xE0:
