@@ -4,6 +4,7 @@ Files are untrusted: FFmpeg reads through `MediaReference.open` and can open not
 a `FileKind`, and bytes and memory have limits. Damage inside the block of `opened_file` becomes a RecordError.
 """
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,7 +91,13 @@ class LimitedStream:
         """Go to a place."""
         if whence == 0 and offset < 0:
             raise Damaged("has a negative place in its index")
-        return self._stream.seek(offset, whence)
+        try:
+            return self._stream.seek(offset, whence)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # of the storage
+                raise
+            # A place before the start: FFmpeg continues after AVERROR(EINVAL), and PyAV would print a traceback.
+            return -errno.EINVAL
 
     def tell(self) -> int:
         """Return the place."""

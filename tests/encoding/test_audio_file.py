@@ -1,5 +1,6 @@
 """Samples of audio files: counted without decoding as decoded, and equal to other readers."""
 
+import os
 import re
 import struct
 import subprocess
@@ -173,6 +174,105 @@ def test_damaged_files_are_rejected_with_the_reason(tmp_path: Path) -> None:
         message = why(lambda path=path: read_audio_info(at(path)))
         assert message.startswith(f"corrupt_audio: {path}"), message
         assert re.search(reason, message), (name, message)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_that_was_cut_is_rejected_and_bytes_after_its_end_add_no_sample(kind: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", kind, signal(24_000, 16_000), 16_000)
+    data, samples = path.read_bytes(), read_audio_info(at(path)).samples
+    for share in (0.3, 0.6, 0.95):
+        path.write_bytes(data[: int(share * len(data))])
+        found = why(lambda: read_audio_info(at(path)))
+        assert found.startswith(f"corrupt_audio: {path}"), (share, found)
+    path.write_bytes(data + np.random.default_rng(0).bytes(3000))
+    try:
+        longer = read_audio_info(at(path)).samples
+    except RecordError:
+        return
+    assert longer == samples or kind == "au", longer  # FFmpeg reads an AU file to its end
+
+
+def test_a_header_of_4_gib_reads_no_byte_more(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "wav16", signal(24_000, 16_000), 16_000)
+    data = bytearray(path.read_bytes())
+    at_data = data.index(b"data") + 4
+    for size in (0xF000_0000, 0x7FFF_FFFF):
+        data[at_data : at_data + 4] = struct.pack("<I", size)
+        data[4:8] = struct.pack("<I", size + 36)
+        path.write_bytes(data)
+        message = why(lambda: read_audio_info(at(path)))
+        assert re.search(r"a.wav ends after 48,\d\d\d of [24],\d{3},\d{3},\d{3} bytes; copy it again$", message), (
+            message
+        )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_samples_that_are_no_numbers_are_rejected(value: float, tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "double", signal(24_000, 16_000), 16_000)
+    clip = whole(path)
+    data = bytearray(path.read_bytes())
+    data[-8:] = struct.pack("<d", value)
+    path.write_bytes(data)
+    for message in (why(lambda: check_audio(at(path))), why(lambda: decode_audio(at(path), clip, 16_000))):
+        assert message == f"corrupt_audio: {path} has samples that are not numbers of float32; write it again"
+
+
+FUZZ = """
+import sys
+import resource
+from pathlib import Path
+import numpy as np
+from energon_packed import MediaReference, RecordError
+from tests.encoding.test_audio_file import whole
+from tests.internals import decode_audio
+
+rng = np.random.default_rng(int(sys.argv[2]))
+files = sorted(Path(sys.argv[1]).iterdir())
+outcomes, peak = {"rejected": 0, "equal": 0}, 0
+for number in range(int(sys.argv[3])):
+    path = files[number % len(files)]
+    data = bytearray(path.read_bytes())
+    for _ in range(rng.integers(1, 5)):
+        place = int(rng.integers(len(data) if rng.random() < 0.5 else min(len(data), 300)))
+        size = int(rng.integers(1, 400))
+        match rng.integers(5):
+            case 0:
+                data[place] = rng.integers(256)
+            case 1:
+                data[place : place + 4] = rng.choice([b"\\xff" * 4, b"\\xff\\xff\\xff\\xfe", bytes(4)])
+            case 2:
+                del data[place : place + size]
+            case 3:
+                data[place:place] = rng.bytes(size)
+            case 4:
+                data[place:place] = data[place // 2 :][: 5 * size]
+    changed = path.with_name(f"changed{path.suffix}")
+    changed.write_bytes(data)
+    try:
+        clip = whole(changed)
+        assert len(decode_audio(MediaReference(path=str(changed)), clip, clip.rate)) == clip.samples
+        outcomes["equal"] += 1
+    except RecordError as error:
+        assert str(changed) in error.detail and "\\n" not in error.detail and len(error.detail) < 400, error.detail
+        outcomes["rejected"] += 1
+    changed.unlink()
+    if number == len(files):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert min(outcomes.values()) > int(sys.argv[3]) / 10, outcomes
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak)
+"""
+
+
+def test_fuzzed_files_are_read_or_rejected_in_little_memory(tmp_path: Path) -> None:
+    """Every container and codec; nothing is printed by libraries."""
+    for kind in KINDS:
+        write(tmp_path / kind, kind, signal(8000, 16_000), 16_000)
+    count = os.environ.get("ENERGON_PACKED_FUZZ", "420")
+    done = subprocess.run([sys.executable, "-c", FUZZ, tmp_path, "1", count], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1500:]
+    assert "Traceback" not in done.stderr
+    assert "Warning" not in done.stderr
+    assert int(done.stdout) < 100_000  # KiB
 
 
 def test_files_that_are_no_files(tmp_path: Path) -> None:

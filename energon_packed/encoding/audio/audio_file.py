@@ -24,6 +24,7 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any
 
@@ -222,12 +223,13 @@ class _Audio:
 
     def packets(self) -> Iterator[Any]:
         """Yield the packets of the audio track, without empty packets and without the end."""
+        # The last packet of a WAV file of unknown size is marked, too; known sizes are checked in the header.
+        is_checked, stream = self.demuxer != "wav", self._file.stream
         for packet in self._file.container.demux(self.stream):
             if packet.size:
-                # The last packet of a WAV file of unknown size is marked, too; known sizes are checked in the header.
-                if packet.is_corrupt and self.demuxer != "wav":
+                if is_checked and packet.is_corrupt:
                     raise Damaged("has damaged data; copy it again")
-                self._file.stream.spent = 0
+                stream.spent = 0
                 yield packet
 
     def frames(self) -> Iterator[Any]:
@@ -237,6 +239,8 @@ class _Audio:
             for frame in self.context.decode(packet):
                 if frame.is_corrupt:
                     raise Damaged("has damaged data")
+                if self.codec.startswith("pcm_f") and not _is_finite(frame.to_ndarray()):
+                    raise Damaged("has samples that are not numbers of float32; write it again")
                 if (frame.sample_rate, len(frame.layout.channels)) != (self.rate, self.channels):
                     if samples:
                         raise Damaged("changes its rate or its number of channels; convert it")
@@ -289,6 +293,7 @@ def _count_durations(audio: _Audio) -> int | None:
     samples *= int(ticks.numerator)
     if audio.codec == "flac":
         audio.check_packet(last)
+    if audio.demuxer in ("flac", "aiff", "au"):  # other containers have the size of the file, which is checked
         audio.check_declared(samples)
     return samples
 
@@ -312,6 +317,7 @@ _BITRATES = {
 _MPEG_RATES = (44_100, 48_000, 32_000)
 
 
+@lru_cache(maxsize=1024)  # a file has few headers
 def _mpeg_frame(head: bytes) -> tuple[int, int, int] | None:
     """(rate, samples, bytes) of a frame of MPEG audio, from its header; None if it is not one of a known size."""
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE0 != 0xE0:
@@ -393,6 +399,12 @@ def _clip(audio: _Audio, clip: AudioClip) -> Iterator[Samples]:
     if left or (clip.is_whole and place != clip.total):
         expected = clip.total if clip.is_whole else clip.start + clip.samples
         raise Damaged(f"decodes to {place:,} samples, not {expected:,}, {_AS_COUNTED}")
+
+
+def _is_finite(values: NDArray[np.floating[Any]]) -> bool:
+    """Whether all values are numbers of float32, so that features are numbers."""
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(values.astype(np.float32)).all())
 
 
 def _mono(frame: Any) -> Samples:
