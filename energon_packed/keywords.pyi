@@ -24,6 +24,7 @@ class EncoderKeywords(TypedDict, total=False):
     video_max_pixels: int | None
     total_pixels: int | None
     long_audio: Literal["reject", "truncate"]
+    load_audio_from_video: bool
     loss_on: Literal["assistant", "last", "all"]
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens"]
     allow_special_in_text: bool
@@ -80,6 +81,7 @@ class PackKeywords(TypedDict, total=False):
     video_max_pixels: int | None
     total_pixels: int | None
     long_audio: Literal["reject", "truncate"]
+    load_audio_from_video: bool
     loss_on: Literal["assistant", "last", "all"]
     tokenizer_engine: Literal["auto", "tokenizers", "fastokens"]
     allow_special_in_text: bool

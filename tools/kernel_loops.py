@@ -2,7 +2,8 @@
 
 Convolutions and linear attention of Transformers have torch functions, which cannot keep the samples of a row apart.
 Such a row needs a kernel of `causal_conv1d`, `mamba_ssm` or `fla`. With `enable()`, the torch function is called for
-each sample instead. The boundaries are those that the model passes to the kernel: `seq_idx`, or `cu_seqlens` for `fla`.
+each sample instead. The boundaries are those that the model passes to the kernel: `seq_idx`, or `cu_seqlens` for
+`fla`.
 """
 
 import functools

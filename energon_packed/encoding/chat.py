@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,7 @@ from energon_packed.encoding.template import ChatTemplate
 from energon_packed.encoding.tokenizer import TextTokenizer, Weights
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.media import (
+    AUDIO_IGNORED,
     MediaSize,
     measure_media,
     patch_positions,
@@ -47,6 +48,7 @@ from energon_packed.encoding.vision.media import (
     with_frames_as_images,
 )
 from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
+from energon_packed.encoding.vision.processor_videos import ProcessorVision
 from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.encoding.vision.timestamps import has_timestamps
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
@@ -59,6 +61,7 @@ from energon_packed.system import announced
 
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+_M = TypeVar("_M", MediaSize, Pixels)
 _BATCH = 256  # conversations tokenized and checked together
 _NO_MEDIA, _SILENT = MediaSize(), AudioSize()
 # Part of the fingerprint; increase it when the same input produces different tokens.
@@ -204,9 +207,9 @@ class ChatEncoder(Processor):
                 has_media = conversation.images or conversation.videos
                 pixels = read_pixels(self._vision(conversation), conversation) if has_media else Pixels()
                 audios[index] = (
-                    read_features(self._audio(conversation), conversation) if conversation.audios else _SILENT
+                    read_features(self._audio(conversation), conversation) if self._is_heard(conversation) else _SILENT
                 )
-                media[index] = pixels
+                media[index] = self._with_tracks(pixels, audios[index])
             except RecordError as error:
                 results[index] = error.reject
         sizes = [MediaSize(pixels.runs, frames=pixels.frames, spelled=pixels.spelled) for pixels in media.values()]
@@ -234,9 +237,9 @@ class ChatEncoder(Processor):
         if pixels.video_grids is not None:
             videos = self.rules.video_token_id, pixels.video_grids.numpy(), pixels.second_per_grid_ts
         # Families without audio may lack this parameter, too.
-        spoken: dict[str, Any] = (
-            {"audio_frames": audio.frames} if self.position_axes and audio.frames is not None else {}
-        )
+        spoken: dict[str, Any] = {}
+        if self.position_axes and audio.frames is not None:
+            spoken = {"audio_frames": audio.frames} | ({"has_tracks": True} if audio.tracks else {})
         positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids, *videos, **spoken)
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.video_values is not None:
@@ -266,9 +269,9 @@ class ChatEncoder(Processor):
                 has_media = conversation.images or conversation.videos
                 size = measure_media(self._vision(conversation), conversation) if has_media else _NO_MEDIA
                 audios[index] = (
-                    measure_audio(self._audio(conversation), conversation) if conversation.audios else _SILENT
+                    measure_audio(self._audio(conversation), conversation) if self._is_heard(conversation) else _SILENT
                 )
-                media[index] = size
+                media[index] = self._with_tracks(size, audios[index])
             except RecordError as error:
                 results[index] = Measurement.rejected(error.reject)
         usable = list(media)
@@ -521,9 +524,11 @@ class ChatEncoder(Processor):
         images: Sequence[int] = ()  # without a vision family, images and videos are rejected earlier
         videos: Sequence[int] = ()
         spoken: Sequence[int] = ()
-        if any([size.runs for size in audios]):
+        if any([size.runs or size.tracks for size in audios]):
             spoken = [
-                len(c.audios) if c.input_ids is None else sum([run.length for run in size.runs])
+                len(c.audios)
+                if c.input_ids is None
+                else sum([*[run.length for run in size.runs], *size.tracks.values()])
                 for c, size in zip(conversations, audios, strict=True)
             ]
         if self.vision is not None:
@@ -584,7 +589,8 @@ class ChatEncoder(Processor):
         """Sample `slot` of a batch, with all tokens of its images, videos and audio files."""
         ids, labels, weights = batch.sample(slot)
         token, audio_token = self.image_token_id, self.rules.audio_token_id
-        of_kinds = (((token, self.rules.video_token_id), runs), ((audio_token,), audio_runs))
+        # Audio first: the tokens of a video may contain tokens of its audio track.
+        of_kinds = (((audio_token,), audio_runs), ((token, self.rules.video_token_id), runs))
         for tokens, found in of_kinds if conversation.input_ids is None else ():
             if not found:
                 continue
@@ -622,6 +628,24 @@ class ChatEncoder(Processor):
             record = "a record" if conversation.id is None else f"record {conversation.id}"
             raise ConfigError(f"{record} has images or videos, but {cause}. {remedy}.")
         return self.vision
+
+    def _is_heard(self, conversation: Conversation) -> bool:
+        """Whether a conversation has audio files, or videos whose audio tracks are used."""
+        has_tracks = self.audio is not None and self.audio.uses_tracks
+        return bool(conversation.audios or (has_tracks and conversation.videos))
+
+    def _with_tracks(self, media: _M, audio: AudioSize) -> _M:
+        """Put the tokens of audio tracks among the tokens of their videos."""
+        if not audio.tracks:
+            return media
+        vision, runs = self.vision, list(media.runs)
+        assert isinstance(vision, ProcessorVision), "only such a family has videos and an audio family with tracks"
+        videos = [at for at, run in enumerate(runs) if run.is_video]
+        for video, tokens in audio.tracks.items():
+            runs[videos[video]] = vision.heard_run(media.frames[video], tokens)
+        if isinstance(media, MediaSize):
+            media = replace(media, notes=tuple([note for note in media.notes if note != AUDIO_IGNORED]))
+        return replace(media, runs=runs)
 
     def _audio(self, conversation: Conversation) -> AudioFamily:
         if self.audio is None:

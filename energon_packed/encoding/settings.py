@@ -79,6 +79,10 @@ class EncoderSettings(Options):
         "reject", help="Audio that is longer than the model reads: reject the record, or use its start.",
         group=AUDIO, decides="lengths", choices=LONG_AUDIO,
     )  # fmt: skip
+    load_audio_from_video: bool = option(
+        False, help="Use the audio tracks of video files, with Qwen2.5-Omni and Qwen3-Omni.", group=AUDIO,
+        decides="lengths",
+    )  # fmt: skip
     loss_on: LossOn = _token_option(
         "assistant", help="Supervised text: every assistant turn, only the last assistant turn, or all text.",
         choices=LOSS_ON,

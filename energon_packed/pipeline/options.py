@@ -601,6 +601,10 @@ class PackOptions(RejectOptions):
                 "`extract_frames` must be False with `media` 'reference': extracted frames are in no file of the "
                 "input. Set `media` to 'copy'"
             )
+        if self.extract_frames and self.load_audio_from_video:
+            raise ConfigError(
+                "`extract_frames` must be False with `load_audio_from_video`: frames have no audio track. Remove one"
+            )
         if self.seq_len > _MAX_INT32:  # cu_seqlens of a batch are int32
             raise ConfigError(f"`seq_len` must be at most {_MAX_INT32}, got {self.seq_len}")
         if self.pad_multiple > self.seq_len:

@@ -7,11 +7,13 @@ a tiny random thinker that is called with one conversation at a time.
 import torchvision_operators  # noqa: F401, I001  before Transformers
 
 import json
+import re
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,17 @@ from family_table import _difference, _frames, _run
 from PIL import Image
 from tiny_families import _metadata, build_model, picture, write_folder
 
-from energon_packed import AudioClip, ChatEncoder, Conversation, PaddingFreeCollator, normalize
+from energon_packed import (
+    AudioClip,
+    ChatEncoder,
+    Conversation,
+    MediaReference,
+    PackedDataset,
+    PackOptions,
+    PaddingFreeCollator,
+    normalize,
+    pack,
+)
 from tests.audio import signal, write
 from tests.internals import decode_audio, read_audio_info, write_video
 
@@ -63,13 +75,13 @@ class Omni:
         media: dict[str, Any] = {}
         if conversation.images:
             media["images"] = [Image.open(image.path) for image in conversation.images]
-        if conversation.audios:
-            media |= {"audio": [waveform(audio.file) for audio in conversation.audios], "sampling_rate": RATE}
+        if conversation.audios and "audio" not in options:
+            media |= {"audio": [waveform(audio.file) for audio in conversation.audios]}
         if conversation.videos:
             videos = [_frames(Path(video.file.path)) for video in conversation.videos]
             media |= {"videos": [frames for frames, _ in videos], "do_sample_frames": True}
             media["video_metadata"] = [_metadata(frames, fps) for frames, fps in videos]
-        return dict(self.processor(text=[text], return_tensors="pt", **media, **options))
+        return dict(self.processor(text=[text], return_tensors="pt", sampling_rate=RATE, **media, **options))
 
     def positions(self, inputs: dict[str, Any], **options: Any) -> Any:
         """`get_rope_index` of the model, (3, L), called with all that a forward pass of the model calls it with."""
@@ -94,6 +106,7 @@ def omni(request: pytest.FixtureRequest, text_tokenizer_dir: Path, tmp_path_fact
     small = {"shortest_edge": 4 * 32 * 32, "longest_edge": 8 * 32 * 32}
     config["video_processor"] |= {"num_frames": None, "fps": 2.0, "size": small}
     config["image_processor"]["size"] = small
+    config["feature_extractor"] |= {"chunk_length": 10, "n_samples": 10 * RATE, "nb_max_frames": 1000}
     path.write_text(json.dumps(config))
     return Omni(request.param, folder)
 
@@ -129,7 +142,7 @@ def record(folder: Path, question: str, seed: int, least: int = 0) -> Conversati
 
 
 def test_tokens_features_and_positions_are_as_of_the_processor_and_the_model(omni: Omni, tmp_path: Path) -> None:
-    for seed, question in enumerate(QUESTIONS * 3):
+    for seed, question in enumerate(QUESTIONS * 2):
         conversation = record(tmp_path, question, seed)
         theirs = omni.expected(conversation)
         [measured], [ours] = omni.encoder.measure([conversation]), omni.encoder.encode_many([conversation])
@@ -202,7 +215,7 @@ def test_a_folder_of_the_whole_model_has_the_positions_of_its_thinker(omni: Omni
 
 def test_lengths_of_audio(omni: Omni, tmp_path: Path) -> None:
     """A clip that is too short has a clear reject; so has a clip that the processor would cut."""
-    for samples, problem in ((200, "have no token of"), (31 * RATE, "31.00 s are more than the 30 s that")):
+    for samples, problem in ((200, "have no token of"), (11 * RATE, "11.00 s are more than the 10 s that")):
         file = write(tmp_path / "a", "wav16", signal(samples, RATE), RATE)
         conversation = normalize({"audio": str(file), "text": "hello"})
         [measured], [ours] = omni.encoder.measure([conversation]), omni.encoder.encode_many([conversation])
@@ -211,3 +224,109 @@ def test_lengths_of_audio(omni: Omni, tmp_path: Path) -> None:
         else:
             assert measured.reject == ours
             assert problem in str(ours)
+
+
+def heard(folder: Path, question: str, seed: int) -> Conversation:
+    """`record`, whose videos have an audio track."""
+    conversation = record(folder, question, seed)
+    videos = []
+    for number, video in enumerate(conversation.videos):
+        path, seconds = Path(video.file.path), 1.1 + 1.7 * ((seed + number) % 3)
+        with_track = path.with_name(f"heard-{seed}-{number}.mkv")
+        add_track(path, with_track, signal(int(RATE * seconds) + seed, RATE, seed))
+        videos.append(replace(video, file=MediaReference(path=str(with_track))))
+    return replace(conversation, videos=tuple(videos))
+
+
+def add_track(path: Path, target: Path, samples: Any) -> None:
+    """Copy the video track of a file, and add samples as a track of 16-bit PCM."""
+    with av.open(str(path)) as source, av.open(str(target), "w") as container:
+        video = container.add_stream_from_template(source.streams.video[0])
+        audio = container.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        for packet in list(source.demux(video=0)):
+            if packet.dts is not None:
+                packet.stream = video
+                container.mux(packet)
+        for start in range(0, len(samples), 1600):
+            part = (samples[start : start + 1600] * 32767).astype(np.int16)
+            frame = av.AudioFrame.from_ndarray(part[None], format="s16", layout="mono")
+            frame.sample_rate, frame.pts = RATE, start
+            container.mux(audio.encode(frame))
+        container.mux(audio.encode(None))
+
+
+def test_audio_tracks_of_videos(omni: Omni, tmp_path: Path) -> None:
+    """Tokens are interleaved as the processor writes them, which gets the tracks as the audio of the videos."""
+    encoder = ChatEncoder.from_pretrained(omni.folder, load_audio_from_video=True)
+    questions = ("<video>hello", "<audio>a<video>", "<video><image>b<audio>", "<video>a<audio>b<video>", "<audio>b")
+    for seed, question in enumerate(questions):
+        conversation = heard(tmp_path, question, seed)
+        order = re.findall("<audio>|<video>", question)
+        videos, audios = iter(range(len(conversation.videos))), iter(conversation.audios)
+        slots = [next(videos) if name == "<video>" else None for name in order]
+        files = [next(audios).file if at is None else conversation.videos[at].file for at in slots]
+        tracks = {"load_audio_from_video": True, "audio_from_video_indices": slots} if conversation.videos else {}
+        theirs = omni.expected(conversation, **tracks, audio=[waveform(file) for file in files])
+        [measured], [ours] = encoder.measure([conversation]), encoder.encode_many([conversation])
+        place = (question, seed)
+        assert ours.input_ids.tolist() == theirs["input_ids"][0].tolist(), place
+        assert measured.length == len(ours), place
+        assert measured.notes == (), place
+        assert len(measured.clips) == len(conversation.audios), place
+        for name in ("input_features", "feature_attention_mask"):
+            assert torch.equal(ours.audio_inputs.values[name], theirs[name]), (name, place)
+        expected = omni.positions(theirs, use_audio_in_video=bool(conversation.videos))
+        own = ours.position_ids if ours.position_ids is not None else np.tile(np.arange(len(ours)), (3, 1))
+        assert own.tolist() == expected.tolist(), place
+        tokens = replace(conversation, messages=(), input_ids=ours.input_ids, labels=ours.labels)
+        stored = encoder.encode(tokens)
+        assert stored.input_ids.tolist() == ours.input_ids.tolist(), place
+        assert torch.equal(stored.audio_inputs.values["input_features"], theirs["input_features"]), place
+
+
+def test_a_row_with_audio_tracks_is_as_its_samples_alone(omni: Omni, tmp_path: Path) -> None:
+    encoder = ChatEncoder.from_pretrained(omni.folder, load_audio_from_video=True)
+    records = [heard(tmp_path, "<video>hello", seed) for seed in range(2)]
+    row = PaddingFreeCollator(dummy_images="never").collate([encoder.encode(talk) for talk in records])
+    separate = []
+    with torch.no_grad():
+        for talk in records:
+            tracks = {"load_audio_from_video": True, "audio_from_video_indices": [0]}
+            inputs = omni.expected(talk, **tracks, audio=[waveform(talk.videos[0].file)])
+            separate.append(omni.model(**inputs, use_audio_in_video=True, use_cache=False).logits[0])
+        logits = omni.model(**row.transformers_inputs()).logits[0]
+    expected = torch.cat(separate)
+    assert float((logits - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+def test_audio_tracks_of_a_pack_are_read_from_the_stored_videos(omni: Omni, tmp_path: Path) -> None:
+    conversation = heard(tmp_path, "a <video> b", 1)
+    record = {
+        "messages": [{"role": message.role, "content": message.content} for message in conversation.messages],
+        "videos": [conversation.videos[0].file.path],
+    }
+    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    options = {"tokenizer": omni.folder, "load_audio_from_video": True}
+    result = pack(PackOptions(inputs=[tmp_path / "data.jsonl"], output_dir=tmp_path / "out", seq_len=512, **options))
+    encoder = ChatEncoder.from_pretrained(omni.folder, load_audio_from_video=True)
+    expected = encoder.encode(conversation)
+    row = PaddingFreeCollator(dummy_images="never").collate(PackedDataset(tmp_path / "out", encoder)[0])
+    assert row.input_ids[0, : len(expected)].tolist() == expected.input_ids.tolist()
+    assert torch.equal(row.input_features, expected.audio_inputs.values["input_features"])
+    files = [path.stat().st_size for path in (tmp_path / "out").rglob("*.tar")]
+    assert sum(files) < Path(record["videos"][0]).stat().st_size + 20_000  # no second copy of the track
+    assert result is not None
+
+
+def test_videos_without_a_track(omni: Omni, tmp_path: Path) -> None:
+    """Silent videos have the tokens of the processor; the model has no positions for both kinds in a sample."""
+    encoder = ChatEncoder.from_pretrained(omni.folder, load_audio_from_video=True)
+    silent = record(tmp_path, "<video> <audio>", 0)
+    assert encoder.encode(silent).input_ids.tolist() == omni.encoder.encode(silent).input_ids.tolist()
+    both, mute = heard(tmp_path, "<video> <video>", 0), record(tmp_path, "<video> <video>", 0)
+    both = replace(both, videos=(both.videos[0], mute.videos[1]))
+    [measured], [ours] = encoder.measure([both]), encoder.encode_many([both])
+    assert measured.reject == ours
+    assert "unsupported_media: a video with an audio track and a video without" in str(ours)
+    [unused] = omni.encoder.measure([heard(tmp_path, "<video>", 0)])
+    assert unused.notes == ("audio track of a video: not used",)

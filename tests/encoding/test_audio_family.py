@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoProcessor
 
-from energon_packed import AudioClip, ChatEncoder, ConfigError, Conversation, RecordError, normalize
+from energon_packed import AudioClip, ChatEncoder, ConfigError, Conversation, PackOptions, RecordError, normalize
 from tests.audio import KINDS, qwen2_audio, signal, write
 from tests.internals import AUDIO_RULES, AudioFamily, decode_audio, read_audio_info
 
@@ -249,3 +249,14 @@ def test_containers_of_the_same_samples_have_the_same_features(encoder: ChatEnco
         assert inputs is not None
         first = inputs.values["input_features"] if first is None else first
         assert torch.equal(inputs.values["input_features"], first), kind
+
+
+def test_tracks_of_videos_need_an_omni_model(folder: Path, text_tokenizer_dir: Path) -> None:
+    for source, name in ((folder, "Qwen2AudioProcessor"), (text_tokenizer_dir, str(text_tokenizer_dir))):
+        with pytest.raises(
+            ConfigError, match=f"`load_audio_from_video` must be False for {name}, which does not write"
+        ):
+            ChatEncoder.from_pretrained(source, load_audio_from_video=True)
+    settings = {"tokenizer": folder, "load_audio_from_video": True, "extract_frames": True}
+    with pytest.raises(ConfigError, match="`extract_frames` must be False with `load_audio_from_video`"):
+        PackOptions(inputs=["a.jsonl"], output_dir="out", seq_len=64, **settings)

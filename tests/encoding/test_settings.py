@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from energon_packed import ChatEncoder, ConfigError, DataflowConfig, EncoderSettings, PackOptions
 from tests.audio import qwen2_audio
-from tests.internals import cli, declared
+from tests.internals import AUDIO_RULES, cli, declared
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PAGE = DOCS / "command-line.md"
@@ -37,6 +38,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "video_max_pixels": {"image_processor": QWEN, "video_max_pixels": 500_000},
     "total_pixels": {"image_processor": QWEN, "total_pixels": 9_000_000},
     "long_audio": {"long_audio": "truncate"},
+    "load_audio_from_video": {"load_audio_from_video": True},
     "loss_on": {"loss_on": "last"},
     "tokenizer_engine": {"tokenizer_engine": "tokenizers"},
     "allow_special_in_text": {"allow_special_in_text": True},
@@ -75,7 +77,7 @@ def test_the_page_of_the_command_line_lists_every_setting() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_setting_has_the_same_effect_wherever_it_is_given(
-    tokenizer_dir: Path, text_tokenizer_dir: Path, tmp_path: Path, name: str
+    tokenizer_dir: Path, text_tokenizer_dir: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert set(VALUES) == set(NAMES)
     settings = {"tokenizer": str(text_tokenizer_dir), **VALUES[name]}
@@ -83,9 +85,13 @@ def test_every_setting_has_the_same_effect_wherever_it_is_given(
         settings["tokenizer"] = str(tokenizer_dir)
     if name == "processor":
         settings["processor"] = str(tokenizer_dir)
-    base = qwen2_audio(tmp_path / "audio") if name == "long_audio" else text_tokenizer_dir
-    if name == "long_audio":
+    of_audio = name in ("long_audio", "load_audio_from_video")
+    base = qwen2_audio(tmp_path / "audio") if of_audio else text_tokenizer_dir
+    if of_audio:
         settings["tokenizer"] = str(base)
+        # As the processors of Omni models, which need torchvision.
+        rules = replace(AUDIO_RULES["Qwen2AudioProcessor"], has_tracks=True)
+        monkeypatch.setitem(AUDIO_RULES, "Qwen2AudioProcessor", rules)
     (tmp_path / "d.jsonl").write_text("{}")
     data, out = str(tmp_path / "d.jsonl"), tmp_path / "out"
     loaders = [

@@ -96,6 +96,12 @@ def read_audio_info(reference: MediaReference) -> AudioInfo:
     return check_audio(reference)
 
 
+def has_audio_track(reference: MediaReference) -> bool:
+    """Whether a video or audio file has an audio track, from its header. Raises as `read_audio_info`."""
+    with opened_file(reference, _KIND) as file:
+        return bool(file.container.streams.audio)
+
+
 def check_audio(reference: MediaReference) -> AudioInfo:
     """Decode an audio file, in bounded memory. Returns and raises as `read_audio_info`."""
     with _opened(reference) as audio:

@@ -36,6 +36,7 @@ class AudioRules:
         before, after: attributes of the processor with the tokens around the audio tokens in text without parts.
         pads_to_longest: the processor pads the clips of a sample to the longest of them; the frames of a clip that is
             not a multiple of a frame depend on it.
+        has_tracks: the processor writes the tokens of the audio track of a video among the tokens of the video.
     """
 
     tokens: Callable[[Any, int], int] | None = None
@@ -43,6 +44,7 @@ class AudioRules:
     before: str = ""
     after: str = ""
     pads_to_longest: bool = False
+    has_tracks: bool = False
 
 
 def _whisper_frames(processor: Any, samples: int) -> int:
@@ -63,8 +65,11 @@ RULES: dict[str, AudioRules] = {
         limit=lambda processor: int(processor.feature_extractor.n_samples),
         before="audio_bos_token",
         after="audio_eos_token",
+        has_tracks=True,
     ),
-    "Qwen3OmniMoeProcessor": AudioRules(before="audio_bos_token", after="audio_eos_token", pads_to_longest=True),
+    "Qwen3OmniMoeProcessor": AudioRules(
+        before="audio_bos_token", after="audio_eos_token", pads_to_longest=True, has_tracks=True
+    ),
 }
 """Rules by the class of a processor."""
 
@@ -79,16 +84,19 @@ class AudioFamily:
         placeholder: text of an audio file in text without content parts, with a single `token`.
         limit: samples of the longest clip; None without a limit.
         truncates: use the first `limit` samples of a longer clip, as the processor does; False rejects it.
+        uses_tracks: use the audio tracks of videos.
         dims: dimension along which the tensors of several clips are joined, by argument of the model.
     """
 
-    def __init__(self, processor: Any, rules: AudioRules, *, truncates: bool = False) -> None:
+    def __init__(
+        self, processor: Any, rules: AudioRules, *, truncates: bool = False, uses_tracks: bool = False
+    ) -> None:
         """Compare the rules with the processor.
 
         Raises:
             ConfigError: they differ; the message names the difference.
         """
-        self.processor, self._rules, self.truncates = processor, rules, truncates
+        self.processor, self._rules, self.truncates, self.uses_tracks = processor, rules, truncates, uses_tracks
         self.rate = int(processor.feature_extractor.sampling_rate)
         self.token = str(processor.audio_token)
         edges = [getattr(processor, name) if name else "" for name in (rules.before, rules.after)]
@@ -151,6 +159,7 @@ class AudioFamily:
             "feature_extractor": json.loads(self.processor.feature_extractor.to_json_string()),
             "placeholder": self.placeholder,
             "truncates": self.truncates,
+            **({"uses_tracks": True} if self.uses_tracks else {}),
         }
 
     def check_tokenizer(self, tokenizer: Any) -> None:

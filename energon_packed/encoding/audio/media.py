@@ -2,10 +2,14 @@
 
 A clip is the part of the file that the record names. Its samples come from the header and the packets of the file; a
 stored sample has its clip, and the file must decode to it.
+
+The audio track of a video (`load_audio_from_video`) is a clip of the video file. Its tokens are among the tokens of
+the video, and its features among the features of the audio files, in the order of the text.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -14,6 +18,7 @@ from energon_packed.encoding.audio.audio_file import (
     AudioInfo,
     cut_bytes,
     decode_audio,
+    has_audio_track,
     is_cut,
     read_audio_info,
     resampled_length,
@@ -21,9 +26,17 @@ from energon_packed.encoding.audio.audio_file import (
 from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.vision.positions import ImageRun, Int64, VisionInputs
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference
+from energon_packed.records import (
+    AUDIO_PLACEHOLDER,
+    VIDEO_PLACEHOLDER,
+    AudioClip,
+    AudioReference,
+    Conversation,
+    MediaReference,
+)
 from energon_packed.storage import as_path, recent_status
 
+_PLACEHOLDERS = re.compile(f"{AUDIO_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 TRUNCATED = "audio longer than the model reads: the rest is not used"
 """Note of a conversation with such a file, with `long_audio` truncate."""
 
@@ -34,6 +47,7 @@ class AudioSize:
 
     Attributes:
         runs: tokens of each file, in the order of the text.
+        tracks: number of tokens of the audio track of each video by its index, for all videos or none.
         clips: the samples of each file.
         num_bytes: bytes of the files, as `stored_bytes`.
         notes: what was decided for them, for the counts of a run.
@@ -41,6 +55,7 @@ class AudioSize:
     """
 
     runs: Sequence[ImageRun] = ()
+    tracks: Mapping[int, int] = field(default_factory=dict)
     clips: Sequence[AudioClip] = ()
     num_bytes: int = 0
     notes: tuple[str, ...] = ()
@@ -60,16 +75,19 @@ def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
         RecordError: a file is missing or damaged, the part that the record names is not in it, or its length is not
             supported.
     """
-    found = [clip_of(audio) for audio in conversation.audios]
+    heard = _heard(family, conversation)
+    found = [clip_of(audio) for audio, _ in heard]
     clips = [clip for clip, _ in found]
     sizes = [resampled_length(clip.samples, clip.rate, family.rate) for clip in clips]
     longest = max(sizes, default=0)
-    lengths = [_tokens(family, audio, size, longest) for audio, size in zip(conversation.audios, sizes, strict=True)]
+    lengths = [_tokens(family, audio, size, longest) for (audio, _), size in zip(heard, sizes, strict=True)]
+    files = [at for at, (_, video) in enumerate(heard) if video is None]
     is_cut = family.limit is not None and longest > family.limit
     return AudioSize(
-        runs=[ImageRun(length) for length in lengths],
-        clips=clips,
-        num_bytes=sum([stored_bytes(*pair) for pair in found]),
+        runs=[ImageRun(lengths[at]) for at in files],
+        tracks={video: length for (_, video), length in zip(heard, lengths, strict=True) if video is not None},
+        clips=[clips[at] for at in files],
+        num_bytes=sum([stored_bytes(*found[at]) for at in files]),
         notes=(TRUNCATED,) if is_cut else (),
     )
 
@@ -77,16 +95,60 @@ def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
 def read_features(family: AudioFamily, conversation: Conversation) -> AudioSize:
     """Decode and preprocess the audio files of a conversation. Raises the errors of `measure_audio`."""
     size = measure_audio(family, conversation)
-    samples = []
-    for audio, clip in zip(conversation.audios, size.clips, strict=True):
+    heard, files = _heard(family, conversation), iter(zip(size.clips, size.runs, strict=True))
+    samples, computed = [], []
+    for audio, video in heard:
+        clip, run = next(files) if video is None else (clip_of(audio)[0], ImageRun(size.tracks[video]))
         needed = family.needed(clip.samples, clip.rate)
         samples.append(decode_audio(audio.file, replace(clip, samples=needed), family.rate))
+        computed.append(run.length)
+    if not heard:
+        return size
     inputs, lengths = family.preprocess(samples)
-    for audio, run, length in zip(conversation.audios, size.runs, lengths, strict=True):
-        if run.length != length:
-            detail = f"{audio.file.label}: {family.name} writes {length} tokens, but {run.length} were computed"
+    for (audio, _), own, length in zip(heard, computed, lengths, strict=True):
+        if own != length:
+            detail = f"{audio.file.label}: {family.name} writes {length} tokens, but {own} were computed"
             raise RecordError(Reason.UNSUPPORTED_AUDIO, detail)
     return replace(size, inputs=inputs)
+
+
+def _heard(family: AudioFamily, conversation: Conversation) -> list[tuple[AudioReference, int | None]]:
+    """Audio files and tracks in the order of the text, each track with the index of its video.
+
+    Raises:
+        RecordError: as `measure_audio`; `unsupported_media`, if one video has a track and another has not.
+    """
+    files: list[tuple[AudioReference, int | None]] = [(audio, None) for audio in conversation.audios]
+    if not (family.uses_tracks and conversation.videos):
+        return files
+    tracks: list[tuple[AudioReference, int | None]] = []
+    for index, video in enumerate(conversation.videos):
+        if video.file is None:
+            detail = "a video that is stored as frames has no audio track; remove `load_audio_from_video`"
+            raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
+        if has_audio_track(video.file):
+            tracks.append((AudioReference(file=video.file), index))
+    if not tracks:  # as the processor
+        return files
+    if len(tracks) < len(conversation.videos):
+        detail = "a video with an audio track and a video without, for which the model has no positions"
+        raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{detail}; put them into two records")
+    names = _order_of_tokens(family, conversation) if conversation.input_ids is not None else _order(conversation)
+    kinds = {AUDIO_PLACEHOLDER: iter(files), VIDEO_PLACEHOLDER: iter(tracks)}
+    return [found for name in names if (found := next(kinds[name], None)) is not None]
+
+
+def _order(conversation: Conversation) -> list[str]:
+    texts = [conversation.text] if conversation.text is not None else [m.content for m in conversation.messages]
+    return [name for text in texts for name in _PLACEHOLDERS.findall(text)]
+
+
+def _order_of_tokens(family: AudioFamily, conversation: Conversation) -> list[str]:
+    """Order of files and tracks in stored tokens: a track starts with tokens of its video."""
+    ids, processor = np.asarray(conversation.input_ids), family.processor
+    starts = np.flatnonzero(ids[:-1] == processor.tokenizer.convert_tokens_to_ids(processor.audio_bos_token))
+    is_track = ids[starts + 1] == processor.tokenizer.convert_tokens_to_ids(processor.video_token)
+    return [VIDEO_PLACEHOLDER if track else AUDIO_PLACEHOLDER for track in is_track.tolist()]
 
 
 def clip_of(audio: AudioReference) -> tuple[AudioClip, int]:

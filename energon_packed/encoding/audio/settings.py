@@ -24,16 +24,24 @@ def load_audio(settings: EncoderSettings) -> AudioFamily | None:
         The family; None if the folder has no feature extractor, or its processor is not in `RULES`.
 
     Raises:
-        ConfigError: Transformers cannot load the processor, or it does not follow its rules.
+        ConfigError: Transformers cannot load the processor, or it does not follow its rules, or it does not write the
+            tokens of audio tracks and `load_audio_from_video` is set.
     """
     source = settings.processor or settings.tokenizer
     if source is None:
         return None
     folder = find_pretrained(source)
     name = _processor_name(folder)
+    tracks = settings.load_audio_from_video
+    if tracks and (name not in RULES or not RULES[name].has_tracks):
+        raise ConfigError(
+            f"`load_audio_from_video` must be False for {name or folder}, which does not write the tokens of an audio "
+            "track into a video. Remove it."
+        )
     if name not in RULES:
         return None
-    return AudioFamily(load_processor(folder), RULES[name], truncates=settings.long_audio == "truncate")
+    truncates = settings.long_audio == "truncate"
+    return AudioFamily(load_processor(folder), RULES[name], truncates=truncates, uses_tracks=tracks)
 
 
 def _processor_name(folder: Path) -> str:

@@ -94,6 +94,8 @@ class ModelClass:
         types: Int64 | None = None,
         seconds: Float64 | None = None,
         audio_frames: Int64 | None = None,
+        *,
+        has_tracks: bool = False,
     ) -> Int64 | None:
         """Positions of a sample by the model's `get_rope_index`, int64 (axes, L); None for positions 0..L-1.
 
@@ -105,6 +107,7 @@ class ModelClass:
             types: int64 (L,), 1 for tokens of images and 2 for tokens of videos; None without videos.
             seconds: float64 (videos,), seconds of each step of the grid of a video; None without videos.
             audio_frames: int64 (audio files,), frames of features of each file; None without audio.
+            has_tracks: whether tokens of videos contain the tokens of their audio tracks.
 
         Raises:
             RecordError: `unsupported_media`, if the function cannot separate the images, such as images without any
@@ -113,7 +116,8 @@ class ModelClass:
         if self._positions is None:
             return None
         try:
-            return self._rope_index(input_ids, image_token_id, grids, video_grids, types, seconds, audio_frames)
+            of_audio: dict[str, Any] = {"audio_frames": audio_frames, "has_tracks": has_tracks}
+            return self._rope_index(input_ids, image_token_id, grids, video_grids, types, seconds, **of_audio)
         except (ValueError, RuntimeError, StopIteration, IndexError, TypeError) as error:
             detail = f"{type(self._positions).__name__} has no positions for this sample: {error}"
             raise RecordError(Reason.UNSUPPORTED_MEDIA, " ".join(detail.split())[:300]) from error
@@ -127,6 +131,8 @@ class ModelClass:
         types: Int64 | None = None,
         seconds: Float64 | None = None,
         audio_frames: Int64 | None = None,
+        *,
+        has_tracks: bool = False,
     ) -> Int64:
         import torch
 
@@ -143,6 +149,8 @@ class ModelClass:
             arguments[_SECONDS] = torch.from_numpy(seconds)
         if "audio_seqlens" in taken and audio_frames is not None:
             arguments["audio_seqlens"] = torch.from_numpy(audio_frames)
+        if has_tracks:
+            arguments["use_audio_in_video"] = True
         positions, _ = self._positions.get_rope_index(torch.from_numpy(input_ids)[None], **arguments)
         found = positions[:, 0].numpy()
         whole = found.astype(np.int64)

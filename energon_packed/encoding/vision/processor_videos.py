@@ -74,7 +74,7 @@ class ProcessorVision(ProcessorImages):
         """
         self._video_types: dict[int, int] = {}  # read by `token_type_ids`
         super().__init__(processor, model)
-        self._clips: dict[tuple[Any, ...], ImageRun] = {}
+        self._clips: dict[tuple[Any, ...], tuple[ImageRun, dict[str, Any]]] = {}
         self._equal_frames, self._is_mixed, self._several = False, True, True
         if getattr(processor, "video_processor", None) is None:
             return
@@ -380,17 +380,36 @@ class ProcessorVision(ProcessorImages):
         return indices
 
     def video_token_run(self, frames: FrameSelection) -> ImageRun:
-        """Tokens of a video: a blank clip with these times is processed once."""
+        """Tokens of a video."""
+        return self._measured_clip(frames)[0]
+
+    def heard_run(self, frames: FrameSelection, audio_tokens: int) -> ImageRun:
+        """Tokens of a video with its audio track, in the order of time."""
+        text = self.processor.replace_video_with_audio_token(
+            self._measured_clip(frames)[1],
+            0,
+            {"num_audio_tokens": [audio_tokens]},
+            0,
+            position_id_per_seconds=self.processor.position_id_per_seconds,
+            seconds_per_chunk=self.processor.seconds_per_chunk,
+        )
+        ids = self._ids_of(text)
+        return ImageRun(len(ids), lambda: ids, is_video=True)
+
+    def _measured_clip(self, frames: FrameSelection) -> tuple[ImageRun, dict[str, Any]]:
+        """Tokens of a video, its grid and seconds: a blank clip with these times is processed once."""
         key = (*frames.settings.items(), frames.height, frames.width, frames.indices, frames.fps, frames.num_frames)
         if key not in self._clips:
             bound(self._clips, _KEPT_CLIPS)
             run, values = self._run(_blank(frames))
+            kept = {}
             if _SECONDS in values:  # positions follow from the rate, so that they are checked for each
                 before, after = (self._ids_of(tag) for tag in self._tags())
                 ids = np.concatenate([before, run.make() if run.make else before[:0], after])
                 grids = values["video_grid_thw"].numpy()
                 self.position_ids(ids, self._feature, NO_IMAGES, None, grids, _seconds(values))
-            self._clips[key] = run
+                kept = {"video_grid_thw": grids, _SECONDS: values[_SECONDS].tolist()}
+            self._clips[key] = run, kept
         return self._clips[key]
 
     def _run(self, clip: Clip) -> tuple[ImageRun, _Tensors]:
@@ -449,6 +468,8 @@ class ProcessorVision(ProcessorImages):
         video_grids: Int64 = NO_IMAGES,
         second_per_grid_ts: Float64 | None = None,
         audio_frames: Int64 | None = None,
+        *,
+        has_tracks: bool = False,
     ) -> Int64 | None:
         """Positions by the class of the model, int64 (axes, L); None for 0..L-1. Raises the errors of `ModelClass`."""
         if self.model is None or not len(video_grids):
@@ -456,7 +477,14 @@ class ProcessorVision(ProcessorImages):
         # Some processors decide by the text whether the same token is of an image or of a video.
         types = np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0])
         return self.model.position_ids(
-            input_ids, image_token_id, grids, video_grids, types, second_per_grid_ts, audio_frames
+            input_ids,
+            image_token_id,
+            grids,
+            video_grids,
+            types,
+            second_per_grid_ts,
+            audio_frames,
+            has_tracks=has_tracks,
         )
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
