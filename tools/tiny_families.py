@@ -201,6 +201,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
             | {"embed_dims": [8, 16, 32, 64, 128]},
         },
     },
+    "granite_speech": {"parts": {"audio_processor": "GraniteSpeechFeatureExtractor"}},
+    "granite_speech_plus": {"like": "granite_speech"},
+    "musicflamingo": {"parts": {"feature_extractor": "WhisperFeatureExtractor"}},
     "gemma3": _GEMMA3,
     "gemma3n": {
         "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
@@ -409,13 +412,16 @@ NOT_CHAT: dict[str, str] = {
     "udop": "encoder-decoder model: the image, the words of a page and their boxes are in the encoder",
     "vision-encoder-decoder": "encoder-decoder model: the image is in the encoder, the text in the decoder",
 }
-_AUDIO = (
+# Families of audio and text, whose audio is tried alone.
+AUDIO = (
+    "audioflamingo3",
     "fun_asr_nano",
     "glmasr",
     "granite_speech",
     "granite_speech_plus",
     "kyutai_speech_to_text",
     "moss_transcribe_diarize",
+    "musicflamingo",
     "nemo_speechlm",
     "qwen2_audio",
     "qwen3_asr",
@@ -423,7 +429,12 @@ _AUDIO = (
     "voxtral",
     "voxtral_realtime",
 )
-NOT_CHAT |= dict.fromkeys(_AUDIO, "a model of audio and text, without images")
+NOT_CHAT |= dict.fromkeys(AUDIO, "a model of audio and text, without images")
+# Classes of models of audio and text that the mapping of multimodal language models does not have.
+_OTHER_MODELS = {
+    "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",
+    "musicflamingo": "MusicFlamingoForConditionalGeneration",
+}
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
 _TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
@@ -434,7 +445,7 @@ _TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 def types() -> list[str]:
     """List all model types, in the order of the mappings of Transformers."""
     names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return list(dict.fromkeys([*names, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]))
+    return list(dict.fromkeys([*names, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *_OTHER_MODELS]))
 
 
 def build_processor(model_type: str, text_tokenizer: Path) -> Any:
@@ -453,6 +464,8 @@ def build_processor(model_type: str, text_tokenizer: Path) -> Any:
         for part in processor_class.get_attributes():
             if part == "tokenizer":
                 parts[part] = _tokenizer(processor_class, family, text_tokenizer)
+            elif part == "alignment_tokenizer":
+                parts[part] = parts["tokenizer"]
             elif part == "video_processor" and not is_torchvision_available():
                 parts[part] = None  # video processors need torchvision
             else:
@@ -473,11 +486,16 @@ def image_text(model_type: str, processor: Any) -> str:
 
 
 def model_inputs(
-    model_type: str, processor: Any, text: str, images: list[Image.Image], videos: list[Video] | None = None
+    model_type: str,
+    processor: Any,
+    text: str,
+    images: list[Image.Image],
+    videos: list[Video] | None = None,
+    clips: list[Any] | None = None,
 ) -> dict[str, Any]:
     """Return the output of the processor as inputs of the model, with float32 tensors.
 
-    The processor gets all frames of the videos, and selects some of them.
+    The processor gets all frames of the videos, and selects some of them; clips are samples at its rate.
     """
     family = _processor_family(model_type)
     settings, (head, tail) = family.get("call", {}), family.get("added", (0, 0))
@@ -485,6 +503,8 @@ def model_inputs(
     if videos:
         media |= {"videos": [frames for frames, _ in videos], "do_sample_frames": True, "return_metadata": True}
         media["video_metadata"] = [_metadata(frames, fps) for frames, fps in videos]
+    if clips:
+        media["audio"] = clips
     inputs = processor(text=[text], add_special_tokens=False, return_tensors="pt", **media, **settings)
     inputs.pop("video_metadata", None)
     length = inputs["input_ids"].shape[1]
@@ -573,7 +593,7 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
 
 
 def _model_class(model_type: str) -> Any:
-    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+    name = {**modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **_OTHER_MODELS}[model_type]
     return getattr(transformers, name if isinstance(name, str) else name[0])
 
 
@@ -593,7 +613,8 @@ def _config(model_type: str, processor: Any) -> Any:
             if hasattr(part, name):
                 setattr(part, name, config.get_text_config().hidden_size)
     ids = _token_ids(processor)
-    ids["image"] = _image_token_id(model_type, processor)
+    if hasattr(processor, "image_processor"):
+        ids["image"] = _image_token_id(model_type, processor)
     _set_token_ids(config, ids, len(processor.tokenizer))
     if hasattr(config, "vocabulary_map"):
         config.vocabulary_map = processor.tokenizer.get_vocab()

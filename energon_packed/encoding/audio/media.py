@@ -54,10 +54,10 @@ def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
     """
     found = [clip_of(audio) for audio in conversation.audios]
     clips = [clip for clip, _ in found]
-    lengths = [_tokens(family, *pair) for pair in zip(conversation.audios, clips, strict=True)]
+    runs = [_run(family, *pair) for pair in zip(conversation.audios, clips, strict=True)]
     is_cut = family.limit is not None and any([_samples(family, clip) > (family.limit or 0) for clip in clips])
     return AudioSize(
-        runs=[ImageRun(length) for length in lengths],
+        runs=runs,
         clips=clips,
         num_bytes=sum([stored_bytes(*pair) for pair in found]),
         notes=(TRUNCATED,) if is_cut else (),
@@ -71,12 +71,12 @@ def read_features(family: AudioFamily, conversation: Conversation) -> AudioSize:
     for audio, clip in zip(conversation.audios, size.clips, strict=True):
         needed = family.needed(clip.samples, clip.rate)
         samples.append(decode_audio(audio.file, replace(clip, samples=needed), family.rate))
-    inputs, lengths = family.preprocess(samples)
-    for audio, run, length in zip(conversation.audios, size.runs, lengths, strict=True):
-        if run.length != length:
-            detail = f"{audio.file.label}: {family.name} writes {length} tokens, but {run.length} were computed"
+    inputs, runs = family.preprocess(samples)
+    for audio, run, written in zip(conversation.audios, size.runs, runs, strict=True):
+        if run.length != written.length:
+            detail = f"{audio.file.label}: {family.name} writes {written.length} tokens, but {run.length} were computed"
             raise RecordError(Reason.UNSUPPORTED_AUDIO, detail)
-    return replace(size, inputs=inputs)
+    return replace(size, runs=runs, inputs=inputs)
 
 
 def clip_of(audio: AudioReference) -> tuple[AudioClip, int]:
@@ -130,8 +130,8 @@ def _samples(family: AudioFamily, clip: AudioClip) -> int:
     return resampled_length(clip.samples, clip.rate, family.rate)
 
 
-def _tokens(family: AudioFamily, audio: AudioReference, clip: AudioClip) -> int:
+def _run(family: AudioFamily, audio: AudioReference, clip: AudioClip) -> ImageRun:
     try:
-        return family.tokens(_samples(family, clip))
+        return family.run(_samples(family, clip))
     except RecordError as error:
         raise RecordError(error.reason, f"{audio.file.label}: {error.detail}") from error

@@ -10,7 +10,8 @@ from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.errors import ConfigError
 from energon_packed.system import announced, no_collecting
 
-_PROCESSOR, _PREPROCESSOR = "processor_config.json", "preprocessor_config.json"
+_PROCESSOR, _PREPROCESSOR, _CONFIG = "processor_config.json", "preprocessor_config.json", "config.json"
+_PARTS = ("feature_extractor", "audio_processor")
 
 
 @announced("loading the audio processor")
@@ -21,30 +22,49 @@ def load_audio(settings: EncoderSettings) -> AudioFamily | None:
     The folder is `processor`, or else `tokenizer`.
 
     Returns:
-        The family; None if the folder has no feature extractor, or its processor is not in `RULES`.
+        The family; None if the folder has no feature extractor, or a processor that is not supported and not in `RULES`,
+        such as the processor of images of a model whose audio is not supported: see `audio_problem`.
 
     Raises:
-        ConfigError: Transformers cannot load the processor, or it does not follow its rules.
+        ConfigError: Transformers cannot load a processor of `RULES`, or it does not follow its rules.
     """
+    folder, name, model_type = _audio_folder(settings)
+    if folder is None:
+        return None
+    try:
+        return AudioFamily(load_processor(folder), truncates=settings.long_audio == "truncate", model_type=model_type)
+    except ConfigError:
+        if name in RULES:
+            raise
+        return None
+
+
+def audio_problem(settings: EncoderSettings) -> str:
+    """Why `load_audio` returns None for a folder with a feature extractor; "" without such a folder."""
+    folder, _, model_type = _audio_folder(settings)
+    if folder is None:
+        return ""
+    try:
+        AudioFamily(load_processor(folder), model_type=model_type)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _audio_folder(settings: EncoderSettings) -> tuple[Path | None, str, str]:
+    """(folder with a feature extractor or None, class of its processor, model type of its config.json or "")."""
     source = settings.processor or settings.tokenizer
     if source is None:
-        return None
+        return None, "", ""
     folder = find_pretrained(source)
-    name = _processor_name(folder)
-    if name not in RULES:
-        return None
-    return AudioFamily(load_processor(folder), RULES[name], truncates=settings.long_audio == "truncate")
-
-
-def _processor_name(folder: Path) -> str:
-    """Class of the processor in a folder with a feature extractor; "" without."""
     files: dict[str, Any] = {}
-    for path in (folder / _PROCESSOR, folder / _PREPROCESSOR):
+    for path in (folder / name for name in (_PROCESSOR, _PREPROCESSOR, "tokenizer_config.json", _CONFIG)):
         try:
             value = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         except ValueError as error:
             raise ConfigError(f"{path} is not valid JSON: {error}; fix or remove it") from error
         files[path.name] = value if isinstance(value, dict) else {}
-    has_audio = "feature_extractor" in files[_PROCESSOR] or "feature_extractor_type" in files[_PREPROCESSOR]
+    has_audio = any(part in files[_PROCESSOR] for part in _PARTS) or "feature_extractor_type" in files[_PREPROCESSOR]
     names = [str(file["processor_class"]) for file in files.values() if file.get("processor_class")]
-    return names[0] if has_audio and names else ""
+    model_type = str(files[_CONFIG].get("model_type", ""))
+    return (folder, names[0], model_type) if has_audio and names else (None, "", "")
