@@ -82,6 +82,8 @@ _GEMMA4 = {
     "videos": {"num_frames": 8},
 }
 _MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
+_VIBEVOICE = ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
+_WHISPER = {"feature_extractor": {"feature_size": 128}}
 _INTERNVL = {
     "images": {"size": _SIDE},
     "videos": {"size": _SIDE},
@@ -201,16 +203,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
             | {"embed_dims": [8, 16, 32, 64, 128]},
         },
     },
+    "fun_asr_nano": {"config": {"adaptor_config.hidden_size": 512}},
+    "nemo_speechlm": {"config": {"head_config.audio_hidden_size": 64}},
+    "vibevoice_asr": {"attention": {"": "sdpa", **dict.fromkeys(_VIBEVOICE, "eager")}},
     "granite_speech": {"parts": {"audio_processor": "GraniteSpeechFeatureExtractor"}},
     "granite_speech_plus": {"like": "granite_speech"},
-    "musicflamingo": {"parts": {"feature_extractor": "WhisperFeatureExtractor"}},
+    "audioflamingo3": _WHISPER,
+    "glmasr": _WHISPER,
+    "musicflamingo": {**_WHISPER, "parts": {"feature_extractor": "WhisperFeatureExtractor"}},
+    "qwen2_audio": _WHISPER,
     "gemma3": _GEMMA3,
     "gemma3n": {
         "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
         | {"vision_config.model_args": {"channel_multiplier": 0.25}}
     },
-    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision"}},
-    "gemma4_unified": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_unified_vision"}},
+    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision", "audio_config.model_type": "gemma4_audio"},
+    "attention": {"": "sdpa", "audio_config": "eager"}},
+    "gemma4_unified": {
+        **_GEMMA4,
+        "config": {"vision_config.model_type": "gemma4_unified_vision", "audio_config.model_type": "gemma4_unified_audio"},
+    },
     "glm4v": _QWEN2,
     "glm5_next": {
         "config": {"vision_config.num_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 4},
@@ -616,6 +628,10 @@ def _config(model_type: str, processor: Any) -> Any:
     if hasattr(processor, "image_processor"):
         ids["image"] = _image_token_id(model_type, processor)
     _set_token_ids(config, ids, len(processor.tokenizer))
+    audio = getattr(config, "audio_config", None)
+    if hasattr(audio, "vocab_offset"):  # audio has ids of its own after those of the tokenizer
+        text = config.get_text_config()
+        audio.vocab_offset, text.vocab_size = text.vocab_size, text.vocab_size + audio.vocab_size
     if hasattr(config, "vocabulary_map"):
         config.vocabulary_map = processor.tokenizer.get_vocab()
     return config

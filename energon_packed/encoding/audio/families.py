@@ -62,11 +62,18 @@ def _whisper_frames(processor: Any, samples: int) -> int:
     return int(-(-samples // processor.feature_extractor.hop_length))
 
 
-def _of_frames(processor: Any, samples: int) -> int:
+def _of_frames(processor: Any, frames: int) -> int:
     """Tokens of the frames of a clip, by the processor's own function."""
     import torch
 
-    return int(processor._get_audio_token_length(torch.tensor([_whisper_frames(processor, samples)]))[0])
+    return int(processor._get_audio_token_length(torch.tensor([frames]))[0])
+
+
+def _granite_tokens(processor: Any, samples: int) -> int:
+    """Tokens of GraniteSpeechProcessor, whose frames are centered: shorter clips cannot be padded by reflection."""
+    extractor = processor.audio_processor
+    is_short = samples <= extractor.melspec_kwargs["n_fft"] // 2
+    return 0 if is_short else int(extractor._get_num_audio_features([samples])[0])
 
 
 def _phi4_tokens(processor: Any, samples: int) -> int:
@@ -83,7 +90,9 @@ def _windows(processor: Any) -> int:
     return int(processor.max_audio_len // extractor.chunk_length * extractor.chunk_length * extractor.sampling_rate)
 
 
-_IN_WINDOWS = AudioRules(tokens=_of_frames, limit=_windows)
+_IN_WINDOWS = AudioRules(
+    tokens=lambda processor, samples: _of_frames(processor, _whisper_frames(processor, samples)), limit=_windows
+)
 RULES: dict[str, AudioRules] = {
     # A convolution with stride 2, then a pooling of two: `_get_feat_extract_output_lengths` of Qwen2AudioEncoder.
     "Qwen2AudioProcessor": AudioRules(
@@ -94,12 +103,15 @@ RULES: dict[str, AudioRules] = {
     ),
     "AudioFlamingo3Processor": _IN_WINDOWS,
     "GlmAsrProcessor": _IN_WINDOWS,
-    "GraniteSpeechProcessor": AudioRules(
-        tokens=lambda processor, samples: processor.audio_processor._get_num_audio_features([samples])[0]
-    ),
+    "GraniteSpeechProcessor": AudioRules(tokens=_granite_tokens),
+    "MossTranscribeDiarizeProcessor": AudioRules(before="audio_bos_token", after="audio_eos_token"),
     "MusicFlamingoProcessor": _IN_WINDOWS,
     "Phi4MultimodalProcessor": AudioRules(tokens=_phi4_tokens),
-    "Qwen3ASRProcessor": AudioRules(tokens=_of_frames, before="audio_bos_token", after="audio_eos_token"),
+    "Qwen3ASRProcessor": AudioRules(
+        tokens=lambda processor, samples: _of_frames(processor, samples // processor.feature_extractor.hop_length),
+        before="audio_bos_token",
+        after="audio_eos_token",
+    ),
 }
 """Rules by the class of a processor, for those that need any."""
 
@@ -151,6 +163,7 @@ class AudioFamily:
         self._known: list[tuple[int, int]] = []
         self.edges, self._all_features, self.token_type = ("", ""), True, 0
         try:
+            self._is_alone = self._takes_one_clip()
             self.dims, self._masks, is_joined = self._joins()
             self.limit = self._found_limit() if self._rules.limit is None else self._rules.limit(processor)
             self._constant = self._check_tokens()
@@ -205,11 +218,14 @@ class AudioFamily:
         Args:
             clips: samples at `rate`, float32 (n,) each.
         """
-        out, texts = self._process(clips)
-        for mask, features in self._masks.items():
-            if mask not in out:
-                out[mask] = out[features].new_ones(out[features].shape[:2], dtype=bool)
-        inputs = VisionInputs({name: out[name] for name in self.dims}, self.dims, len(clips))
+        parts = [self._process([clip]) for clip in clips] if self._is_alone else [self._process(clips)]
+        for out, _ in parts:
+            for mask, features in self._masks.items():
+                if mask not in out:
+                    out[mask] = out[features].new_ones(out[features].shape[:2], dtype=bool)
+        values, _ = VisionInputs.joined([VisionInputs(out, self.dims, len(texts)) for out, texts in parts])
+        inputs = VisionInputs(values, self.dims, len(clips))
+        texts = [text for _, of_part in parts for text in of_part]
         ids = [self._ids(text) for text in texts]
         made = [None if self._all_features else lambda found=found: found for found in ids]  # type: ignore[misc]
         return inputs, [ImageRun(len(i), make, edges=self.edges) for i, make in zip(ids, made, strict=True)]
@@ -292,6 +308,16 @@ class AudioFamily:
         names = [name for name in out if name not in OF_TEXT and name not in OF_TYPES]
         return {name: out[name] for name in names}, texts
 
+    def _takes_one_clip(self) -> bool:
+        """Whether the processor takes one clip per text: with several, it pads them, and counts other frames."""
+        clips = [np.zeros(self.rate, dtype=np.float32)] * 2
+        try:
+            with _quiet():
+                self.processor(text=[self.token * 2], audio=clips, sampling_rate=self.rate, return_tensors="pt")
+        except ValueError:
+            return True
+        return False
+
     def _joins(self) -> tuple[dict[str, int], dict[str, str], bool]:
         """Find how the tensors of two clips join.
 
@@ -328,7 +354,7 @@ class AudioFamily:
         """Samples of `_WINDOW` seconds, if the processor drops all after them."""
         noise = _noise((_WINDOW + 1) * self.rate)
         longer, whole = (self._process([clip])[0] for clip in (noise, noise[: _WINDOW * self.rate]))
-        is_cut = all(longer[n].shape == whole[n].shape and bool((longer[n] == whole[n]).all()) for n in self.dims)
+        is_cut = all(longer[n].shape == whole[n].shape and bool((longer[n] == whole[n]).all()) for n in whole)
         return _WINDOW * self.rate if is_cut else None
 
     def _check_tokens(self) -> int | None:
@@ -346,9 +372,10 @@ class AudioFamily:
         if not found:
             raise self._unsupported("the text of an audio file has no audio token")
         edges = {self._plain_edges(text) for text in found.values()}
-        if len(edges) > 1:
+        if len(edges) == 1:
+            self.edges = edges.pop()
+        elif not self._rules.before:  # without a special token next to it, the text around changes its tokens
             raise self._unsupported("the text around an audio file depends on its length")
-        self.edges = edges.pop()
         self._all_features = all(text == self.token * text.count(self.token) for text in found.values())
         ids = {samples: len(self._ids(text)) for samples, text in texts.items()}
         self._known = sorted(ids.items())

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from energon_packed.encoding.audio.families import RULES, AudioFamily
+from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.pretrained import find_pretrained, load_processor
 from energon_packed.encoding.settings import EncoderSettings
 from energon_packed.errors import ConfigError
@@ -22,26 +22,21 @@ def load_audio(settings: EncoderSettings) -> AudioFamily | None:
     The folder is `processor`, or else `tokenizer`.
 
     Returns:
-        The family; None if the folder has no feature extractor, or a processor that is not supported and not in `RULES`,
-        such as the processor of images of a model whose audio is not supported: see `audio_problem`.
-
-    Raises:
-        ConfigError: Transformers cannot load a processor of `RULES`, or it does not follow its rules.
+        The family; None if the folder has no feature extractor, or if its processor is not supported: its text and
+        its images can be used without audio. `audio_problem` says why.
     """
-    folder, name, model_type = _audio_folder(settings)
+    folder, model_type = _audio_folder(settings)
     if folder is None:
         return None
     try:
         return AudioFamily(load_processor(folder), truncates=settings.long_audio == "truncate", model_type=model_type)
     except ConfigError:
-        if name in RULES:
-            raise
         return None
 
 
 def audio_problem(settings: EncoderSettings) -> str:
     """Why `load_audio` returns None for a folder with a feature extractor; "" without such a folder."""
-    folder, _, model_type = _audio_folder(settings)
+    folder, model_type = _audio_folder(settings)
     if folder is None:
         return ""
     try:
@@ -51,11 +46,11 @@ def audio_problem(settings: EncoderSettings) -> str:
     return ""
 
 
-def _audio_folder(settings: EncoderSettings) -> tuple[Path | None, str, str]:
-    """(folder with a feature extractor or None, class of its processor, model type of its config.json or "")."""
+def _audio_folder(settings: EncoderSettings) -> tuple[Path | None, str]:
+    """(folder with a feature extractor or None, model type of its config.json or "")."""
     source = settings.processor or settings.tokenizer
     if source is None:
-        return None, "", ""
+        return None, ""
     folder = find_pretrained(source)
     files: dict[str, Any] = {}
     for path in (folder / name for name in (_PROCESSOR, _PREPROCESSOR, "tokenizer_config.json", _CONFIG)):
@@ -65,6 +60,5 @@ def _audio_folder(settings: EncoderSettings) -> tuple[Path | None, str, str]:
             raise ConfigError(f"{path} is not valid JSON: {error}; fix or remove it") from error
         files[path.name] = value if isinstance(value, dict) else {}
     has_audio = any(part in files[_PROCESSOR] for part in _PARTS) or "feature_extractor_type" in files[_PREPROCESSOR]
-    names = [str(file["processor_class"]) for file in files.values() if file.get("processor_class")]
-    model_type = str(files[_CONFIG].get("model_type", ""))
-    return (folder, names[0], model_type) if has_audio and names else (None, "", "")
+    has_class = any(file.get("processor_class") for file in files.values())
+    return (folder, str(files[_CONFIG].get("model_type", ""))) if has_audio and has_class else (None, "")
