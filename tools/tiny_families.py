@@ -82,7 +82,10 @@ _GEMMA4 = {
     "videos": {"num_frames": 8},
 }
 _MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
-_VIBEVOICE = ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
+_GRANITE_SPEECH = {
+    "parts": {"audio_processor": "GraniteSpeechFeatureExtractor"},
+    "config": {"encoder_config.dim_head": 16},
+}
 _WHISPER = {"feature_extractor": {"feature_size": 128}}
 _INTERNVL = {
     "images": {"size": _SIDE},
@@ -203,11 +206,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
             | {"embed_dims": [8, 16, 32, 64, 128]},
         },
     },
-    "fun_asr_nano": {"config": {"adaptor_config.hidden_size": 512}},
+    "fun_asr_nano": {"config": {"adaptor_config.hidden_size": 512, "adaptor_config.intermediate_size": 128}},
     "nemo_speechlm": {"config": {"head_config.audio_hidden_size": 64}},
-    "vibevoice_asr": {"attention": {"": "sdpa", **dict.fromkeys(_VIBEVOICE, "eager")}},
-    "granite_speech": {"parts": {"audio_processor": "GraniteSpeechFeatureExtractor"}},
-    "granite_speech_plus": {"like": "granite_speech"},
+    "granite_speech": _GRANITE_SPEECH,
+    "granite_speech_plus": _GRANITE_SPEECH,
     "audioflamingo3": _WHISPER,
     "glmasr": _WHISPER,
     "musicflamingo": {**_WHISPER, "parts": {"feature_extractor": "WhisperFeatureExtractor"}},
@@ -217,7 +219,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
         | {"vision_config.model_args": {"channel_multiplier": 0.25}}
     },
-    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision", "audio_config.model_type": "gemma4_audio"},
+    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision", "audio_config.model_type": "gemma4_audio"}
+    | {"audio_config.subsampling_conv_channels": [128, 32]},
     "attention": {"": "sdpa", "audio_config": "eager"}},
     "gemma4_unified": {
         **_GEMMA4,
@@ -341,7 +344,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             | {"global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1, "ref_feat_shape": [4, 4]},
         },
     },
-    "phi4_multimodal": {"parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"}},
+    "phi4_multimodal": {
+        "parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"},
+        "config": {
+            "audio_config.depthwise_separable_out_channel": 128,
+            "audio_config.ext_pw_out_channel": 128,
+            "audio_config.nemo_conv_channels": 128,
+        },
+    },
     "pp_chart2table": {
         "images": {"size": {"height": 256, "width": 256}},
         "more_tokens": ("<imgpad>",),

@@ -108,7 +108,11 @@ RULES: dict[str, AudioRules] = {
     "MusicFlamingoProcessor": _IN_WINDOWS,
     "Phi4MultimodalProcessor": AudioRules(tokens=_phi4_tokens),
     "Qwen3ASRProcessor": AudioRules(
-        tokens=lambda processor, samples: _of_frames(processor, samples // processor.feature_extractor.hop_length),
+        tokens=lambda processor, samples: _of_frames(
+            processor,
+            # Shorter clips are padded, and counted as padded.
+            max(samples, processor.feature_extractor.min_length) // processor.feature_extractor.hop_length,
+        ),
         before="audio_bos_token",
         after="audio_eos_token",
     ),
@@ -154,6 +158,8 @@ class AudioFamily:
         self.extractor = getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
         if self.extractor is None or not getattr(processor, "audio_token", None):
             raise self._unsupported("its text has no audio token")
+        if duration := getattr(processor, "audio_duration_token", None):
+            raise self._unsupported(f"it writes the seconds of each clip in place of {duration}, and adds noise")
         self.rate = int(self.extractor.sampling_rate)
         self.token = str(processor.audio_token)
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
