@@ -84,7 +84,7 @@ _GEMMA4 = {
 _MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
 _GRANITE_SPEECH = {
     "parts": {"audio_processor": "GraniteSpeechFeatureExtractor"},
-    "config": {"encoder_config.dim_head": 16},
+    "config": {"encoder_config.dim_head": 16, "encoder_config.input_dim": 160, "window_size": 15},
 }
 _WHISPER = {"feature_extractor": {"feature_size": 128}}
 _INTERNVL = {
@@ -207,7 +207,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "fun_asr_nano": {"config": {"adaptor_config.hidden_size": 512, "adaptor_config.intermediate_size": 128}},
-    "nemo_speechlm": {"config": {"head_config.audio_hidden_size": 64}},
+    "nemo_speechlm": {**_WHISPER, "config": {"audio_config.diarization_config.head_config.audio_hidden_size": 64}},
     "granite_speech": _GRANITE_SPEECH,
     "granite_speech_plus": _GRANITE_SPEECH,
     "audioflamingo3": _WHISPER,
@@ -374,6 +374,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"config": {"vision_config.num_heads": 4, "vision_config.hidden_size": 1024}},
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "qwen3_asr": {"config": {"audio_config.output_dim": 512}},
     "qwen3_omni_moe_thinker": {
         "like": "qwen3_omni_moe",
         **_QWEN3,

@@ -35,7 +35,7 @@ _WINDOW = 30
 _CHECKED = 60
 """Seconds of the longest clip that is processed to compare a formula: longer clips take seconds."""
 # Errors of a processor for a clip that is shorter than its first frame.
-_TOO_SHORT = (ValueError, RuntimeError, IndexError, TypeError)
+_TOO_SHORT = (ValueError, RuntimeError, LookupError, TypeError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
