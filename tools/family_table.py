@@ -392,6 +392,8 @@ def audio_alone(model_type: str, conversations: int) -> str:
     """Try the audio of a model type without images: as `audio_result`."""
     if model_type not in tiny_families.AUDIO:
         return "none"
+    if model_type in tiny_families.STREAMING:
+        return f"refused: {tiny_families.STREAMING[model_type]}"
     with TemporaryDirectory() as folder:
         text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
         try:

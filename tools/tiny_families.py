@@ -84,7 +84,8 @@ _GEMMA4 = {
 _MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
 _GRANITE_SPEECH = {
     "parts": {"audio_processor": "GraniteSpeechFeatureExtractor"},
-    "config": {"encoder_config.dim_head": 16, "encoder_config.input_dim": 160, "window_size": 15},
+    "config": {"encoder_config.dim_head": 16, "encoder_config.input_dim": 160, "window_size": 15}
+    | {"projector_config.encoder_hidden_size": 1024},
 }
 _WHISPER = {"feature_extractor": {"feature_size": 128}}
 _INTERNVL = {
@@ -207,7 +208,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
     "fun_asr_nano": {"config": {"adaptor_config.hidden_size": 512, "adaptor_config.intermediate_size": 128}},
-    "nemo_speechlm": {**_WHISPER, "config": {"audio_config.diarization_config.head_config.audio_hidden_size": 64}},
+    "nemo_speechlm": {
+        **_WHISPER,
+        "config": {
+            "audio_config.diarization_config.head_config.audio_hidden_size": 64,
+            "text_config.moe_intermediate_size": 64,
+        },
+    },
     "granite_speech": _GRANITE_SPEECH,
     "granite_speech_plus": _GRANITE_SPEECH,
     "audioflamingo3": _WHISPER,
@@ -219,12 +226,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
         | {"vision_config.model_args": {"channel_multiplier": 0.25}}
     },
-    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision", "audio_config.model_type": "gemma4_audio"}
-    | {"audio_config.subsampling_conv_channels": [128, 32]},
-    "attention": {"": "sdpa", "audio_config": "eager"}},
+    "gemma4": {
+        **_GEMMA4,
+        "config": {
+            "vision_config.model_type": "gemma4_vision",
+            "audio_config.model_type": "gemma4_audio",
+            "audio_config.subsampling_conv_channels": [128, 32],
+        },
+        "attention": {"": "sdpa", "audio_config": "eager"},
+    },
     "gemma4_unified": {
         **_GEMMA4,
-        "config": {"vision_config.model_type": "gemma4_unified_vision", "audio_config.model_type": "gemma4_unified_audio"},
+        "config": {
+            "vision_config.model_type": "gemma4_unified_vision",
+            "audio_config.model_type": "gemma4_unified_audio",
+        },
     },
     "glm4v": _QWEN2,
     "glm5_next": {
@@ -453,6 +469,11 @@ AUDIO = (
     "voxtral_realtime",
 )
 NOT_CHAT |= dict.fromkeys(AUDIO, "a model of audio and text, without images")
+# Families of audio that are refused without a trial.
+STREAMING = {
+    "kyutai_speech_to_text": "streaming: codes of audio are added to the text tokens, and the text has no audio tokens",
+    "voxtral_realtime": "streaming: features of audio are added to the text tokens, and the text has no audio tokens",
+}
 # Classes of models of audio and text that the mapping of multimodal language models does not have.
 _OTHER_MODELS = {
     "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",

@@ -652,8 +652,8 @@ class ChatEncoder(Processor):
             record = "a record" if conversation.id is None else f"record {conversation.id}"
             cause = audio_problem(self.settings) or f"{folder} has no audio processor that is supported"
             raise ConfigError(
-                f"{record} has audio, but {cause}. Set `processor` to the processor folder of an audio model, or remove "
-                "the audio."
+                f"{record} has audio, but {cause}. Set `processor` to the processor folder of an audio model, or "
+                "remove the audio."
             )
         if self.audio.problem:
             raise ConfigError(f"audio of {self.audio.name} is not supported: {self.audio.problem}. Remove the audio.")

@@ -120,7 +120,7 @@ class Renderer:
     def _with_edges(
         self, rendered: Rendered, token: str | None, edges: Sequence[tuple[str, str]], gap: str | None = None
     ) -> Rendered:
-        """Write the text around each image, video or audio file; it may differ, for example by the times of a video."""
+        """Write the text around each image, video or audio file; it may differ, as the times of a video do."""
         gap = self.gap if gap is None else gap
         if not edges or not (gap or any([any(texts) for texts in edges])):
             return rendered

@@ -78,11 +78,11 @@ EncoderLoader = PretrainedEncoder | GivenEncoder
 
 
 def log_notices(loader: EncoderLoader) -> None:
-    """Log the decisions of the vision family, such as image options that override the processor folder."""
+    """Log the decisions of the families, such as image options that override the processor folder."""
     encoder = loader.load()
     if isinstance(encoder, ChatEncoder) and encoder.audio is not None:
-        for line in encoder.audio.warnings:
-            _log.warning("%s", line)
+        for warning in encoder.audio.warnings:
+            _log.warning("%s", warning)
     vision = encoder.vision
     if isinstance(vision, VisionFamily):
         for line in vision.infos:

@@ -5,9 +5,9 @@
 
 The class has no knowledge of single families. When a family is loaded, noise and silence are processed to find:
 
-    the text of a clip in the output     as the processor returns it; plain text at its ends belongs to the conversation
+    the text of a clip in the output     as the processor returns it; plain text at its ends is of the conversation
     the number of its tokens             by a formula of `RULES` or of the processor, compared at the edges of frames
-    the longest clip                     30 s, if the tensors of a longer clip are those of its first 30 s; else `RULES`
+    the longest clip                     30 s if a longer clip has the tensors of its first 30 s; else by `RULES`
     how the tensors of clips join        the dimension; a mask that is returned for several clips alone is all true
 
 A processor without a formula processes silence in place of it. `RULES` has what a processor does not report.
@@ -118,6 +118,9 @@ RULES: dict[str, AudioRules] = {
     ),
 }
 """Rules by the class of a processor, for those that need any."""
+_REFUSED = {
+    "VoxtralProcessor": "it has no call for text with audio, only `apply_chat_template` with Mistral's own tokenizer"
+}
 
 
 class AudioFamily:
@@ -155,9 +158,12 @@ class AudioFamily:
         """
         self.processor, self.truncates = processor, truncates
         self._rules = rules or RULES.get(self.name, AudioRules())
-        self.extractor = getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
-        if self.extractor is None or not getattr(processor, "audio_token", None):
+        extractor = getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
+        self.extractor: Any = extractor
+        if extractor is None or not getattr(processor, "audio_token", None):
             raise self._unsupported("its text has no audio token")
+        if self.name in _REFUSED:
+            raise self._unsupported(_REFUSED[self.name])
         if duration := getattr(processor, "audio_duration_token", None):
             raise self._unsupported(f"it writes the seconds of each clip in place of {duration}, and adds noise")
         self.rate = int(self.extractor.sampling_rate)
@@ -178,7 +184,7 @@ class AudioFamily:
                 raise
             raise self._unsupported(" ".join(str(error).split())[:200]) from error
         self.needs: ModelNeeds | None = None
-        self.problem, self.warnings = "", ()
+        self.problem, self.warnings = "", tuple[str, ...]()
         self._judge(_trial(self.name, model_type), is_joined=is_joined)
 
     @property
@@ -352,8 +358,10 @@ class AudioFamily:
             dims[name] = fitting_dims[0]
         joined, _ = VisionInputs.joined([VisionInputs(out, dims, 1) for out in (left, right)])
         # Others pad samples, so that the frames of the shorter clip have other values: right if the model is tested.
-        return dims, masks, all(
-            joined[name].shape == both[name].shape and bool((joined[name] == both[name]).all()) for name in dims
+        return (
+            dims,
+            masks,
+            all(joined[name].shape == both[name].shape and bool((joined[name] == both[name]).all()) for name in dims),
         )
 
     def _found_limit(self) -> int | None:
@@ -422,7 +430,9 @@ class AudioFamily:
 
 def _trial(processor: str, model_type: str) -> str | None:
     """Result for audio of the trial with tiny models, as tools/family_table.py wrote it; None if untested."""
-    rows = [row for row in trials() if (row["model_type"] == model_type if model_type else row["processor"] == processor)]
+    rows = [
+        row for row in trials() if (row["model_type"] == model_type if model_type else row["processor"] == processor)
+    ]
     found = {row["audio"] for row in rows if row.get("audio", "none") != "none"}
     return found.pop() if len(found) == 1 else None
 

@@ -74,7 +74,9 @@ def read_features(family: AudioFamily, conversation: Conversation) -> AudioSize:
     inputs, runs = family.preprocess(samples)
     for audio, run, written in zip(conversation.audios, size.runs, runs, strict=True):
         if run.length != written.length:
-            detail = f"{audio.file.label}: {family.name} writes {written.length} tokens, but {run.length} were computed"
+            detail = (
+                f"{audio.file.label}: {family.name} writes {written.length} tokens, but {run.length} were computed"
+            )
             raise RecordError(Reason.UNSUPPORTED_AUDIO, detail)
     return replace(size, runs=runs, inputs=inputs)
 
