@@ -471,8 +471,8 @@ AUDIO = (
 NOT_CHAT |= dict.fromkeys(AUDIO, "a model of audio and text, without images")
 # Families of audio that are refused without a trial.
 STREAMING = {
-    "kyutai_speech_to_text": "streaming: codes of audio are added to the text tokens, and the text has no audio tokens",
-    "voxtral_realtime": "streaming: features of audio are added to the text tokens, and the text has no audio tokens",
+    "kyutai_speech_to_text": "streaming: codes of audio are added to text tokens, and the text has no audio tokens",
+    "voxtral_realtime": "streaming: features of audio are added to text tokens, and the text has no audio tokens",
 }
 # Classes of models of audio and text that the mapping of multimodal language models does not have.
 _OTHER_MODELS = {

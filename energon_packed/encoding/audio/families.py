@@ -157,10 +157,11 @@ class AudioFamily:
                 message names it.
         """
         self.processor, self.truncates = processor, truncates
+        self.extractor: Any
         self._rules = rules or RULES.get(self.name, AudioRules())
-        extractor = getattr(processor, "audio_processor", None) or getattr(processor, "feature_extractor", None)
-        self.extractor: Any = extractor
-        if extractor is None or not getattr(processor, "audio_token", None):
+        parts = (getattr(processor, name, None) for name in ("audio_processor", "feature_extractor"))
+        self.extractor = next((part for part in parts if part is not None), None)
+        if self.extractor is None or not getattr(processor, "audio_token", None):
             raise self._unsupported("its text has no audio token")
         if self.name in _REFUSED:
             raise self._unsupported(_REFUSED[self.name])
@@ -239,7 +240,7 @@ class AudioFamily:
         inputs = VisionInputs(values, self.dims, len(clips))
         texts = [text for _, of_part in parts for text in of_part]
         ids = [self._ids(text) for text in texts]
-        made = [None if self._all_features else lambda found=found: found for found in ids]  # type: ignore[misc]
+        made = [None if self._all_features else lambda found=found: found for found in ids]
         return inputs, [ImageRun(len(i), make, edges=self.edges) for i, make in zip(ids, made, strict=True)]
 
     def config(self) -> dict[str, Any]:
