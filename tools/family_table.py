@@ -457,7 +457,7 @@ def audio_result(family: Family, conversations: int, row: tuple[Any, ...]) -> st
     )
     if found["result"] in ("packed", "one sample", "kernel"):
         return found["result"]
-    return f"refused: {found['reason']}"
+    return f"refused: {'its model is not tested' if found['result'] == 'not tested' else found['reason']}"
 
 
 def main() -> None:

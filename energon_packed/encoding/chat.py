@@ -655,8 +655,9 @@ class ChatEncoder(Processor):
                 f"{record} has audio, but {cause}. Set `processor` to the processor folder of an audio model, or "
                 "remove the audio."
             )
-        if self.audio.problem:
-            raise ConfigError(f"audio of {self.audio.name} is not supported: {self.audio.problem}. Remove the audio.")
+        problem = self.audio.problem or ("M-RoPE positions with audio" if self.position_axes else "")
+        if problem:
+            raise ConfigError(f"audio of {self.audio.name} is not supported: {problem}. Remove the audio.")
         return self.audio
 
 

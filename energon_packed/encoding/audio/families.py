@@ -395,7 +395,8 @@ class AudioFamily:
         ids = {samples: len(self._ids(text)) for samples, text in texts.items()}
         self._known = sorted(ids.items())
         has_rule = self._rules.tokens is not None
-        if not has_rule and not hasattr(self.processor, "_get_num_multimodal_tokens"):
+        ask = getattr(self.processor, "_get_num_multimodal_tokens", None)  # of images alone in some processors
+        if not has_rule and (ask is None or ask(audio_lengths=[self.rate]).num_audio_tokens is None):
             return None
         limit = self.limit or lengths[-1]
         counts = {samples: max(0, self._count(min(samples, limit))) for samples in lengths}
