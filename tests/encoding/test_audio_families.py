@@ -132,6 +132,35 @@ def test_rows_of_models_that_mix_clips_are_refused(folder: Any, tmp_path: Path) 
     assert "input_features" in PaddingFreeCollator().collate(samples[:1]).transformers_inputs()
 
 
+def test_clips_of_a_processor_of_one_clip_are_processed_alone(folder: Any, tmp_path: Path) -> None:
+    """In a call with several clips, Qwen3-ASR's processor pads the shorter clip, and counts more frames."""
+    encoder = ChatEncoder.from_pretrained(folder("qwen3_asr"))
+    (tmp_path / "one").mkdir()
+    samples = (16_000, 14_481)
+    both = encoder.encode(record(tmp_path, *samples)[0])
+    alone = [encoder.encode(record(tmp_path / "one", count)[0]) for count in samples]
+    token = encoder.rules.audio_token_id
+    assert (both.input_ids == token).sum() == sum((sample.input_ids == token).sum() for sample in alone)
+    joined, _ = VisionInputs.joined([sample.audio_inputs for sample in alone if sample.audio_inputs is not None])
+    assert both.audio_inputs is not None
+    for name, value in both.audio_inputs.values.items():
+        assert torch.equal(value, joined[name]), name
+
+
+def test_audio_of_models_that_failed_their_trial_or_have_axes_of_positions_is_refused(
+    folder: Any, tmp_path: Path
+) -> None:
+    encoder = ChatEncoder.from_pretrained(folder("qwen3_asr"))
+    assert encoder.audio is not None
+    encoder.audio.problem = "logits differ"
+    with pytest.raises(ConfigError, match="audio of Qwen3ASRProcessor is not supported: logits differ"):
+        encoder.encode(record(tmp_path, 16_000)[0])
+    encoder.audio.problem = ""
+    vars(encoder)["position_axes"] = 3
+    with pytest.raises(ConfigError, match="M-RoPE positions with audio"):
+        encoder.encode(record(tmp_path, 16_000)[0])
+
+
 def test_processors_that_are_refused_are_named(folder: Any, tmp_path: Path) -> None:
     encoder = ChatEncoder.from_pretrained(folder("vibevoice_asr"))
     with pytest.raises(ConfigError, match=r"VibeVoiceAsrProcessor .* it writes the seconds of each clip in place of"):
