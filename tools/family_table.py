@@ -23,6 +23,9 @@ Results, with the reason of all but the first:
 The same is tried with videos, whose frames the processor selects (`video`). A family whose videos differ is refused by
 its result; `none`: the frames of a video are images.
 
+And with audio (`audio`): clips around the edges of frames and of windows of 30 s, alone and, if rows with images are
+right, beside images. `none`: the model has no audio.
+
 They are written to energon_packed/encoding/vision/vision_families.json and to the table in docs/vision-families.md.
 With types, only their rows change. --check compares with the file, and writes nothing. torchvision's operators, which
 processors do not call, are declared if it has no build for this machine.
@@ -35,6 +38,7 @@ import logging
 import re
 import sys
 import warnings
+import wave
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -61,8 +65,9 @@ from PIL import Image  # noqa: E402
 from energon_packed import ChatEncoder, Conversation, MediaReference, Message, PaddingFreeCollator  # noqa: E402
 from energon_packed.demo import write_tokenizer  # noqa: E402
 from energon_packed.demo.videos import write_video  # noqa: E402
+from energon_packed.encoding.audio.settings import audio_problem  # noqa: E402
 from energon_packed.errors import EnergonPackedError, IsolationError, Reject  # noqa: E402
-from energon_packed.records import VideoReference  # noqa: E402
+from energon_packed.records import AudioReference, VideoReference  # noqa: E402
 
 DATA = ROOT / "energon_packed" / "encoding" / "vision" / "vision_families.json"
 SECONDS, GIGABYTES = 240, 14  # of one type: processor time, memory
@@ -76,6 +81,17 @@ _ROW: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = (
     ("A house <image> is <image> a drawing.", ((140, 60), (56, 56))),
     ("Is it? <image>", ((120, 120),)),
 )
+# Samples of clips at 16 kHz: frames, windows of 30 s, and clips that may be longer than the model reads.
+_SAMPLES = (16_000, 8_001, 24_321, 480_000, 480_001, 1600, 12_345, 720_000)
+_AUDIO_ROW: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...] = (
+    ("<audio>What is a house?", ((16_000,),)),
+    ("What is this?", ()),
+    ("A house <audio> is <audio> a drawing.", ((24_321,), (9_999,))),
+    ("Is it? <audio>", ((8_000,),)),
+    ("A house is <audio>a drawing.", ((41_000,),)),
+)
+# With images, if rows of several samples with images are right.
+_BOTH_ROW = (("<image>What is <audio>?", ((90, 140), (12_000,))), ("Is it <image>?", ((56, 56),)))
 _VIDEO_ROW = (
     ("<video>What is a house?", _CLIPS[:1]),
     ("What is this?", ()),
@@ -94,15 +110,23 @@ class Family:
         self.encoder = ChatEncoder.from_pretrained(path)
 
     def expected(
-        self, question: str, images: list[Image.Image], videos: list[tiny_families.Video] | None = None
+        self,
+        question: str,
+        images: list[Image.Image],
+        videos: list[tiny_families.Video] | None = None,
+        clips: list[Any] | None = None,
     ) -> dict[str, Any]:
         """What the processor returns for the conversation of `talk`."""
-        vision = self.encoder.vision
-        image = tiny_families.image_text(self.model_type, self.processor) or vision.template_token
-        question = question.replace("<image>", image).replace("<video>", vision.video_placeholder)
+        vision, audio = self.encoder.vision, self.encoder.audio
+        if vision is not None:
+            image = tiny_families.image_text(self.model_type, self.processor) or vision.template_token
+            question = question.replace("<image>", image).replace("<video>", vision.video_placeholder)
+        if audio is not None:
+            question = question.replace("<audio>", audio.placeholder)
         turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "It is."}]
         text = self.encoder.renderer.template.render(turns)
-        return tiny_families.model_inputs(self.model_type, self.processor, text, images, videos)
+        floats = [clip / np.float32(1 << 15) for clip in clips or ()]
+        return tiny_families.model_inputs(self.model_type, self.processor, text, images, videos, floats)
 
     def compare(self, conversations: int) -> int:
         """Compare ids, tensors and lengths of random conversations with the processor; return how many it accepts.
@@ -138,6 +162,51 @@ class Family:
                     continue
                 accepted += self.equals(talk(question, images, videos), theirs, has_shapes=len(videos + images) > 1)
         return accepted
+
+    def compare_audio(self, conversations: int) -> int:
+        """`compare` for conversations with 0 to 3 clips, and for the shortest clips."""
+        rng = np.random.default_rng(0)
+        accepted = 0
+        samples = iter(_SAMPLES * conversations)
+        for seed in range(conversations):
+            count = (1, 0, 1, 2, 1, 3)[seed % 6]
+            words = rng.choice(["What is it?", "\n", " a house ", "It is a drawing. "], count + 1).tolist()
+            question = "<audio>".join(words) if seed % 3 else "<audio>" * count + "What?"
+            clips = [self.clip(next(samples), seed) for _ in range(count)]
+            try:
+                theirs = self.expected(question, [], clips=clips)
+            except (ValueError, TypeError):  # several clips, or none, that the processor rejects
+                accepted += 1
+                continue
+            accepted += self.equals(self.talk(question, clips), theirs)
+        for count in (1, 159, 160, 161, 320, 399, 400, 401, 479, 480, 640, 641, 800, 1119, 1120, 1121, 1280):
+            clip = self.clip(count, 0)
+            try:
+                theirs = self.expected("<audio>What?", [], clips=[clip])
+            except (ValueError, RuntimeError, IndexError, AssertionError):
+                theirs = {"input_ids": torch.zeros((1, 0))}
+            has_tokens = self.encoder.rules.audio_token_id in theirs["input_ids"]
+            if self.equals(self.talk("<audio>What?", [clip]), theirs) != has_tokens:
+                raise ValueError(f"{count} samples have tokens of the processor, or of the encoder alone")
+        return accepted
+
+    def clip(self, samples: int, seed: int) -> Any:
+        """Noise of a number of samples at 16 kHz, int16 at the rate of the processor."""
+        count = -(-samples * self.encoder.audio.rate // 16_000)
+        return np.random.default_rng(seed).integers(-(1 << 14), 1 << 14, count, dtype=np.int16)
+
+    def talk(self, question: str, clips: list[Any], images: list[Image.Image] | None = None) -> Conversation:
+        """Return a conversation with clips as WAV files."""
+        files = []
+        for clip in clips:
+            stream = io.BytesIO()
+            with wave.open(stream, "wb") as file:
+                file.setnchannels(1)
+                file.setsampwidth(2)
+                file.setframerate(self.encoder.audio.rate)
+                file.writeframes(clip.tobytes())
+            files.append(AudioReference(file=MediaReference(data=stream.getvalue())))
+        return talk(question, images or [], audios=files)
 
     def equals(self, record: Conversation, theirs: dict[str, Any], *, has_shapes: bool = False) -> int:
         """Compare a conversation with the output of the processor; return 1, or 0 if it is rejected.
@@ -177,11 +246,13 @@ class Family:
         for index, (question, shapes) in enumerate(row_of_media):
             images = [_noise(*shape, seed=index) for shape in shapes if len(shape) == 2]
             videos = [video(folder, *shape) for shape in shapes if len(shape) > 2 and folder is not None]
+            clips = [self.clip(shape[0], index) for shape in shapes if len(shape) == 1]
             try:
-                alone.append(self.expected(question, images, [_frames(path) for path in videos]))
-            except ValueError:  # some processors have no text without images
+                alone.append(self.expected(question, images, [_frames(path) for path in videos], clips))
+            except (ValueError, TypeError):  # some processors have no text without images or audio, or with two clips
                 continue
-            samples.append(self.encoder.encode(talk(question, images, videos)))
+            record = self.talk(question, clips, images) if clips else talk(question, images, videos)
+            samples.append(self.encoder.encode(record))
         labels = [torch.from_numpy(sample.labels)[None] for sample in samples]
         separate = [_run(model, inputs, of) for inputs, of in zip(alone, labels, strict=True)]
         collator = PaddingFreeCollator(dummy_images="never")
@@ -191,7 +262,7 @@ class Family:
                 return {"result": "wrong", "reason": f"a row of one sample: {problem}"}
         row = collator.collate(samples)
         # Tried whatever the last results say.
-        row.needs = None if row.needs is None else replace(row.needs, one_sample=False)
+        row.needs = None if row.needs is None else replace(row.needs, one_sample=False, one_audio=False)
         inputs = row.transformers_inputs()
         try:
             problem = _difference(_run(model, inputs, row.labels), separate)
@@ -218,8 +289,13 @@ def _equal(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return torch.equal(ours, theirs)
 
 
-def talk(question: str, images: list[Image.Image], videos: list[Path] | None = None) -> Conversation:
-    """Return a conversation with images as PNG files, and videos."""
+def talk(
+    question: str,
+    images: list[Image.Image],
+    videos: list[Path] | None = None,
+    audios: list[AudioReference] | None = None,
+) -> Conversation:
+    """Return a conversation with images as PNG files, videos and audio files."""
     files = []
     for image in images:
         stream = io.BytesIO()
@@ -230,6 +306,7 @@ def talk(question: str, images: list[Image.Image], videos: list[Path] | None = N
         messages=[Message("user", question), Message("assistant", "It is.")],
         images=files,
         videos=[VideoReference(file=MediaReference(data=path.read_bytes())) for path in videos or ()],
+        audios=audios or [],
     )
 
 
@@ -292,7 +369,8 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
     name = transformers.models.auto.processing_auto.PROCESSOR_MAPPING_NAMES.get(model_type) or ""
     row = {"model_type": model_type, "processor": name}
     if model_type in tiny_families.NOT_CHAT:
-        return row | {"result": "not tested", "reason": tiny_families.NOT_CHAT[model_type], "video": "not tested"}
+        row |= {"result": "not tested", "reason": tiny_families.NOT_CHAT[model_type], "video": "not tested"}
+        return row | {"audio": audio_alone(model_type, conversations)}
     with TemporaryDirectory() as folder:
         text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
         try:
@@ -301,12 +379,29 @@ def row_of(model_type: str, conversations: int) -> dict[str, str]:
             text = " ".join(str(error).replace(folder, "").split())
             found = re.search(r"needs a custom VisionFamily: (.*)\)\. Set", text) or re.search(r"\((.*)\)\. Set", text)
             row |= {"result": "refused", "reason": found[1] if found else text}
-            return row | {"video": "refused: as for images"}
+            return row | {"video": "refused: as for images", "audio": "none"}
         except Exception as error:
-            return row | {"result": "not tested", "reason": line(error), "video": "not tested"}
+            return row | {"result": "not tested", "reason": line(error), "video": "not tested", "audio": "none"}
         row["processor"] = type(family.processor).__name__
         row |= _tried(family, lambda: family.compare(conversations), conversations, family.trial)
-        return row | {"video": video_result(family, Path(folder), row["result"])}
+        row["video"] = video_result(family, Path(folder), row["result"])
+        both = _BOTH_ROW if row["result"] in ("packed", "kernel") else ()
+        return row | {"audio": audio_result(family, conversations, _AUDIO_ROW + both)}
+
+
+def audio_alone(model_type: str, conversations: int) -> str:
+    """Try the audio of a model type without images: as `audio_result`."""
+    if model_type not in tiny_families.AUDIO:
+        return "none"
+    if model_type in tiny_families.STREAMING:
+        return f"refused: {tiny_families.STREAMING[model_type]}"
+    with TemporaryDirectory() as folder:
+        text = write_tokenizer(Path(folder, "text"), ["What is a house? It is a drawing."], vision=False)
+        try:
+            family = Family(model_type, Path(folder), text)
+        except Exception as error:
+            return f"refused: {line(error).replace(folder, '')}"
+        return audio_result(family, conversations, _AUDIO_ROW)
 
 
 def _tried(
@@ -351,6 +446,21 @@ def video_result(family: Family, folder: Path, of_images: str) -> str:
     return f"refused: {'its model is not tested' if found['result'] == 'not tested' else found['reason']}"
 
 
+def audio_result(family: Family, conversations: int, row: tuple[Any, ...]) -> str:
+    """Try audio: the result, `refused: REASON`, or `none` for a family without audio."""
+    audio = family.encoder.audio
+    if audio is None:
+        problem = audio_problem(family.encoder.settings)
+        return f"refused: {problem.split('not supported: ')[-1]}" if problem else "none"
+    audio.problem = ""  # tried whatever the last result says
+    found = _tried(
+        family, lambda: family.compare_audio(conversations), conversations, lambda: family.trial("sdpa", row)
+    )
+    if found["result"] in ("packed", "one sample", "kernel"):
+        return found["result"]
+    return f"refused: {'its model is not tested' if found['result'] == 'not tested' else found['reason']}"
+
+
 def main() -> None:
     """Try the families, print the results, and write or compare them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -372,6 +482,7 @@ def main() -> None:
                 "result": "not tested",
                 "reason": row,
                 "video": "not tested",
+                "audio": "none",
             }
         print(json.dumps(row), flush=True)
         return row
@@ -381,9 +492,10 @@ def main() -> None:
     before = {row["model_type"]: row for row in json.loads(DATA.read_text(encoding="utf-8"))["families"]}
     print(", ".join(f"{result} {count}" for result, count in Counter(row["result"] for row in rows).most_common()))
     if options.check:
-        results = {name: (row["result"], row.get("video")) for name, row in before.items()}
+        columns = ("result", "video", "audio")
+        results = {name: [row.get(column) for column in columns] for name, row in before.items()}
         changed = [
-            row["model_type"] for row in rows if results.get(row["model_type"]) != (row["result"], row["video"])
+            row["model_type"] for row in rows if results.get(row["model_type"]) != [row[column] for column in columns]
         ]
         raise SystemExit(f"other results than in {DATA.name}: {', '.join(changed)}" if changed else 0)
     found = before | {row["model_type"]: row for row in rows}

@@ -101,10 +101,11 @@ def vision_families() -> str:
             row["result"],
             _plain(row["reason"]),
             _plain(row.get("video", "not tested")),
+            _plain(row.get("audio", "none")),
         ]
         for row in sorted(rows, key=lambda row: order.index(row["result"]))
     ]
-    return _table(["model type", "processor", "result", "reason", "videos"], cells)
+    return _table(["model type", "processor", "result", "reason", "videos", "audio"], cells)
 
 
 def _plain(text: str) -> str:

@@ -93,6 +93,12 @@ _GEMMA4 = {
     "videos": {"num_frames": 8},
 }
 _MINICPM = {"config": {"insert_layer_id": 0, "vision_config.insert_layer_id": 0, "vision_config.patch_size": 14}}
+_GRANITE_SPEECH = {
+    "parts": {"audio_processor": "GraniteSpeechFeatureExtractor"},
+    "config": {"encoder_config.dim_head": 16, "encoder_config.input_dim": 160, "window_size": 15}
+    | {"projector_config.encoder_hidden_size": 1024},
+}
+_WHISPER = {"feature_extractor": {"feature_size": 128}}
 _INTERNVL = {
     "images": {"size": _SIDE},
     "videos": {"size": _SIDE},
@@ -212,13 +218,41 @@ FAMILIES: dict[str, dict[str, Any]] = {
             | {"embed_dims": [8, 16, 32, 64, 128]},
         },
     },
+    "fun_asr_nano": {"config": {"adaptor_config.hidden_size": 512, "adaptor_config.intermediate_size": 128}},
+    "nemo_speechlm": {
+        **_WHISPER,
+        "config": {
+            "audio_config.diarization_config.head_config.audio_hidden_size": 64,
+            "text_config.moe_intermediate_size": 64,
+        },
+    },
+    "granite_speech": _GRANITE_SPEECH,
+    "granite_speech_plus": _GRANITE_SPEECH,
+    "audioflamingo3": _WHISPER,
+    "glmasr": _WHISPER,
+    "musicflamingo": {**_WHISPER, "parts": {"feature_extractor": "WhisperFeatureExtractor"}},
+    "qwen2_audio": _WHISPER,
     "gemma3": _GEMMA3,
     "gemma3n": {
         "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
         | {"vision_config.model_args": {"channel_multiplier": 0.25}}
     },
-    "gemma4": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_vision"}},
-    "gemma4_unified": {**_GEMMA4, "config": {"vision_config.model_type": "gemma4_unified_vision"}},
+    "gemma4": {
+        **_GEMMA4,
+        "config": {
+            "vision_config.model_type": "gemma4_vision",
+            "audio_config.model_type": "gemma4_audio",
+            "audio_config.subsampling_conv_channels": [128, 32],
+        },
+        "attention": {"": "sdpa", "audio_config": "eager"},
+    },
+    "gemma4_unified": {
+        **_GEMMA4,
+        "config": {
+            "vision_config.model_type": "gemma4_unified_vision",
+            "audio_config.model_type": "gemma4_unified_audio",
+        },
+    },
     "glm4v": _QWEN2,
     "glm5_next": {
         "config": {"vision_config.num_heads": 4, "text_config.index_topk": 16, "text_config.index_kpool": 4},
@@ -337,7 +371,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
             | {"global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1, "ref_feat_shape": [4, 4]},
         },
     },
-    "phi4_multimodal": {"parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"}},
+    "phi4_multimodal": {
+        "parts": {"audio_processor": "Phi4MultimodalFeatureExtractor"},
+        "config": {
+            "audio_config.depthwise_separable_out_channel": 128,
+            "audio_config.ext_pw_out_channel": 128,
+            "audio_config.nemo_conv_channels": 128,
+        },
+    },
     "pp_chart2table": {
         "images": {"size": {"height": 256, "width": 256}},
         "more_tokens": ("<imgpad>",),
@@ -359,6 +400,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"config": {"vision_config.num_heads": 4, "vision_config.hidden_size": 1024}},
     "qwen3_5": _QWEN3,
     "qwen3_5_moe": _QWEN3,
+    "qwen3_asr": {"config": {"audio_config.output_dim": 512}},
     "qwen3_omni_moe_thinker": {
         "like": "qwen3_omni_moe",
         **_QWEN3,
@@ -420,13 +462,16 @@ NOT_CHAT: dict[str, str] = {
     "udop": "encoder-decoder model: the image, the words of a page and their boxes are in the encoder",
     "vision-encoder-decoder": "encoder-decoder model: the image is in the encoder, the text in the decoder",
 }
-_AUDIO = (
+# Families of audio and text, whose audio is tried alone.
+AUDIO = (
+    "audioflamingo3",
     "fun_asr_nano",
     "glmasr",
     "granite_speech",
     "granite_speech_plus",
     "kyutai_speech_to_text",
     "moss_transcribe_diarize",
+    "musicflamingo",
     "nemo_speechlm",
     "qwen2_audio",
     "qwen3_asr",
@@ -434,7 +479,17 @@ _AUDIO = (
     "voxtral",
     "voxtral_realtime",
 )
-NOT_CHAT |= dict.fromkeys(_AUDIO, "a model of audio and text, without images")
+NOT_CHAT |= dict.fromkeys(AUDIO, "a model of audio and text, without images")
+# Families of audio that are refused without a trial.
+STREAMING = {
+    "kyutai_speech_to_text": "streaming: codes of audio are added to text tokens, and the text has no audio tokens",
+    "voxtral_realtime": "streaming: features of audio are added to text tokens, and the text has no audio tokens",
+}
+# Classes of models of audio and text that the mapping of multimodal language models does not have.
+_OTHER_MODELS = {
+    "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",
+    "musicflamingo": "MusicFlamingoForConditionalGeneration",
+}
 
 _SPECIAL_TOKEN = re.compile(r"<\|[^|\s]+\|>|<\uff5c[^\uff5c]+\uff5c>|<\|?[A-Za-z_/][^<>\s|]*\|?>|\[[A-Z_]+\]")
 _TOKEN_ATTRIBUTE = re.compile(r"(\w+_token)(_ids?)?")
@@ -445,7 +500,7 @@ _TEXT_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 def types() -> list[str]:
     """List all model types, in the order of the mappings of Transformers."""
     names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    return list(dict.fromkeys([*names, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES]))
+    return list(dict.fromkeys([*names, *modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, *_OTHER_MODELS]))
 
 
 def build_processor(model_type: str, text_tokenizer: Path) -> Any:
@@ -464,6 +519,8 @@ def build_processor(model_type: str, text_tokenizer: Path) -> Any:
         for part in processor_class.get_attributes():
             if part == "tokenizer":
                 parts[part] = _tokenizer(processor_class, family, text_tokenizer)
+            elif part == "alignment_tokenizer":
+                parts[part] = parts["tokenizer"]
             elif part == "video_processor" and not is_torchvision_available():
                 parts[part] = None  # video processors need torchvision
             else:
@@ -484,11 +541,16 @@ def image_text(model_type: str, processor: Any) -> str:
 
 
 def model_inputs(
-    model_type: str, processor: Any, text: str, images: list[Image.Image], videos: list[Video] | None = None
+    model_type: str,
+    processor: Any,
+    text: str,
+    images: list[Image.Image],
+    videos: list[Video] | None = None,
+    clips: list[Any] | None = None,
 ) -> dict[str, Any]:
     """Return the output of the processor as inputs of the model, with float32 tensors.
 
-    The processor gets all frames of the videos, and selects some of them.
+    The processor gets all frames of the videos, and selects some of them; clips are samples at its rate.
     """
     family = _processor_family(model_type)
     settings, (head, tail) = family.get("call", {}), family.get("added", (0, 0))
@@ -496,6 +558,8 @@ def model_inputs(
     if videos:
         media |= {"videos": [frames for frames, _ in videos], "do_sample_frames": True, "return_metadata": True}
         media["video_metadata"] = [_metadata(frames, fps) for frames, fps in videos]
+    if clips:
+        media["audio"] = clips
     inputs = processor(text=[text], add_special_tokens=False, return_tensors="pt", **media, **settings)
     inputs.pop("video_metadata", None)
     length = inputs["input_ids"].shape[1]
@@ -584,7 +648,7 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
 
 
 def _model_class(model_type: str) -> Any:
-    name = modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[model_type]
+    name = {**modeling_auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **_OTHER_MODELS}[model_type]
     return getattr(transformers, name if isinstance(name, str) else name[0])
 
 
@@ -604,8 +668,13 @@ def _config(model_type: str, processor: Any) -> Any:
             if hasattr(part, name):
                 setattr(part, name, config.get_text_config().hidden_size)
     ids = _token_ids(processor)
-    ids["image"] = _image_token_id(model_type, processor)
+    if hasattr(processor, "image_processor"):
+        ids["image"] = _image_token_id(model_type, processor)
     _set_token_ids(config, ids, len(processor.tokenizer))
+    audio = getattr(config, "audio_config", None)
+    if hasattr(audio, "vocab_offset"):  # audio has ids of its own after those of the tokenizer
+        text = config.get_text_config()
+        audio.vocab_offset, text.vocab_size = text.vocab_size, text.vocab_size + audio.vocab_size
     if hasattr(config, "vocabulary_map"):
         config.vocabulary_map = processor.tokenizer.get_vocab()
     return config

@@ -20,9 +20,9 @@ from typing import Any, Self, TypeVar, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.audio.families import RULES, AudioFamily
+from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.audio.media import AudioSize, measure_audio, read_features
-from energon_packed.encoding.audio.settings import load_audio
+from energon_packed.encoding.audio.settings import audio_problem, load_audio
 from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, is_same_folder, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
 from energon_packed.encoding.rendering import LOSS_ON, Rendered, Renderer
@@ -47,7 +47,7 @@ from energon_packed.encoding.vision.media import (
     trained_grids,
     with_frames_as_images,
 )
-from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, Pixels, expanded
+from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, ModelNeeds, Pixels, expanded
 from energon_packed.encoding.vision.processor_videos import ProcessorVision
 from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.encoding.vision.timestamps import has_timestamps
@@ -177,7 +177,8 @@ class ChatEncoder(Processor):
             raise ConfigError("`tokenizer` must be a folder, or the name of a model, got None. Pass `tokenizer`.")
         # The tokenizer is loaded before the vision family: a wrong folder is reported as a missing tokenizer.
         tokenizer = load_tokenizer(settings.tokenizer)
-        return cls(tokenizer, load_vision(settings), settings, load_audio(settings))
+        vision = load_vision(settings)
+        return cls(tokenizer, vision, settings, load_audio(settings))
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         """Return tokens, labels, pixels and positions of a conversation.
@@ -236,9 +237,8 @@ class ChatEncoder(Processor):
         videos: tuple[Any, ...] = ()  # families without videos may lack these parameters
         if pixels.video_grids is not None:
             videos = self.rules.video_token_id, pixels.video_grids.numpy(), pixels.second_per_grid_ts
-        # Families without audio may lack this parameter, too.
         spoken: dict[str, Any] = {}
-        if self.position_axes and audio.frames is not None:
+        if self.vision.places_audio and audio.frames is not None:
             spoken = {"audio_frames": audio.frames} | ({"has_tracks": True} if audio.tracks else {})
         positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids, *videos, **spoken)
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
@@ -311,8 +311,8 @@ class ChatEncoder(Processor):
             # M-RoPE positions of text are equal in all axes: 0, 1, 2 .. in each sample.
             positions = position_ids_from_cu_seqlens(batch.cu_seqlens)
             row.position_ids = np.broadcast_to(positions, (axes, len(row.input_ids)))
-        if self.vision is not None and self.vision.needs is not None:
-            row.needs = self.vision.needs
+        if self.needs is not None:
+            row.needs = self.needs
             row.token_type_ids = None if row.needs.types is None else np.zeros_like(row.input_ids)
         return row
 
@@ -345,16 +345,23 @@ class ChatEncoder(Processor):
             patch_positions=None if pixels.values is None else vision.patch_positions(pixels.grids),
             vision_inputs=pixels.inputs,
             token_type_ids=np.zeros_like(ids) if vision.needs and vision.needs.types else None,  # no attention
-            needs=vision.needs,
+            needs=self.needs,
         )
 
     def _dummy_audio(self, audio: AudioFamily) -> EncodedSample:
-        inputs, lengths = audio.preprocess([np.zeros(audio.rate // 4, dtype=np.float32)])
+        inputs, runs = audio.preprocess([np.zeros(audio.rate // 4, dtype=np.float32)])
         placeholder = self.text_tokenizer.encode([audio.placeholder], [None], special=False).input_ids
         token = self.rules.audio_token_id
-        ids, _ = expanded(placeholder, placeholder, [token], [ImageRun(lengths[0])])
+        ids, _ = expanded(placeholder, placeholder, [token], runs)
         labels = np.full(len(ids), IGNORE_INDEX, dtype=np.int64)
-        return EncodedSample(id="dummy audio", input_ids=ids, labels=labels, audio_token_id=token, audio_inputs=inputs)
+        return EncodedSample(
+            id="dummy audio",
+            input_ids=ids,
+            labels=labels,
+            audio_token_id=token,
+            audio_inputs=inputs,
+            needs=audio.needs,
+        )
 
     def noted(self, conversation: Conversation) -> Conversation:
         """Return the conversation with notes about `fps` that are true for the vision family."""
@@ -482,7 +489,8 @@ class ChatEncoder(Processor):
         for index, conversation in enumerate(conversations):
             if conversation.input_ids is None:
                 try:
-                    rendered[index] = self.renderer.render(conversation, media[index].runs)
+                    spoken = audios[index].runs if audios else ()
+                    rendered[index] = self.renderer.render(conversation, media[index].runs, spoken)
                 except RecordError as error:
                     rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)
@@ -528,7 +536,7 @@ class ChatEncoder(Processor):
             spoken = [
                 len(c.audios)
                 if c.input_ids is None
-                else sum([*[run.length for run in size.runs], *size.tracks.values()])
+                else sum([run.features(self.rules.audio_token_id) for run in size.runs]) + sum(size.tracks.values())
                 for c, size in zip(conversations, audios, strict=True)
             ]
         if self.vision is not None:
@@ -605,9 +613,25 @@ class ChatEncoder(Processor):
             image_token_id=token,
             video_token_id=self.rules.video_token_id,
             audio_token_id=audio_token,
-            token_type_ids=None if self.vision is None else self.vision.token_type_ids(ids),
-            needs=None if self.vision is None else self.vision.needs,
+            token_type_ids=self._types(ids),
+            needs=self.needs,
         )
+
+    @cached_property
+    def needs(self) -> ModelNeeds | None:
+        """What the model needs of a row with images or audio."""
+        of_images = None if self.vision is None else self.vision.needs
+        of_audio = None if self.audio is None else self.audio.needs
+        if of_audio is None or of_images is None:
+            return of_images or of_audio
+        return replace(of_images, one_audio=of_audio.one_audio)
+
+    def _types(self, ids: Int64) -> Int64 | None:
+        """Types of tokens, int64 (L,), for a model with an argument for them; else None."""
+        types = None if self.vision is None else self.vision.token_type_ids(ids)
+        if types is not None and self.audio is not None:
+            types[ids == self.rules.audio_token_id] = self.audio.token_type
+        return types
 
     @cached_property
     def position_axes(self) -> int:
@@ -651,10 +675,15 @@ class ChatEncoder(Processor):
         if self.audio is None:
             folder = self.settings.processor or self.settings.tokenizer or "the folder of the tokenizer"
             record = "a record" if conversation.id is None else f"record {conversation.id}"
+            cause = audio_problem(self.settings) or f"{folder} has no audio processor that is supported"
             raise ConfigError(
-                f"{record} has audio, but {folder} has no audio processor that is supported ({', '.join(RULES)}). Set "
-                "`processor` to the processor folder of such a model, or remove the audio."
+                f"{record} has audio, but {cause}. Set `processor` to the processor folder of an audio model, or "
+                "remove the audio."
             )
+        has_positions = self.vision is None or self.vision.places_audio or not self.position_axes
+        problem = self.audio.problem or ("" if has_positions else "M-RoPE positions with audio")
+        if problem:
+            raise ConfigError(f"audio of {self.audio.name} is not supported: {problem}. Remove the audio.")
         return self.audio
 
 

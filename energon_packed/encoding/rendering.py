@@ -73,12 +73,15 @@ class Renderer:
     special: SpecialText | None = None
     _of_variables: dict[str, "Renderer"] = field(default_factory=dict, init=False, repr=False)
 
-    def render(self, conversation: Conversation, runs: Sequence[ImageRun] = ()) -> Rendered:
+    def render(
+        self, conversation: Conversation, runs: Sequence[ImageRun] = (), audios: Sequence[ImageRun] = ()
+    ) -> Rendered:
         """Render messages or a document.
 
         Args:
             conversation: messages or a document.
             runs: its images and videos, in order.
+            audios: its audio files, in order.
 
         Raises:
             ConfigError, RecordError, TemplateError: as `ChatTemplate.render_with_spans`.
@@ -88,6 +91,7 @@ class Renderer:
         rendered = own.with_placeholders(own.by_template(escaped), escaped)
         for token, is_video in ((self.placeholder, False), (self.template.video_token, True)):
             rendered = self._with_edges(rendered, token, [run.edges for run in runs if run.is_video == is_video])
+        rendered = self._with_edges(rendered, self.template.audio_token, [run.edges for run in audios], gap="")
         return rendered if escaped is conversation else rendered._replace(text=EscapedText(rendered.text))
 
     def of_record(self, conversation: Conversation) -> "Renderer":
@@ -113,16 +117,19 @@ class Renderer:
             return rendered
         return _replaced(rendered, token, [placeholder] * rendered.text.count(token))
 
-    def _with_edges(self, rendered: Rendered, token: str | None, edges: Sequence[tuple[str, str]]) -> Rendered:
-        """Write the text around each image or video; it differs between them, for example by the times of a video."""
-        if not edges or not (self.gap or any([any(texts) for texts in edges])):
+    def _with_edges(
+        self, rendered: Rendered, token: str | None, edges: Sequence[tuple[str, str]], gap: str | None = None
+    ) -> Rendered:
+        """Write the text around each image, video or audio file; it may differ, as the times of a video do."""
+        gap = self.gap if gap is None else gap
+        if not edges or not (gap or any([any(texts) for texts in edges])):
             return rendered
         assert token is not None, "a family without a token for them has no edges"
         ends = [match.end() for match in re.finditer(re.escape(token), rendered.text)]
         # Another number of tokens: the text contains the token itself, and the record will be rejected.
         if len(ends) != len(edges):
             return rendered
-        gaps = [" " if self.gap and re.match(self.gap, rendered.text[end:]) else "" for end in ends]
+        gaps = [" " if gap and re.match(gap, rendered.text[end:]) else "" for end in ends]
         texts = [f"{before}{token}{after}{gap}" for (before, after), gap in zip(edges, gaps, strict=True)]
         return _replaced(rendered, token, texts)
 

@@ -434,7 +434,7 @@ def _audio(stored: StoredAudio, encoder: Processor | None, located: Mapping[str,
     tokens = None
     if isinstance(encoder, ChatEncoder) and encoder.audio is not None:
         with suppress(RecordError):  # another encoder than the encoder that packed it
-            tokens = encoder.audio.tokens(resampled_length(clip.samples, clip.rate, encoder.audio.rate))
+            tokens = encoder.audio.run(resampled_length(clip.samples, clip.rate, encoder.audio.rate)).length
     return AudioView(
         name=name,
         bytes=len(stored.file.data),

@@ -78,8 +78,12 @@ EncoderLoader = PretrainedEncoder | GivenEncoder
 
 
 def log_notices(loader: EncoderLoader) -> None:
-    """Log the decisions of the vision family, such as image options that override the processor folder."""
-    vision = loader.load().vision
+    """Log the decisions of the families, such as image options that override the processor folder."""
+    encoder = loader.load()
+    if isinstance(encoder, ChatEncoder) and encoder.audio is not None:
+        for warning in encoder.audio.warnings:
+            _log.warning("%s", warning)
+    vision = encoder.vision
     if isinstance(vision, VisionFamily):
         for line in vision.infos:
             _log.info("%s", line)

@@ -80,12 +80,12 @@ def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
     clips = [clip for clip, _ in found]
     sizes = [resampled_length(clip.samples, clip.rate, family.rate) for clip in clips]
     longest = max(sizes, default=0)
-    lengths = [_tokens(family, audio, size, longest) for (audio, _), size in zip(heard, sizes, strict=True)]
+    runs = [_run(family, audio, size, longest) for (audio, _), size in zip(heard, sizes, strict=True)]
     files = [at for at, (_, video) in enumerate(heard) if video is None]
     is_cut = family.limit is not None and longest > family.limit
     return AudioSize(
-        runs=[ImageRun(lengths[at]) for at in files],
-        tracks={video: length for (_, video), length in zip(heard, lengths, strict=True) if video is not None},
+        runs=[runs[at] for at in files],
+        tracks={video: run.length for (_, video), run in zip(heard, runs, strict=True) if video is not None},
         clips=[clips[at] for at in files],
         num_bytes=sum([stored_bytes(*found[at]) for at in files]),
         notes=(TRUNCATED,) if is_cut else (),
@@ -104,12 +104,13 @@ def read_features(family: AudioFamily, conversation: Conversation) -> AudioSize:
         computed.append(run.length)
     if not heard:
         return size
-    inputs, lengths = family.preprocess(samples)
-    for (audio, _), own, length in zip(heard, computed, lengths, strict=True):
-        if own != length:
-            detail = f"{audio.file.label}: {family.name} writes {length} tokens, but {own} were computed"
+    inputs, runs = family.preprocess(samples)
+    for (audio, _), own, run in zip(heard, computed, runs, strict=True):
+        if own != run.length:
+            detail = f"{audio.file.label}: {family.name} writes {run.length} tokens, but {own} were computed"
             raise RecordError(Reason.UNSUPPORTED_AUDIO, detail)
-    return replace(size, inputs=inputs)
+    own_runs = [run for (_, video), run in zip(heard, runs, strict=True) if video is None]
+    return replace(size, runs=own_runs, inputs=inputs)
 
 
 def _heard(family: AudioFamily, conversation: Conversation) -> list[tuple[AudioReference, int | None]]:
@@ -175,8 +176,8 @@ def clip_of(audio: AudioReference) -> tuple[AudioClip, int]:
 
 def positions(family: AudioFamily, clip: AudioClip) -> int:
     """Positions of a clip in the audio encoder, two frames each; a processor with a limit pads all clips to it."""
-    hop = int(getattr(family.processor.feature_extractor, "hop_length", family.rate // 100))
-    return -(-(family.limit or _samples(family, clip)) // (2 * hop))
+    hop = int(getattr(family.extractor, "hop_length", None) or family.rate // 100)
+    return -(-(family.limit or resampled_length(clip.samples, clip.rate, family.rate)) // (2 * hop))
 
 
 def stored_bytes(clip: AudioClip, num_bytes: int) -> int:
@@ -204,8 +205,8 @@ def _rounded(value: float) -> int:
     return int(value + 0.5)
 
 
-def _tokens(family: AudioFamily, audio: AudioReference, samples: int, longest: int) -> int:
+def _run(family: AudioFamily, audio: AudioReference, samples: int, longest: int) -> ImageRun:
     try:
-        return family.tokens(samples, longest)
+        return family.run(samples, longest)
     except RecordError as error:
         raise RecordError(error.reason, f"{audio.file.label}: {error.detail}") from error

@@ -25,6 +25,7 @@ class ModelClass:
         model_type: its name in config.json.
         arguments: names of the arguments of its forward pass.
         position_axes: number of axes of its M-RoPE positions; 0 if positions are 0..L-1.
+        places_audio: whether it has M-RoPE positions for audio.
         grids: tensor of the processor from which M-RoPE positions follow; "" if positions are 0..L-1.
     """
 
@@ -34,11 +35,12 @@ class ModelClass:
         self.model_type = str(config.model_type)
         self.arguments = frozenset(inspect.signature(model.forward).parameters)
         self._positions: Any = None
-        self.position_axes, self.grids = 0, ""
+        self.position_axes, self.grids, self.places_audio = 0, "", False
         if (owner := _owner(config, model)) is None:
             return
         taken = inspect.signature(owner.get_rope_index).parameters
         self.grids = next((name for name in _GRIDS if name in taken), "")
+        self.places_audio = "audio_seqlens" in taken
         if not self.grids:
             raise ConfigError(f"{owner.__name__} computes positions without {' or '.join(_GRIDS)}")
         token = np.zeros(1, dtype=np.int64)
@@ -147,7 +149,7 @@ class ModelClass:
             arguments["attention_mask"] = torch.ones((1, len(input_ids)), dtype=torch.int64)
         if _SECONDS in taken and seconds is not None:
             arguments[_SECONDS] = torch.from_numpy(seconds)
-        if "audio_seqlens" in taken and audio_frames is not None:
+        if self.places_audio and audio_frames is not None:
             arguments["audio_seqlens"] = torch.from_numpy(audio_frames)
         if has_tracks:
             arguments["use_audio_in_video"] = True

@@ -105,10 +105,12 @@ class ModelNeeds:
     Attributes:
         types: name of its argument for the types of tokens, such as `token_type_ids`; None without such an argument.
         one_sample: whether it is wrong for rows of several samples with images.
+        one_audio: whether it is wrong for rows of several samples with audio.
     """
 
     types: str | None = None
     one_sample: bool = False
+    one_audio: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class ProcessorImages(VisionFamily):
             ConfigError: the processor has a behavior that this class does not support; the message names it.
         """
         self.processor, self.model = processor, model
+        self.places_audio = model is not None and model.places_audio
         self.image_processor = processor.image_processor
         self.merge_size = 1  # unused: token counts come from the processor, not from patches
         self._ids: dict[str, Int64] = {}

@@ -244,6 +244,12 @@ class PackedBatch(Batch):
                 "does not keep the samples of such a row apart. Pack with `max_samples_per_pack=1`, and train with "
                 "one pack per batch and without `pad_to`."
             )
+        if self._needs.one_audio and len(bounds) > 2 and any(self.num_audios):
+            raise BatchError(
+                f"A row with audio must have 1 segment for this model family, got {len(bounds) - 1}: the clips of a "
+                "row affect each other. Pack with `max_samples_per_pack=1`, and train with one pack per batch and "
+                "without `pad_to`."
+            )
         inputs: dict[str, Any] = {
             "input_ids": self.input_ids,
             "labels": self.labels,
