@@ -41,6 +41,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt tools/requirements-families.t
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchvision -r tools/requirements-families.txt
+	rm -f $(VENV)/torchvision/torchaudio/lib/*.so  # for CUDA; processors call its Python part
 	touch $@
 
 demo: setup

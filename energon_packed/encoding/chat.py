@@ -680,7 +680,7 @@ class ChatEncoder(Processor):
                 f"{record} has audio, but {cause}. Set `processor` to the processor folder of an audio model, or "
                 "remove the audio."
             )
-        has_positions = self.vision is None or self.vision.places_audio or not self.position_axes
+        has_positions = not self.position_axes or (self.vision is not None and self.vision.places_audio)
         problem = self.audio.problem or ("" if has_positions else "M-RoPE positions with audio")
         if problem:
             raise ConfigError(f"audio of {self.audio.name} is not supported: {problem}. Remove the audio.")

@@ -42,8 +42,8 @@ def load_audio(settings: EncoderSettings) -> AudioFamily | None:
     if tracks and (family is None or not family.rules.has_tracks):
         name = family.name if family else settings.processor or settings.tokenizer
         raise ConfigError(
-            f"`load_audio_from_video` must be False for {name}, which does not write the tokens of an audio track into "
-            "a video. Remove it."
+            f"`load_audio_from_video` must be False for {name}, which does not write the tokens of an audio track "
+            "into a video. Remove it."
         )
     return family
 
