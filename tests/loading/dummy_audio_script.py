@@ -40,7 +40,7 @@ def losses(model: Any, rows: list[list[list[EncodedSample]]], mode: Any) -> list
         batches = [PaddingFreeCollator(dummy_images=mode).collate(each) for each in of_step]
         parts = [batch.loss(model(**batch.transformers_inputs()).logits) for batch in batches]
         optimizer.zero_grad()
-        (sum(parts) / len(parts)).backward()
+        torch.stack(parts).mean().backward()
         optimizer.step()
         found.append([part.item() for part in parts])
     return found
