@@ -9,6 +9,7 @@ import torch
 
 from energon_packed import BatchError, ChatEncoder, EncodedSample, PaddingFreeCollator, normalize
 from tests.audio import qwen2_audio, signal, tiny_model, write
+from tests.integrations.launched import run_script
 from tests.internals import megatron_batch
 
 RATE = 16_000
@@ -153,3 +154,16 @@ def test_audio_of_two_families_cannot_share_a_row(samples: list[EncodedSample]) 
     other = replace(samples[0], audio_inputs=replace(inputs, dims={"input_features": 0}))
     with pytest.raises(BatchError, match="different model families cannot share a row"):
         PaddingFreeCollator().collate([samples[0], other])
+
+
+def test_sharded_ranks_with_and_without_audio_equal_one_process(
+    encoder: ChatEncoder, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Every rank calls the sharded audio encoder in each step; else the ranks would wait for each other."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "out").mkdir()
+    ranks = run_script("tests.loading.dummy_audio_script", qwen2_audio(folder / "tokenizer"), out=folder / "out")
+    assert len(ranks) == 2
+    for found in ranks:
+        assert found["found"] == pytest.approx(found["expected"], rel=1e-5)
+        assert found["found"][-1] < found["found"][0]
