@@ -185,7 +185,8 @@ class Family:
                 theirs = self.expected("<audio>What?", [], clips=[clip])
             except (ValueError, RuntimeError, IndexError, AssertionError):
                 theirs = {"input_ids": torch.zeros((1, 0))}
-            has_tokens = self.encoder.rules.audio_token_id in theirs["input_ids"]
+            is_long = count >= self.encoder.audio.shortest
+            has_tokens = is_long and self.encoder.rules.audio_token_id in theirs["input_ids"]
             if self.equals(self.talk("<audio>What?", [clip]), theirs) != has_tokens:
                 raise ValueError(f"{count} samples have tokens of the processor, or of the encoder alone")
         return accepted
@@ -246,7 +247,8 @@ class Family:
         for index, (question, shapes) in enumerate(row_of_media):
             images = [_noise(*shape, seed=index) for shape in shapes if len(shape) == 2]
             videos = [video(folder, *shape) for shape in shapes if len(shape) > 2 and folder is not None]
-            clips = [self.clip(shape[0], index) for shape in shapes if len(shape) == 1]
+            least = 0 if self.encoder.audio is None else self.encoder.audio.shortest
+            clips = [self.clip(max(shape[0], least), index) for shape in shapes if len(shape) == 1]
             try:
                 alone.append(self.expected(question, images, [_frames(path) for path in videos], clips))
             except (ValueError, TypeError):  # some processors have no text without images or audio, or with two clips

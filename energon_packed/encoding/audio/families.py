@@ -51,6 +51,8 @@ class AudioRules:
             the chat template writes them, and not the processor.
         pads_to_longest: the processor pads the clips of a sample to the longest of them; the frames of a clip that is
             not a multiple of a frame depend on it.
+        shortest: (processor) -> samples that the longest clip of a sample must have: the encoder pads shorter clips
+            to the other clips of a row, and convolves the padding.
         has_tracks: the processor writes the tokens of the audio track of a video among the tokens of the video.
     """
 
@@ -59,6 +61,7 @@ class AudioRules:
     before: str = ""
     after: str = ""
     pads_to_longest: bool = False
+    shortest: Callable[[Any], int] | None = None
     has_tracks: bool = False
 
 
@@ -119,7 +122,11 @@ RULES: dict[str, AudioRules] = {
         has_tracks=True,
     ),
     "Qwen3OmniMoeProcessor": AudioRules(
-        before="audio_bos_token", after="audio_eos_token", pads_to_longest=True, has_tracks=True
+        before="audio_bos_token",
+        after="audio_eos_token",
+        pads_to_longest=True,
+        shortest=lambda processor: int(100 * processor.feature_extractor.hop_length),  # a whole chunk of the encoder
+        has_tracks=True,
     ),
     "Qwen3ASRProcessor": AudioRules(
         tokens=lambda processor, samples: _of_frames(
@@ -147,6 +154,7 @@ class AudioFamily:
         token: token whose run represents an audio file.
         placeholder: text of an audio file in text without content parts, with a single `token`.
         limit: samples of the longest clip; None without a limit.
+        shortest: samples that the longest clip of a sample has at least; 0 without a limit.
         truncates: use the first `limit` samples of a longer clip, as the processor does; False rejects it.
         uses_tracks: use the audio tracks of videos.
         dims: dimension along which the tensors of several clips are joined, by argument of the model.
@@ -195,6 +203,7 @@ class AudioFamily:
         self._special = re.compile("|".join(map(re.escape, sorted({*added, self.token}, key=len, reverse=True))))
         edges = [getattr(processor, name) if name else "" for name in (self.rules.before, self.rules.after)]
         self.placeholder = f"{edges[0]}{self.token}{edges[1]}"
+        self.shortest = 0 if self.rules.shortest is None else self.rules.shortest(processor)
         self._known: list[tuple[int, int]] = []
         self.edges, self._all_features, self.token_type = ("", ""), True, 0
         try:
@@ -230,6 +239,13 @@ class AudioFamily:
             most, seconds = self.limit / self.rate, samples / self.rate
             detail = f"{seconds:.2f} s are more than the {most:g} s that {self.name} reads"
             raise RecordError(Reason.UNSUPPORTED_AUDIO, f"{detail}; split it, or set `long_audio` to 'truncate'")
+        if max(samples, longest) < self.shortest:
+            least, seconds = self.shortest / self.rate, max(samples, longest) / self.rate
+            raise RecordError(
+                Reason.UNSUPPORTED_AUDIO,
+                f"{seconds:.2f} s are fewer than the {least:g} s that the longest clip of a sample must have, as the "
+                f"encoder of {self.name} mixes shorter clips with the padding of a row; append silence",
+            )
         length = self._length(samples, longest)
         if length < 1:
             detail = f"{samples:,} samples at {self.rate:,} per second have no token of {self.name}"
@@ -347,6 +363,8 @@ class AudioFamily:
                 return_tensors="pt",
                 text_kwargs={"padding": True},
             )
+        if "text_replacement_offsets" not in out:
+            raise self._unsupported("it does not return the text of an audio file")
         texts = [offsets[0]["replacement"] for offsets in out.pop("text_replacement_offsets")]
         types = next((out[name] for name in OF_TYPES if name in out), None)
         if types is not None and (types != 0).any():
