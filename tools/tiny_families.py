@@ -407,6 +407,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **_OMNI,
         "config": {**_QWEN3["config"], "vision_start_token_id": 0, "position_id_per_seconds": 13}
         | {"text_config.num_attention_heads": 4, "text_config.num_key_value_heads": 2}
+        | {"text_config.num_experts_per_tok": 4}  # all, as a rounding can select another expert
         | {"audio_config.output_dim": 256},  # the width of the text
     },
     "qwen3_vl": _QWEN3,

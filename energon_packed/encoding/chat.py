@@ -619,7 +619,7 @@ class ChatEncoder(Processor):
 
     @cached_property
     def needs(self) -> ModelNeeds | None:
-        """What the model needs of a row with images or audio."""
+        """Needs of the model for a row with images or audio."""
         of_images = None if self.vision is None else self.vision.needs
         of_audio = None if self.audio is None else self.audio.needs
         if of_audio is None or of_images is None:

@@ -33,7 +33,7 @@ from energon_packed.libraries import installed
 _WINDOW = 30
 """Seconds of a clip, after which the feature extractors of Whisper and its successors drop all samples."""
 _CHECKED = 60
-"""Seconds of the longest clip that is processed to compare a formula: longer clips take seconds."""
+"""Seconds of the longest clip that is processed to compare a formula; the processor needs seconds for more."""
 # Errors of a processor for a clip that is shorter than its first frame.
 _TOO_SHORT = (ValueError, RuntimeError, LookupError, TypeError, AssertionError)
 
@@ -178,7 +178,7 @@ class AudioFamily:
 
         Args:
             processor: the Transformers processor.
-            rules: its rules; None for those of `RULES`.
+            rules: its rules; None for the entry of `RULES`.
             truncates, uses_tracks: as the attributes.
             model_type: of config.json; "" if it is unknown.
 
@@ -373,7 +373,7 @@ class AudioFamily:
         return {name: out[name] for name in names}, texts
 
     def _takes_one_clip(self) -> bool:
-        """Whether the processor takes one clip per text: with several, it pads them, and counts other frames."""
+        """Whether the processor takes one clip per text; it pads several, and counts other frames."""
         clips = [np.zeros(self.rate, dtype=np.float32)] * 2
         try:
             with _quiet():

@@ -99,7 +99,7 @@ class VisionFamily(ABC):
         boxes: text of names and boxes of records; None if no trainer defines it, so that such records are rejected.
         image_options: names of the settings of an image that records can set, of `IMAGE_SETTINGS`. A family that has
             them returns pixels along the images, which do not depend on each other.
-        places_audio: `position_ids` takes `audio_frames`, for M-RoPE positions of samples with audio.
+        places_audio: whether `position_ids` has the parameter `audio_frames`, for samples with audio.
         video_token: token whose run represents a video file; None if its frames are images of the family.
         video_placeholder: text of a video in a conversation, with a single `video_token`.
         videos: settings that select and resize the frames of video files; by default as in the published models.
