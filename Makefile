@@ -62,7 +62,7 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: setup chromium
-	$(BIN)/python -m pytest -n 2 --durations 40
+	$(BIN)/python -m pytest -n 3 --durations 40
 
 # Tests open pages in this browser, and fail without it. Root on Debian gets it here.
 chromium:

@@ -166,6 +166,7 @@ PLACES = {
     "find_records": "inspection.search:find_records",
     "expected_steps": "inspection.steps:expected_steps",
     "read_sizes": "inspection.steps:read_sizes",
+    "dataset_loading": "loading.dataset",
     "steps_inspection": "inspection.steps",
     "gather": "inspection.report_data:gather",
     "render_report": "inspection.report:render_report",
