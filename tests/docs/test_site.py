@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from collections.abc import Iterator
 from functools import partial
 from html.parser import HTMLParser
@@ -135,9 +136,14 @@ def test_pages_fit_and_are_readable(site: Path, address: str, tmp_path: Path) ->
     with Browser(tmp_path) as browser:
         for _, scheme, colors in VIEWS:  # a page has the scheme of the system when it is opened
             browser.show(WIDTH, scheme=scheme)
+            browser.open("about:blank")  # so that the last page no longer stores its scheme
+            browser.call("Storage.clearDataForOrigin", origin=address.rstrip("/"), storageTypes="local_storage")
             browser.open(address)
+            for _ in range(100):  # scripts of the page set it, perhaps after the page is loaded
+                if browser.run("document.body.dataset.mdColorScheme") == colors:
+                    break
+                time.sleep(0.1)
             assert browser.run("document.body.dataset.mdColorScheme") == colors
-            browser.run("localStorage.clear()")  # where the site keeps the scheme
         for page in pages:
             browser.show(WIDTH)
             browser.open(address + page)

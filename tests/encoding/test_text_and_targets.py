@@ -20,6 +20,8 @@ from tests.encoding.semantics import encoder_for, write_image
 from tests.encoding.talks import PICTURE, TEMPLATES, Talk, talks, trained
 from tests.internals import IGNORE_INDEX, supervised_turns
 
+_PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
+
 LOSS_ON = ("assistant", "last")
 
 
@@ -71,7 +73,9 @@ def test_text_and_targets_equal_the_record(
         conversation = normalize(record, image_root=image_root)
         sample = encoder.encode(conversation)
     except RecordError as error:
-        assert wanted is None, f"{error} for {wanted}"
+        # No text stands for a special token beside characters that could be this text.
+        both = wanted is not None and _PRIVATE.search(wanted[0]) and "special tokens and private-use" in str(error)
+        assert wanted is None or both, f"{error} for {wanted}"
         assert "\n" not in str(error)
         return
     assert wanted is not None, decoded(encoder, sample.input_ids)
