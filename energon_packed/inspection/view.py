@@ -310,7 +310,7 @@ def _view(
         supervised=supervised,
         video=conversation.video,
         videos=tuple(_video(video, encoder, located) for video in sample.videos),
-        audios=tuple(_audio(audio, encoder, located) for audio in sample.audios),
+        audios=_audios(sample.audios, encoder, located),
         truncated_to=sample.truncate if sample.is_truncated else None,
     )
 
@@ -428,13 +428,21 @@ def _video_problem(stored: StoredVideo, *, is_located: bool) -> str | None:
     return None if is_packed else "not the packed video: it has another number of frames, or another size"
 
 
-def _audio(stored: StoredAudio, encoder: Processor | None, located: Mapping[str, MediaReference]) -> AudioView:
+def _audios(
+    stored: Sequence[StoredAudio], encoder: Processor | None, located: Mapping[str, MediaReference]
+) -> tuple[AudioView, ...]:
+    """Return the audio files of a sample; the tokens of some families depend on the longest of them."""
+    tokens: list[int | None] = [None] * len(stored)
+    if isinstance(encoder, ChatEncoder) and (family := encoder.audio) is not None:
+        sizes = [resampled_length(audio.clip.samples, audio.clip.rate, family.rate) for audio in stored]
+        with suppress(RecordError):  # another encoder than the encoder that packed them
+            tokens = [family.run(size, max(sizes)).length for size in sizes]
+    return tuple(_audio(audio, count, located) for audio, count in zip(stored, tokens, strict=True))
+
+
+def _audio(stored: StoredAudio, tokens: int | None, located: Mapping[str, MediaReference]) -> AudioView:
     clip, name = stored.clip, stored.file.part or "?"
     reference = located.get(name)
-    tokens = None
-    if isinstance(encoder, ChatEncoder) and encoder.audio is not None:
-        with suppress(RecordError):  # another encoder than the encoder that packed it
-            tokens = encoder.audio.run(resampled_length(clip.samples, clip.rate, encoder.audio.rate)).length
     return AudioView(
         name=name,
         bytes=len(stored.file.data),

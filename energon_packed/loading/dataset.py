@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
-from energon_packed.encoding.audio.media import positions
+from energon_packed.encoding.audio.audio_file import resampled_length
 from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.flavors import PackSample, load_pack
@@ -532,7 +532,11 @@ class FolderPacks:
         raw = emptied(self.reader.parts(pack, only=_NotLarge()), _is_large)
         conversations = load_pack(self._codec, raw).conversations()
         clips = [file.clip for conversation in conversations for file in conversation.audios]
-        heard = [] if audio is None else [positions(audio, clip) for clip in clips if clip is not None]
+        heard = (
+            []
+            if audio is None
+            else [audio.positions(resampled_length(clip.samples, clip.rate, audio.rate)) for clip in clips if clip]
+        )
         if vision is None:
             return heard
         conversations = [c for c in conversations if c.images or c.videos]

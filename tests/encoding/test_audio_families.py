@@ -70,6 +70,10 @@ def test_tokens_and_tensors_are_as_the_processor_makes_them(model_type: str, fol
         assert clips == [] or {"input_features", "input_features_mask"} <= set(values)
         for name, value in values.items():
             assert torch.equal(value, expected[name]), (name, samples)
+        if len(clips) == 1:  # the cost of the encoder: two frames a position, in windows of 30 s or of the clip
+            windows, frames = values["input_features_mask"].shape
+            found = encoder.audio.positions(samples[0])
+            assert found == pytest.approx(windows * frames / 2, abs=2), (samples, windows, frames)
         if sample.token_type_ids is not None:
             assert sample.token_type_ids.tolist() == expected["token_type_ids"][0].tolist()
         if clips:  # the tokens of a sample that is stored tokenized are counted by its files

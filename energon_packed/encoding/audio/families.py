@@ -198,6 +198,7 @@ class AudioFamily:
         if duration := getattr(processor, "audio_duration_token", None):
             raise self._unsupported(f"it writes the seconds of each clip in place of {duration}, and adds noise")
         self.rate = int(self.extractor.sampling_rate)
+        self._hop = int(getattr(self.extractor, "hop_length", None) or self.rate // 100)
         self.token = str(processor.audio_token)
         added = [str(token) for token in processor.tokenizer.get_added_vocab()]
         self._special = re.compile("|".join(map(re.escape, sorted({*added, self.token}, key=len, reverse=True))))
@@ -252,6 +253,17 @@ class AudioFamily:
             raise RecordError(Reason.UNSUPPORTED_AUDIO, f"{detail}; remove the record")
         make = None if self._all_features else lambda: self._ids(self._text(samples))
         return ImageRun(length, make, edges=self.edges)
+
+    def positions(self, samples: int) -> int:
+        """Number of positions of a clip in the audio encoder, two frames each, with the padding of the processor.
+
+        Args:
+            samples: samples at `rate`.
+        """
+        samples = samples if self.limit is None else min(samples, self.limit)
+        if self._window:
+            samples = -(-samples // self._window) * self._window
+        return -(-samples // (2 * self._hop))
 
     def needed(self, samples: int, rate: int) -> int:
         """Number of the first samples of a clip that its features depend on.
@@ -328,8 +340,7 @@ class AudioFamily:
             if longest <= self.extractor.n_fft // 2:  # too short for the padding of its STFT
                 return 0
             # Frames with a sample in the mask, which ends with the last whole frame of the longest clip.
-            hop = int(self.extractor.hop_length)
-            samples = hop * min(-(-samples // hop), longest // hop)
+            samples = self._hop * min(-(-samples // self._hop), longest // self._hop)
         if self.rules.tokens is not None:
             return self.rules.tokens(self.processor, samples)
         return int(self.processor._get_num_multimodal_tokens(audio_lengths=[samples]).num_audio_tokens[0])
@@ -393,6 +404,10 @@ class AudioFamily:
         is_padded = self.rules.pads_to_longest
         first, second = _noise(self.rate), _noise(self.rate)[::-1].copy() if is_padded else _noise(self.rate // 2)
         left, right, both = (self._process(clips)[0] for clips in ([first], [second], [first, second]))
+        # Samples to a multiple of which clips are padded, by frames; 0 if features have the length of the clip.
+        largest = max(left, key=lambda name: left[name].numel())
+        is_window = not is_padded and left[largest].shape == right[largest].shape
+        self._window = self._hop * max(left[largest].shape[1:]) if is_window else 0
         masks: dict[str, str] = {}
         for name in set(both) - set(left):
             fitting = [of for of in left if both[of].shape[:2] == both[name].shape and both[of].ndim > 2]
@@ -431,7 +446,7 @@ class AudioFamily:
         Returns:
             Number of tokens of the text that the formula omits; None without a formula.
         """
-        hop = int(getattr(self.extractor, "hop_length", None) or self.rate // 100)
+        hop = self._hop
         longest = self.limit if self.limit is not None and self.limit <= _CHECKED * self.rate else None
         longest = longest or _WINDOW * self.rate
         lengths = [1, hop, 3 * hop - 1, 7 * hop, 7 * hop + 1, self.rate + 1, longest, longest + 1]
@@ -466,7 +481,7 @@ class AudioFamily:
         """Compare the formula for clips beside a longer clip."""
         if not self.rules.pads_to_longest:
             return
-        hop = int(self.extractor.hop_length)
+        hop = self._hop
         for samples in (1, hop, 3 * hop - 1, 7 * hop, 7 * hop + 1, self.rate + 1):
             for longest in (samples + hop + 1, self.rate + 1):
                 written = len(self._ids(self._text(samples, longest)))

@@ -174,12 +174,6 @@ def clip_of(audio: AudioReference) -> tuple[AudioClip, int]:
     return AudioClip(rate=info.rate, start=start, samples=samples, total=info.samples), info.num_bytes
 
 
-def positions(family: AudioFamily, clip: AudioClip) -> int:
-    """Positions of a clip in the audio encoder, two frames each; a processor with a limit pads all clips to it."""
-    hop = int(getattr(family.extractor, "hop_length", None) or family.rate // 100)
-    return -(-(family.limit or resampled_length(clip.samples, clip.rate, family.rate)) // (2 * hop))
-
-
 def stored_bytes(clip: AudioClip, num_bytes: int) -> int:
     """Most bytes of a clip of a file of `num_bytes` bytes in a pack."""
     return cut_bytes(clip) if is_cut(clip, num_bytes) else num_bytes
