@@ -17,6 +17,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from family_table import _difference, _frames, _run
 from PIL import Image
 from tiny_families import _metadata, build_model, picture, write_folder
@@ -34,7 +35,7 @@ from energon_packed import (
     pack,
 )
 from tests.audio import signal, write
-from tests.internals import decode_audio, read_audio_info, write_video
+from tests.internals import cli, decode_audio, read_audio_info, write_video
 
 TYPES = ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 RATE = 16_000
@@ -323,6 +324,21 @@ def test_audio_tracks_of_a_pack_are_read_from_the_stored_videos(omni: Omni, tmp_
     files = [path.stat().st_size for path in (tmp_path / "out").rglob("*.tar")]
     assert sum(files) < Path(record["videos"][0]).stat().st_size + 20_000  # no second copy of the track
     assert result is not None
+
+
+def test_inspect_counts_the_tokens_of_a_short_clip_beside_a_longer_clip(omni: Omni, tmp_path: Path) -> None:
+    clips = [str(write(tmp_path / str(size), "wav16", signal(size, RATE), RATE)) for size in (8001, 33_333)]
+    turns = [{"role": "user", "content": "<audio><audio>hello"}, {"role": "assistant", "content": "It is."}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": turns, "audios": clips}))
+    pack(
+        PackOptions(inputs=[tmp_path / "data.jsonl"], output_dir=tmp_path / "out", seq_len=512, tokenizer=omni.folder)
+    )
+    arguments = ["inspect", str(tmp_path / "out"), "--pack", "out_00000000", "--json", "--tokenizer", str(omni.folder)]
+    shown = json.loads(CliRunner().invoke(cli, arguments).output)
+    [sample] = shown["samples"]
+    theirs = omni.expected(normalize(json.loads((tmp_path / "data.jsonl").read_text())))
+    count = int((theirs["input_ids"] == omni.encoder.rules.audio_token_id).sum())
+    assert sum(audio["tokens"] for audio in sample["audios"]) == count
 
 
 def test_videos_without_a_track(omni: Omni, tmp_path: Path) -> None:
