@@ -174,8 +174,8 @@ def _patches(given: Mapping[str, Any], device: torch.device) -> tuple[torch.Tens
             frames, areas = grids[:, 0], grids[:, 1] * grids[:, 2]
             sums = sums + torch.stack([(frames * areas).sum(), (frames * areas * areas).sum()]).to(device)
     features = given.get("input_features", (given.get("audio_inputs") or {}).get("input_features"))
-    if features is not None and features.ndim == 3:  # (files, mel bins, frames)
-        files, length = features.shape[0], -(-features.shape[2] // 2)
+    if features is not None and features.ndim == 3:  # (files, mel bins, frames) or (files, frames, mel bins)
+        files, length = features.shape[0], -(-max(features.shape[1:]) // 2)
         sums = sums + sums.new_tensor([files * length, files * length**2])
     if (images := given.get("num_tiles")) is not None:  # of the layout megatron-lm: patches of each image
         images = images.long()
