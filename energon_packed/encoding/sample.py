@@ -4,7 +4,7 @@ An encoder returns an EncodedSample for each conversation (arrays of one sample)
 columns of several samples end to end, with their boundaries. A row of stored tokens is an EncodedRow from the start.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -109,6 +109,10 @@ class EncodedSample:
         input_ids: int64 (L,); an image is a run of the vision family's image token.
         labels: int64 (L,), unshifted: `input_ids` if supervised, else -100.
         loss_weights: float32 (L,), loss weight of each token, which counts only at targets; None if all weights are 1.
+        columns: further columns of its tokens by name, each (L,) or (L, k); None without columns.
+        group: key of the samples that must share a row with it, or None.
+        role: its role in the group, such as `chosen`, or None.
+        label: label of the whole sample, one value or one for each class, or None.
         id: sample name in reports.
         image_token_id: token that represents image features, or None.
         pixel_values: float32 (patches, patch_dim) of all images, or None.
@@ -153,6 +157,10 @@ class EncodedSample:
     token_type_ids: npt.NDArray[np.int64] | None = None
     needs: ModelNeeds | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
+    columns: Mapping[str, npt.NDArray[Any]] | None = None
+    group: str | None = None
+    role: str | None = None
+    label: tuple[float, ...] | None = None
     source: SampleSource | None = None
     dummy: "EncodedSample | None" = None
 

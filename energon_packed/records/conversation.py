@@ -59,7 +59,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Conversation:
-    """One sample, before encoding. Exactly one of `messages`, `text` and `input_ids` is set.
+    """One sample, before encoding. Exactly one of `messages`, `text`, `input_ids` and `members` is set.
 
     Attributes:
         id: name of the sample in reports; None if the record has no id.
@@ -68,6 +68,12 @@ class Conversation:
         input_ids: int64 (L,), already tokenized; `labels` int64 (L,) with -100 for tokens that are not supervised.
         loss_weights: float32 (L,), loss weight of each of the `input_ids`; None if all weights are 1.
         weight: factor of the loss weights of all targets.
+        columns: further columns of the `input_ids` by name, each (L,) or (L, k); None without columns.
+        group: key of the samples that must share a row with this sample; None if it may be in any row.
+        role: role of the sample in its group, such as `chosen`.
+        label: label of the whole sample, one value or one for each class; None without a label.
+        members: the samples of a record that is a group, in order, such as the chosen and the rejected answer. The
+            record then has no messages, text and tokens of its own, and its media are those of the members in order.
         images: one per `<image>` placeholder, in order.
         videos: video files, one per `<video>` placeholder, in order.
         audios: audio files or parts of them, one per `<audio>` placeholder, in order.
@@ -102,6 +108,11 @@ class Conversation:
     labels: npt.NDArray[np.int64] | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
     weight: float = 1.0
+    columns: Mapping[str, npt.NDArray[Any]] | None = None
+    group: str | None = None
+    role: str | None = None
+    label: tuple[float, ...] | None = None
+    members: "tuple[Conversation, ...]" = ()
     images: tuple[MediaReference, ...] = ()
     videos: tuple[VideoReference, ...] = ()
     audios: tuple[AudioReference, ...] = ()
@@ -117,6 +128,8 @@ class Conversation:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.members:
+            return  # each member has been checked
         if not self.messages and not self.text and (self.input_ids is None or len(self.input_ids) == 0):
             raise RecordError(Reason.EMPTY, "no message, text or token")
         if self.messages:
@@ -247,4 +260,6 @@ def _equal(left: Any, right: Any) -> bool:
     # `==` of arrays is elementwise and has no truth value.
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return left is not None and right is not None and np.array_equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_equal(left[name], right[name]) for name in left)
     return bool(left == right)

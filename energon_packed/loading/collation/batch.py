@@ -82,6 +82,12 @@ class PackedBatch(Batch):
         needs: what the model needs of a row with images, or None.
         loss_weights: float32 (1, T), loss weight of each token in its record, a factor of `loss_mask`; None if all
             weights are 1.
+        columns: further columns of the tokens by name, each (1, T) or (1, T, k), of the dtype in the record.
+        groups: int32 (S,), index of the group of each sample in this row, in order of their first samples; a sample
+            without a group is a group of its own. None if no sample has a group.
+        roles: role of each sample in its group, such as `chosen`, or None; [] if no sample has one.
+        sample_labels: float32 (S,), or (S, C) with C classes, label of each sample, NaN without one; None if no sample
+            has a label.
         has_targets: False for a row of `without_targets`. Known without reading `loss_mask`, which may be on a device.
 
     Examples:
@@ -126,6 +132,10 @@ class PackedBatch(Batch):
     audio_places: list[dict[str, tuple[slice, ...]]] = field(default_factory=list)
     num_audios: list[int] = field(default_factory=list)
     audio_token_id: int | None = None
+    columns: dict[str, torch.Tensor] = field(default_factory=dict)
+    groups: torch.Tensor | None = None
+    roles: list[str | None] = field(default_factory=list)
+    sample_labels: torch.Tensor | None = None
 
     @property
     def input_features(self) -> torch.Tensor | None:

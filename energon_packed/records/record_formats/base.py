@@ -15,12 +15,16 @@ from energon_packed.records.media_fields import Media
 
 @dataclass(slots=True)
 class PartialConversation:
-    """Output of a record format: exactly one of `messages`, `text` and `input_ids` is set.
+    """Output of a record format: exactly one of `messages`, `text`, `input_ids` and `members` is set.
 
     Attributes:
         messages: turns in order; a system field of the record is added later.
         text: a document, every token supervised.
         input_ids: int64 (L,), with `labels` int64 (L,), and `loss_weights` float32 (L,) if any weight is not 1.
+        columns, label: as in `Conversation`.
+        members: the samples of a record that is a group, in order, each with its role and label; then the record itself
+            has no turns, text and tokens.
+        role: role of a member in its group.
 
     Examples:
         >>> PartialConversation([Message("user", "2 + 2?"), Message("assistant", "4")]).messages[1].role
@@ -32,6 +36,10 @@ class PartialConversation:
     input_ids: npt.NDArray[np.int64] | None = None
     labels: npt.NDArray[np.int64] | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
+    columns: Mapping[str, npt.NDArray[Any]] | None = None
+    label: tuple[float, ...] | None = None
+    role: str | None = None
+    members: "list[PartialConversation]" = field(default_factory=list)
 
 
 def alternating(contents: Sequence[str]) -> list[Message]:
