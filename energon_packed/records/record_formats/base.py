@@ -22,8 +22,8 @@ class PartialConversation:
         text: a document, every token supervised.
         input_ids: int64 (L,), with `labels` int64 (L,), and `loss_weights` float32 (L,) if any weight is not 1.
         columns, label: as in `Conversation`.
-        members: the samples of a record that is a group, in order, each with its role and label; then the record itself
-            has no turns, text and tokens.
+        members: the samples of a record that is a group, in order, each with its role and label; the record itself has
+            no turns, text and tokens then.
         role: role of a member in its group.
 
     Examples:
