@@ -55,6 +55,9 @@ from .loading.collation.batch import step_targets as step_targets
 from .loading.collation.collator import Collator as Collator
 from .loading.collation.collator import DefaultBatchCollator as DefaultBatchCollator
 from .loading.collation.collator import PaddingFreeCollator as PaddingFreeCollator
+from .loading.collation.losses import dpo_loss as dpo_loss
+from .loading.collation.losses import kto_loss as kto_loss
+from .loading.collation.losses import reward_loss as reward_loss
 from .loading.costs.model import CostModel as CostModel
 from .loading.costs.model import RowSizes as RowSizes
 from .loading.dataflow.config import DataflowConfig as DataflowConfig

@@ -36,7 +36,9 @@ def without_targets(batch: Any) -> Any:
         return batch.without_targets()
     if isinstance(batch, Mapping) and "labels" in batch:
         empty = {"labels": IGNORE_INDEX, "shift_labels": IGNORE_INDEX, "loss_mask": 0}
-        return {k: torch.full_like(v, empty[k]) if k in empty else v for k, v in batch.items()}
+        changed = {k: torch.full_like(batch[k], value) for k, value in empty.items() if k in batch}
+        rows = {k: v.without_targets() for k, v in batch.items() if isinstance(v, PackedBatch)}
+        return {**batch, **changed, **rows}
     raise ConfigError(
         f"`epoch_end='repeat'` needs batches with `labels`, got {type(batch).__name__}. Return a PackedBatch or a "
         "dict from the collator, or set `epoch_end='drop'`."

@@ -22,6 +22,7 @@ from energon_packed.integrations.isolation import check_isolation, check_positio
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, TrainerStreamCallback
 from energon_packed.integrations.transformers.patches import check_trainer, names_of_model
+from energon_packed.integrations.transformers.sample_loss import LossOfSamples, SampleLoss, outputs_without_loss
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.integrations.transformers.target_logits import computes_target_logits, without_target_logits
 from energon_packed.libraries import private
@@ -86,6 +87,7 @@ class PackedTrainerMixin(Trainer):
         one_process_a_row = self.get_sp_size() == self.get_cp_size() == 1
         self._computes_target_logits: bool | None = None if one_process_a_row and not needs_all else False
         self._only_loss = True
+        self._sample_loss: SampleLoss | None = None
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
         self._loss_is_mean = self._is_packed and not (
             self.model_accepts_loss_kwargs or self.compute_loss_func or self.get_sp_size() > 1
@@ -245,12 +247,19 @@ class PackedTrainerMixin(Trainer):
         rows, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._is_packed and targets is not None:
             # The Trainer counts labels. One process may have other weights while all weights of another are 1.
-            weights = torch.stack([target_weights(row).sum() for row in rows]).sum()
-            sums = torch.stack([weights, weights.new_tensor(any("loss_mask" in row for row in rows))]).to(device)
+            weights = torch.stack([self._weight(row) for row in rows]).sum()
+            replaces = self._sample_loss is not None or any("loss_mask" in row for row in rows)
+            sums = torch.stack([weights, weights.new_tensor(replaces)]).to(device)
             if self.args.average_tokens_across_devices:
                 sums = self.accelerator.reduce(sums, reduction="sum")
             targets = torch.where(sums[1] > 0, sums[0] / self._replicas(), targets)
         return rows, targets
+
+    def _weight(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Divisor of the mean of a row: the sum of the weights of its targets, or its pairs."""
+        if self._sample_loss is None:
+            return target_weights(inputs).sum()
+        return torch.tensor(float(self._sample_loss.count(inputs)))
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -281,10 +290,13 @@ class PackedTrainerMixin(Trainer):
         inputs = self._with_needed_logits(model, inputs, return_outputs)
         sums = self._sums  # None while training
         is_weighted = self._is_packed and "loss_mask" in inputs
-        if sums is None and not self._loss_is_mean and not is_weighted:
+        if sums is None and not self._loss_is_mean and not is_weighted and self._sample_loss is None:
             return computed(inputs, num_items_in_batch)
-        weight = target_weights(inputs).sum()
-        if is_weighted:
+        weight = self._weight(inputs)
+        if self._sample_loss is not None:
+            values, outputs = self._sample_loss(model, inputs)
+            loss = values.sum() / weight.clamp(min=1)
+        elif is_weighted:
             loss, outputs = self._weighted_loss(model, inputs)
         else:
             loss, outputs = computed(inputs if sums is not None else _with_target(inputs), None)
@@ -312,12 +324,7 @@ class PackedTrainerMixin(Trainer):
             name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
         # Without labels, the model computes no loss.
-        outputs = model(**{name: value for name, value in inputs.items() if name not in _OF_LOSS})
-        if getattr(outputs, "aux_loss", None) is not None:
-            raise ConfigError(
-                "`output_router_logits` must be False with loss weights, got True: the loss of the router is part of "
-                "the loss that the model computes without weights. Set it to False in the configuration of the model."
-            )
+        outputs = outputs_without_loss(model, {name: value for name, value in inputs.items() if name not in _OF_LOSS})
         logits, targets, weights = outputs.logits[0, :-1], inputs["labels"][0, 1:], inputs["loss_mask"][0, 1:]
         if "logits_to_keep" in inputs:
             logits, targets, weights = outputs.logits[0], inputs["shift_labels"][0], weights[inputs["logits_to_keep"]]
@@ -407,7 +414,10 @@ class PackedTrainer(PackedTrainerMixin):
         `order_log`: a folder in which the rows of each step are recorded, for data that is read in its global order. A
         TrainerStream has its own argument. `logits="all"` computes the logits of all tokens, in place of the targets
         alone; so do models for which the loss would differ, label smoothing, `compute_loss_func`, and evaluation with
-        metrics or predictions.
+        metrics or predictions. `loss` is computed from the log probabilities of the samples of a row, such as
+        `dpo_loss` or `functools.partial(dpo_loss, beta=0.2)`, and averaged over its values in the step; `ref_model` is
+        its reference, without gradients. Without it, the reference is the column `ref_logprobs` of the data, or the
+        model without its PEFT adapter.
 
     Raises:
         ConfigError: the arguments do not fit the data (see `check_training_arguments`), a checkpoint does not fit the
@@ -444,6 +454,8 @@ class PackedTrainer(PackedTrainerMixin):
         balance: Balance | None = None,
         order_log: str | Path | None = None,
         logits: Literal["targets", "all"] = "targets",
+        loss: LossOfSamples | None = None,
+        ref_model: Any = None,
     ) -> None:
         super().__init__(
             model=model,
@@ -463,6 +475,20 @@ class PackedTrainer(PackedTrainerMixin):
             order_log=order_log,
             logits=logits,
         )
+        if loss is None:
+            if ref_model is not None:
+                raise ConfigError("`ref_model` needs `loss`, such as dpo_loss, got None. Pass `loss`, or remove it.")
+            return
+        if self.label_smoother is not None or self.compute_loss_func is not None or not self._is_packed:
+            raise ConfigError(
+                "`loss` must be None with `label_smoothing_factor`, `compute_loss_func` or a `data_collator` of "
+                f"another package, got {getattr(loss, '__name__', loss)}. Remove one of them."
+            )
+        if ref_model is not None:
+            ref_model = self.accelerator.prepare_model(ref_model.eval(), evaluation_mode=True)
+        self._sample_loss = SampleLoss(loss, ref_model)
+        self.data_collator = SampleLoss.collator(self.data_collator)
+        self.model_accepts_loss_kwargs = True  # the Trainer then passes the number of pairs of the step
 
 
 def _with_target(inputs: dict[str, Any]) -> dict[str, Any]:

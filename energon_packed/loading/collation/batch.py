@@ -5,6 +5,7 @@
 | `transformers_inputs()` | a Hugging Face model |
 | `megatron_inputs()`, `packed_seq_params()` | Megatron-LM and Megatron-Bridge |
 | `loss()`, `loss_by_source()` | a training loop that computes the loss itself |
+| `sample_logps()`, `sample_sums()`, `last_tokens()` | losses over samples, see losses.py |
 | `split()` | the encoded samples, the inverse of collating |
 
 `step_targets` returns the divisor of the loss for all micro batches and ranks of an optimizer step.
@@ -318,6 +319,37 @@ class PackedBatch(Batch):
         means = zip(datasets, sums[0] / sums[1], has_targets, strict=True)
         return {name: mean for name, mean, has_target in means if has_target}
 
+    def sample_logps(self, logits: torch.Tensor) -> torch.Tensor:
+        """Log probability of the targets of each sample, (S,), without weights.
+
+        Args:
+            logits: (1, T, V), or (1, N, V) of the N targets alone.
+        """
+        return self._sums_of_targets(-target_signals(logits, self.labels))
+
+    def sample_sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of the values of the targets of each sample, (S,).
+
+        Args:
+            values: (1, T), a value of each token, such as a column with log probabilities.
+        """
+        is_target = self.labels[0, 1:].to(values.device) != IGNORE_INDEX
+        return self._sums_of_targets(torch.where(is_target, values[0, 1:], 0))
+
+    def last_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the last token of each sample, (S, ...).
+
+        Args:
+            values: (1, T, ...), values of each token, such as hidden states or scores.
+        """
+        ends = self._bounds()[: self.num_samples] + self.cu_seqlens.diff()[: self.num_samples]
+        return values[0, (ends - 1).long().to(values.device)]
+
+    def _sums_of_targets(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums by sample of values of the targets at 1..T-1, (T-1,), which are 0 for other tokens."""
+        samples = _samples_of_targets(values, self._bounds(), self.num_samples)
+        return values.new_zeros(self.num_samples + 1).index_add(0, samples, values)[:-1]
+
     def split(self) -> list[EncodedSample]:
         """Return the S samples without padding, the inverse of collating.
 
@@ -626,13 +658,23 @@ def sums_by_source(
     datasets = sorted(set(names))
     # The tail of the row is not a sample: its losses go into a separate column, which is not returned.
     dataset_of_segment = torch.tensor([*map(datasets.index, names), len(datasets)], device=losses.device)
-    # Loss t is of the target at t + 1. Across a boundary its weight is 0: a first token is never a target.
-    targets = torch.arange(1, len(losses) + 1, device=losses.device)
-    ends = bounds[1 : len(names) + 1].to(losses.device).long()
-    dataset_of_loss = dataset_of_segment[torch.searchsorted(ends, targets, right=True)]
+    dataset_of_loss = dataset_of_segment[_samples_of_targets(losses, bounds, len(names))]
     values = torch.stack([losses * weights, weights])
     sums = values.new_zeros(2, len(datasets) + 1).index_add(1, dataset_of_loss, values)
     return datasets, sums[:, :-1]
+
+
+def _samples_of_targets(values: torch.Tensor, bounds: torch.Tensor, samples: int) -> torch.Tensor:
+    """Index of the sample of each target at 1..T-1, int64 (T-1,); `samples` for tokens of the tail.
+
+    Args:
+        values: (T-1,), for its length and device.
+        bounds: int32 (S+1,) or longer, boundaries of the segments in the row.
+        samples: number of samples S.
+    """
+    # Value t is of the target at t + 1. Across a boundary it counts nothing: a first token is never a target.
+    targets = torch.arange(1, len(values) + 1, device=values.device)
+    return torch.searchsorted(bounds[1 : samples + 1].to(values.device).long(), targets, right=True)
 
 
 def target_weights(batch: PackedBatch | Mapping[str, Any]) -> torch.Tensor:
