@@ -35,6 +35,7 @@ PLACES = {
     "target_signals": "loading.collation.batch:target_signals",
     "computes_target_logits": "integrations.transformers.target_logits:computes_target_logits",
     "with_extra": "loading.collation.collator:with_extra",
+    "preference_pairs": "loading.collation.losses:preference_pairs",
     "with_weights": "loading.collation.collator:with_weights",
     "count_batch": "loading.monitoring.counts:count_batch",
     "MapData": "loading.map_data:MapData",

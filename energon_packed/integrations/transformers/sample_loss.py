@@ -12,8 +12,8 @@ from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.collation.collator import Collator, with_extra
 
 LossOfSamples = Callable[[PackedBatch, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""A loss such as `dpo_loss`: a row, and (S,) log probabilities by the model and by the reference, or None, in; the value
-of each pair or sample out, (P,)."""
+"""A loss such as `dpo_loss`: a row, and (S,) log probabilities by the model and by the reference (or None) in; the
+value of each pair or sample out, (P,)."""
 REFERENCE = "ref_logprobs"
 """Column with the log probability of each token by the reference model."""
 _ROW = "packed_batch"  # entry of the inputs with the row itself

@@ -252,6 +252,11 @@ class PackedTrainerMixin(Trainer):
             sums = torch.stack([weights, weights.new_tensor(replaces)]).to(device)
             if self.args.average_tokens_across_devices:
                 sums = self.accelerator.reduce(sums, reduction="sum")
+            if self._sample_loss is not None and not sums[0]:
+                raise ConfigError(
+                    "`loss` needs groups or labels, but no row of the step has a pair of samples, or a sample with a "
+                    "label. Pack preference records, or remove `loss`."
+                )
             targets = torch.where(sums[1] > 0, sums[0] / self._replicas(), targets)
         return rows, targets
 
