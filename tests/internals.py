@@ -21,9 +21,6 @@ PLACES = {
     "echo_json": "cli.terminal:echo_json",
     "main": "cli.main:main",
     "result_table": "cli.display:result_table",
-    # compiled: kernels without Numba
-    "compiled": "compiled:compiled",
-    "compile_now": "compiled:compile_now",
     # libraries: releases that are not installed
     "libraries": "libraries",
     # integrations: what a framework's configuration names, which the package itself does not export
@@ -35,6 +32,8 @@ PLACES = {
     "target_signals": "loading.collation.batch:target_signals",
     "computes_target_logits": "integrations.transformers.target_logits:computes_target_logits",
     "with_extra": "loading.collation.collator:with_extra",
+    "placing": "packing.placing",
+    "plan_counts": "packing:plan_counts",
     "preference_pairs": "loading.collation.losses:preference_pairs",
     "with_weights": "loading.collation.collator:with_weights",
     "count_batch": "loading.monitoring.counts:count_batch",
@@ -204,15 +203,11 @@ PLACES = {
     # options: declarations of options, for tables that must agree with them
     "declared": "options:declared",
     "make": "options:make",
-    # packing: kernels and their limits; plans are checked through `pack_lengths`
+    # packing: the size of the lists of first fit; plans are checked through `pack_lengths` and `plan_counts`
     "StepImbalance": "packing.balance:StepImbalance",
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",
     "step_imbalances": "packing.balance:step_imbalances",
-    "bitset": "packing.kernels",
-    "planner": "packing.planner",
-    "kernels": "packing.kernels",
-    "load_kernels": "packing:load_kernels",
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.locks:FolderLock",
     "Folder": "pipeline.folder:Folder",

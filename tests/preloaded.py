@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from tests.frozen import freeze
-from tests.internals import PRELOADED, load_kernels
+from tests.internals import PRELOADED
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # the command line sets it before it imports Transformers
 
@@ -28,6 +28,5 @@ for _name in _MODULES:
     with warnings.catch_warnings(action="ignore"), contextlib.suppress(ImportError):
         importlib.import_module(_name)
 
-load_kernels()
 torch.set_num_threads(1)  # tests run side by side
 freeze()

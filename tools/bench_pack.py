@@ -79,9 +79,7 @@ import numpy as np
 from energon_packed import PackOptions
 from energon_packed.pipeline.table import RecordTable
 from energon_packed.pipeline.stages.plan import plan_packs, plan_shards
-from energon_packed.packing import load_kernels
 
-load_kernels()
 count = int(sys.argv[1])
 peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
 before = peak()

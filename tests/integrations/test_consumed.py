@@ -33,7 +33,6 @@ from energon_packed import (
     get_packed_loader,
     prepare_loader,
 )
-from tests.internals import compile_now
 from tests.loading.flows import feature
 
 LOADERS: dict[str, Any] = {
@@ -327,7 +326,6 @@ def test_steps_without_a_checkpoint_take_no_memory() -> None:
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
-    compile_now()  # no import of Numba while memory is measured
     train(10)
     tracemalloc.start()
     try:

@@ -1,16 +1,11 @@
 """The planner: every sample in exactly one pack, no pack over capacity, and known packs for small input."""
 
-import threading
-import time
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from energon_packed import ConfigError, pack_lengths
-from tests.internals import bitset, planner
 
 ALGORITHMS = ["bfd", "ffd", "sequential", "window_7"]
 
@@ -99,7 +94,7 @@ def test_best_fit_decreasing_equals_the_textbook_loop(lengths: list[int], capaci
     assert sorted(sum(lengths[i] for i in p) for p in plan) == sorted(sum(lengths[i] for i in p) for p in expected)
 
 
-def test_best_fit_over_several_levels_of_the_bitset() -> None:
+def test_best_fit_of_large_rows() -> None:
     lengths = np.random.default_rng(0).integers(1, 300_000, 400)
     plan = pack_lengths(lengths, 300_000)
     assert plan.num_packs == len(reference_best_fit_decreasing(lengths.tolist(), 300_000))
@@ -194,13 +189,6 @@ def test_lengths_are_rounded_up_to_a_multiple() -> None:
     assert [pack.tolist() for pack in pack_lengths([3, 3, 1], 7)] == [[0, 1, 2]]
 
 
-def test_more_samples_than_int32_can_number_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "_MOST_SAMPLES", 3)
-    assert pack_lengths([1, 1, 1], 8).num_packs == 1
-    with pytest.raises(ValueError, match="`lengths` must have at most 3 entries, got 4. Plan slices"):
-        pack_lengths([1, 1, 1, 1], 8)
-
-
 def test_empty_input_gives_an_empty_plan() -> None:
     plan = pack_lengths([], 8)
     assert (plan.num_packs, plan.tokens, plan.utilization, list(plan)) == (0, 0, 1.0, [])
@@ -212,31 +200,3 @@ def test_packs_by_number() -> None:
     assert plan[-2].tolist() == plan[0].tolist()
     with pytest.raises(IndexError, match="pack 2 is out of range for a plan of 2 packs"):
         plan[2]
-
-
-@given(data=st.data(), size=st.sampled_from([1, 64, 65, 4096, 5001]))
-@example(data=None, size=64)
-@example(data=None, size=4096)
-def test_the_bitset_finds_its_neighbours(data: Any, size: int) -> None:
-    """In full levels of 64 and 4,096 keys, a search from the last key leaves the set."""
-    keys = st.integers(0, size - 1)
-    members, key = (set(), size - 1) if data is None else data.draw(st.tuples(st.sets(keys, max_size=40), keys))
-    levels = bitset.bitset_levels(size)
-    words = np.zeros(levels[-1], dtype=np.uint64)
-    for member in members | {key}:
-        bitset.bitset_add(words, levels, member)
-    if key not in members:
-        bitset.bitset_remove(words, levels, key)
-    assert bitset.bitset_next(words, levels, key) == min((m for m in members if m >= key), default=-1)
-
-
-def test_planning_does_not_hold_the_gil() -> None:
-    lengths = np.random.default_rng(0).integers(1, 4000, 3_000_000).astype(np.int32)
-    pack_lengths(lengths[:10], 4096)
-    planner = threading.Thread(target=pack_lengths, args=(lengths, 4096))
-    ticks = 0
-    planner.start()
-    while planner.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    assert ticks >= 10  # a held GIL would let this thread run a few times at most

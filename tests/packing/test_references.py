@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from energon_packed import pack_lengths
-from tests.internals import bitset, kernels
+from tests.internals import placing
 
 Packs = list[list[int]]
 CASES = [(seed, limit) for seed in range(8) for limit in (None, 1, 2, 5)]
@@ -71,33 +71,11 @@ def test_packs_are_those_of_the_textbook(seed: int, limit: int | None) -> None:
         assert found == packs, name
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_samples_are_placed_by_descending_length(seed: int) -> None:
-    lengths, capacity = problem(seed)
-    order, placed = kernels.descending_order(np.array(lengths, dtype=np.int32), capacity)
-    assert order.tolist() == descending(lengths, capacity)
-    assert placed.tolist() == [lengths[i] for i in order]
-
-
-def test_neighbours_at_the_ends_of_words() -> None:
-    levels = bitset.bitset_levels(300)
-    words = np.zeros(levels[-1], dtype=np.uint64)
-    for member in (0, 128, 191):
-        bitset.bitset_add(words, levels, member)
-    found = {key: bitset.bitset_next(words, levels, key) for key in (0, 1, 63, 64, 127, 128, 129, 191, 192, 299)}
-    assert found == {0: 0, 1: 128, 63: 128, 64: 128, 127: 128, 128: 128, 129: 191, 191: 191, 192: -1, 299: -1}
-
-
-@pytest.mark.parametrize("size", [1, 64, 65, 300, 4097])
-def test_neighbours_of_every_key(size: int) -> None:
-    rng = np.random.default_rng(size)
-    levels = bitset.bitset_levels(size)
-    words = np.zeros(levels[-1], dtype=np.uint64)
-    members: set[int] = set()
-    for _ in range(3):
-        for key in rng.integers(0, size, 9).tolist():
-            change = bitset.bitset_remove if key in members else bitset.bitset_add
-            change(words, levels, key)
-            members ^= {key}
-        for key in [*range(min(size, 200)), *range(max(0, size - 80), size)]:
-            assert bitset.bitset_next(words, levels, key) == min((m for m in members if m >= key), default=-1)
+def test_first_fit_over_many_lists_of_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placing, "_BLOCK", 2)
+    for seed in range(40):
+        lengths, capacity = problem(seed)
+        for limit in (None, 3):
+            most, order = limit or len(lengths), descending(lengths, capacity)
+            found = pack_lengths(lengths, capacity, algorithm="ffd", max_samples=limit)
+            assert [pack.tolist() for pack in found] == first_fit(lengths, capacity, most, order), seed

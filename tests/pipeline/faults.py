@@ -289,13 +289,12 @@ def _serve() -> None:
     import pyarrow.parquet  # noqa: F401
 
     from energon_packed import ChatEncoder
-    from tests.internals import cli, load_kernels, main
+    from tests.internals import cli, main
     from tests.storage import retry_at_once
 
     for name in ("pack", "lengths", "verify"):
         cli.get_command(None, name)
     retry_at_once(multistorageclient.retry)
-    load_kernels()
     ChatEncoder.from_pretrained(sys.argv[1]).renderer.template.prepare()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     print("ready", flush=True)
