@@ -1,6 +1,5 @@
 """`plan_counts`: how many samples have each length -> CountPlan, the patterns of packs and how often each is used."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,17 +92,13 @@ def plan_counts(
     samples = np.zeros(len(costs), dtype=np.int64)
     np.add.at(samples, place, array[lengths[fits]])
     limit = int(max_samples or max(int(samples.sum()), 1))
-    placed = best_fit(costs[::-1].tolist(), samples[::-1].tolist(), usable, limit)
-    times: defaultdict[Content | None, int] = defaultdict(int)
-    for *_, packs, _, _, content in placed.runs:
-        times[content] += packs
-    patterns = [_pattern(content) for content in times]
-    # From the longest sample, as the packs are opened.
-    order = sorted(range(len(patterns)), key=patterns.__getitem__, reverse=True)
+    placed = best_fit(zip(costs[::-1].tolist(), samples[::-1].tolist(), strict=True), usable, limit)
+    # No two runs have equal content. From the longest sample, as packs are opened.
+    patterns = sorted([(_pattern(content), packs) for *_, packs, _, _, content in placed.runs], reverse=True)
     return CountPlan(
-        lengths=np.array([length for index in order for length in patterns[index]], dtype=np.int64),
-        offsets=np.cumsum([0, *[len(patterns[index]) for index in order]]),
-        times=np.array(list(times.values()), dtype=np.int64)[order],
+        lengths=np.array([length for pattern, _ in patterns for length in pattern], dtype=np.int64),
+        offsets=np.cumsum([0, *[len(pattern) for pattern, _ in patterns]]),
+        times=np.array([times for _, times in patterns], dtype=np.int64),
         tokens=int((lengths * array[lengths])[fits].sum()),
         overlong=int(array[lengths[~fits]].sum()),
         capacity=int(capacity),

@@ -48,12 +48,11 @@ class Placed(NamedTuple):
     packs: int
 
 
-def best_fit(lengths: Iterable[int], counts: Iterable[int], capacity: int, max_samples: int, first: int = 0) -> Placed:
+def best_fit(runs: Iterable[tuple[int, int]], capacity: int, max_samples: int, first: int = 0) -> Placed:
     """Put samples into the pack with the least sufficient free space; of packs with equal space, the latest.
 
     Args:
-        lengths: from the longest, each 1 to `capacity`.
-        counts: samples of each length.
+        runs: a length, 1 to `capacity`, and the number of samples with it, from the longest.
         capacity: tokens that fit in a pack.
         max_samples: samples that fit in a pack.
         first: number of the first pack.
@@ -63,7 +62,7 @@ def best_fit(lengths: Iterable[int], counts: Iterable[int], capacity: int, max_s
     spaces: list[int] = []  # the free spaces with open runs, sorted
     closed: list[Run] = []
     number = first
-    for length, count in zip(lengths, counts, strict=True):
+    for length, count in runs:
         while count:
             at = bisect_left(spaces, length)
             if at < len(spaces):
@@ -100,14 +99,14 @@ def best_fit(lengths: Iterable[int], counts: Iterable[int], capacity: int, max_s
     return Placed(steps, [*closed, *[run for stack in stacks.values() for run in stack]], number)
 
 
-def first_fit(lengths: Iterable[int], counts: Iterable[int], capacity: int, max_samples: int) -> Placed:
+def first_fit(runs: Iterable[tuple[int, int]], capacity: int, max_samples: int) -> Placed:
     """Put samples into the oldest pack with enough free space; arguments as for `best_fit`."""
     steps: list[Step] = []
     # All runs by age, in short lists, and the most free space of a run of each list. A full pack has no free space.
     blocks: list[list[Run]] = [[]]
     largest = [0]
     number = 0
-    for length, count in zip(lengths, counts, strict=True):
+    for length, count in runs:
         at = place = 0  # the runs before this place have too little space for this length
         while count:
             while at < len(blocks) and largest[at] < length:
@@ -118,28 +117,25 @@ def first_fit(lengths: Iterable[int], counts: Iterable[int], capacity: int, max_
                 pack, packs, free, has, content = number, count, capacity, 0, None
             else:
                 block = blocks[at]
-                place = next((i for i in range(place, len(block)) if block[i][3] >= length), len(block))
-                if place == len(block):
-                    at, place = at + 1, 0
-                    continue
+                place = next(i for i in range(place, len(block)) if block[i][3] >= length)
                 pack, _, packs, free, has, content = block.pop(place)
             samples = min(free // length, max_samples - has)
-            runs: list[Run] = []
+            changed: list[Run] = []
             while count and packs:
                 share = samples if samples <= count else count
                 filled = min(count // share, packs)
                 steps.append((pack, 1, filled, share, has))
                 count -= filled * share
                 space = free - length * share if has + share < max_samples else 0
-                runs.append((pack, 1, filled, space, has + share, (content, length, share)))
+                changed.append((pack, 1, filled, space, has + share, (content, length, share)))
                 pack, packs = pack + filled, packs - filled
             if is_new:
                 number = pack
             elif packs:
-                runs.append((pack, 1, packs, free, has, content))
+                changed.append((pack, 1, packs, free, has, content))
             block = blocks[at]
-            block[place:place] = runs
-            place += len(runs)
+            block[place:place] = changed
+            place += len(changed)
             if (half := len(block) // 2) >= _BLOCK:
                 blocks[at : at + 1] = [block[:half], block[half:]]
                 largest[at : at + 1] = [max([run[3] for run in part]) for part in blocks[at : at + 2]]

@@ -186,16 +186,15 @@ def _packs(cost: Int64 | Int32, capacity: int, algorithm: str, max_samples: int)
     is_first = np.ones(len(order), dtype=bool)
     is_first[1:] = (np.diff(lengths) != 0) | (np.diff(windows) != 0)
     starts = np.flatnonzero(is_first)
-    runs = lengths[starts].tolist(), np.diff(starts, append=len(order)).tolist()
+    runs = list(zip(lengths[starts].tolist(), np.diff(starts, append=len(order)).tolist(), strict=True))
     steps: list[Step] = []
     packs = 0
     bounds = [0, *(np.flatnonzero(np.diff(windows[starts])) + 1).tolist(), len(starts)]
     for first, last in pairwise(bounds):
-        values, counts = (column[first:last] for column in runs)
         if algorithm == "ffd":
-            placed = first_fit(values, counts, capacity, max_samples)
+            placed = first_fit(runs, capacity, max_samples)
         else:
-            placed = best_fit(values, counts, capacity, max_samples, packs)
+            placed = best_fit(runs[first:last], capacity, max_samples, packs)
         steps += placed.steps
         packs = placed.packs
     return _indices(order, steps, packs)

@@ -38,6 +38,8 @@ def test_the_packs_are_those_of_the_samples(
         expected.num_packs, expected.tokens, len(expected.overlong)
     )  # fmt: skip
     assert plan.utilization == expected.utilization
+    order = [pattern.tolist() for pattern, _ in plan]
+    assert order == sorted(order, reverse=True)
     assert len(plan) == len(patterns)
 
 
