@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, unsupported_field
+from energon_packed.records.fields import SCALARS, Record, is_given, unsupported_field
 
 RECORD_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_scale")
 """Fields of a record that may have its loss weight; `normalize` reads them with `record_weight='loss'`."""
@@ -24,8 +24,8 @@ _TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of 
 REMEDIES = {
     r"audios?|audio_.*": "list the audio files as audios, with an <audio> in the text for each",
     # Names of a score, a model or an id describe the answers of a pair.
-    r"(chosen|rejected)(?!.*_(scores?|ratings?|rewards?|ranks?|models?|policy|source|ids?|index|idx|lengths?|tokens?|"
-    r"token_count|logps?|names?|types?)$).*|preferred|dispreferred": "write the answers as chosen and rejected",
+    r"(chosen|rejected)(?!.*(?i:scores?|ratings?|rewards?|ranks?|models?|policy|source|ids?|index|idx|lengths?|tokens?|"
+    r"counts?|logps?|names?|types?)$).*|preferred|dispreferred": "write the answers as chosen and rejected",
     r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
     r"system.*|developer.*": "pass it as system",

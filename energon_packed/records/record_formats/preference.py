@@ -8,7 +8,8 @@ Pair: the members `chosen` and `rejected`.
     UltraFeedback binarized, Argilla   {"prompt", "chosen": [turns], "rejected": [turns], "score_chosen", ...}
     HH-RLHF         {"chosen": "\\n\\nHuman: ...\\n\\nAssistant: ...", "rejected": "..."}
     Orca DPO        {"system", "question", "chosen", "rejected"}; RLAIF-V also {"image"}
-    LLaMA-Factory   {"instruction", "input", "chosen", "rejected"}, {"conversations", "chosen": turn, "rejected": turn},
+    LLaMA-Factory   {"instruction", "input", "chosen", "rejected"},
+                    {"conversations", "chosen": turn, "rejected": turn},
                     {"instruction", "input", "output": ["chosen", "rejected"]}
     ms-swift        {"messages", "rejected_response": "..." or [turns]}, {"messages", "rejected_messages"}, and
                     `rejected_images`, `rejected_videos`, `rejected_audios`, `rejected_tools`
@@ -27,8 +28,8 @@ Ranking: members `completion` in the order of the record, whose label is the sco
     Nectar          {"prompt": "\\n\\nHuman: ...", "answers": [{"answer", "rank"}]}
     distilabel      {"instruction", "generations": ["..."], "ratings": [4, 2]}; RRHF: `responses` and `scores`
 
-Only the answers are targets: earlier assistant turns are context, as in TRL. The turns with which both dialogs start are
-the prompt. Two strings without a prompt are documents; their same start changes both log probabilities alike.
+Only the answers are targets: earlier assistant turns are context, as in TRL. The turns with which both dialogs start
+are the prompt. Two strings without a prompt are documents; their same start changes both log probabilities alike.
 
 Members: {"members": [record, record]}, each in any record format, with `role` and `label`: for groups of other forms,
 from an adapter.
@@ -103,11 +104,24 @@ class Pair(GroupFormat):
     """A chosen and a rejected answer."""
 
     key = "chosen"
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | _PAIR_MARKS | _PROMPT_FIELDS | {
-        *(*_ANSWERS, "objects", "margin", "rejected_tools", "prompt_ids", "prompt_input_ids", "prompt_attention_mask"),
-        *(name for names in _SCORES for name in names),
-        *(f"{side}_{name}" for side in _SIDES for name in ("labels", "attention_mask")),
-    }
+    fields: ClassVar[frozenset[str]] = (
+        COMMON_FIELDS
+        | _PAIR_MARKS
+        | _PROMPT_FIELDS
+        | {
+            *(
+                *_ANSWERS,
+                "objects",
+                "margin",
+                "rejected_tools",
+                "prompt_ids",
+                "prompt_input_ids",
+                "prompt_attention_mask",
+            ),
+            *(name for names in _SCORES for name in names),
+            *(f"{side}_{name}" for side in _SIDES for name in ("labels", "attention_mask")),
+        }
+    )
 
     def matches(self, record: Record) -> bool:
         """Whether a field of a pair has a value."""
@@ -164,7 +178,7 @@ def _token_sides(record: Record, used: set[str]) -> list[dict[str, Any]]:
     for side in _SIDES:
         name = f"{side}_{suffix}"
         if not is_given(record.get(name)):
-            raise _one_side(side)
+            raise _one_side(side, record)
         ids = read_tokens(record[name], name).tolist()
         used.add(name)
         if is_given(record.get(f"{side}_labels")):  # with the prompt, whose labels are -100
@@ -187,22 +201,31 @@ def _sides(record: Record, used: set[str]) -> list[dict[str, Any]]:
     if _is_two_outputs(record) and chosen is None and rejected is None:
         used.add("output")
         chosen, rejected = record["output"]
-    of_rejected = {name: record[f"rejected_{name}"] for name in _OF_REJECTED if is_given(record.get(f"rejected_{name}"))}
+    of_rejected = {
+        name: record[f"rejected_{name}"] for name in _OF_REJECTED if is_given(record.get(f"rejected_{name}"))
+    }
     used |= {f"rejected_{name}" for name in of_rejected}
     if chosen is None and (rejected is not None or of_rejected):
         prompt, chosen, rejected = _of_swift(record, prompt, rejected, used)
     for side, answer in zip(_SIDES, (chosen, rejected), strict=True):
         if not is_given(answer):
-            raise _one_side(side)
-    if isinstance(prompt, str) and _starts_dialog(chosen) and not _has_text(chosen, prompt):
-        used -= _PROMPT_FIELDS  # counted as unused: the dialogs have another prompt
+            raise _one_side(side, record)
+    if _starts_dialog(chosen):  # a prompt beside whole dialogs repeats a turn, or is counted as unused
+        texts = [name for name in _QUESTIONS if isinstance(record.get(name), str)]
+        used.difference_update(texts)
+        used.update(name for name in texts if _has_text(chosen, record[name]))
     members = pair_members(prompt, chosen, rejected)
     members[1] |= of_rejected
     return members
 
 
 def _starts_dialog(answer: Any) -> bool:
-    return isinstance(answer, list | tuple) and is_turn(answer[0]) and _role(answer[0]) in ("system", "user")
+    return (
+        isinstance(answer, list | tuple)
+        and bool(answer)
+        and is_turn(answer[0])
+        and _role(answer[0]) in ("system", "user")
+    )
 
 
 def _has_text(turns: Sequence[Any], text: str) -> bool:
@@ -219,11 +242,11 @@ def _answer(record: Record, side: str, used: set[str]) -> Any:
 
 
 def _of_swift(record: Record, prompt: Prompt, rejected: Any, used: set[str]) -> tuple[Prompt, Any, Any]:
-    """Prompt, chosen and rejected answer of ms-swift: the record has the chosen dialog, or a question and an answer."""
+    """Prompt, chosen and rejected answer of ms-swift, whose record has the chosen dialog, or a question and answer."""
     if not isinstance(prompt, list):
         name = next((name for name in _ANSWERS if is_given(record.get(name))), None)
         if prompt is None or name is None:
-            raise _one_side("chosen")
+            raise _one_side("chosen", record)
         used.add(name)
         return prompt, record[name], record[name] if rejected is None else rejected
     if isinstance(rejected, str):
@@ -246,7 +269,7 @@ def _prompt(record: Record, used: set[str]) -> Prompt:
             return list(read_turn_list(value, name))
     for question, names in zip(_QUESTIONS, _TEXTS, strict=True):
         if is_given(record.get(question)):
-            used |= {name for name in names if is_given(record.get(name))} | {"history"}
+            used |= {*names, "history"}
             text = joined_texts(record, names)
             history = [{"role": turn.role, "content": turn.content} for turn in read_history(record)]
             turns = transcript(text)
@@ -277,12 +300,14 @@ def pair_members(prompt: Prompt, chosen: Any, rejected: Any) -> list[dict[str, A
     Raises:
         RecordError: the answers have different types, or are neither text nor turns.
     """
-    answers = [[answer] if isinstance(answer, OBJECT) else answer for answer in (chosen, rejected)]
+    answers: list[Any] = [[answer] if isinstance(answer, OBJECT) else answer for answer in (chosen, rejected)]
+    if isinstance(prompt, list) and prompt and _role(prompt[-1]) == "assistant" and not _starts_dialog(answers[0]):
+        raise unsupported_field("the turns before chosen and rejected end with an answer; end them with a user turn")
     if prompt is None and all(isinstance(answer, str) for answer in answers):
-        dialogs = [transcript(answer) for answer in answers]
-        if None in dialogs:
+        transcripts = [transcript(answer) for answer in answers]
+        if None in transcripts:
             return [{"text": answer} for answer in answers]
-        answers = dialogs
+        answers = list(transcripts)
     for side, answer in zip(_SIDES, answers, strict=True):
         if isinstance(answer, list | tuple) and not (answer and all(is_turn(turn) for turn in answer)):
             raise missing_field(f"{side} is {shown(answer)}; use a string, or turns with a role and a content")
@@ -293,11 +318,19 @@ def pair_members(prompt: Prompt, chosen: Any, rejected: Any) -> list[dict[str, A
         if prompt is None:
             raise missing_field("a string and a list of turns are chosen and rejected; use two lists of turns")
         return [answered(prompt, answer) for answer in answers]
-    dialogs = [_whole(prompt, list(answer)) for answer in answers]
-    # The chosen and the rejected dialog have a turn more than the prompt, at least.
-    start, limit = 0, min(len(dialog) for dialog in dialogs) - 1
-    least = len(prompt) if isinstance(prompt, list) else 0
-    while start < limit and (start < least or dialogs[0][start] == dialogs[1][start]):
+    dialogs = [list(answer) for answer in answers]
+    if all(_starts_dialog(answer) for answer in dialogs):
+        is_start = isinstance(prompt, list) and all(dialog[: len(prompt)] == prompt for dialog in dialogs)
+        # `messages` of UltraFeedback binarized are the chosen dialog.
+        if isinstance(prompt, list) and not is_start and prompt != dialogs[0]:
+            raise missing_field("chosen and rejected start with other turns than the record; keep one of them")
+        least = len(prompt) if is_start and prompt is not None else 0
+    else:
+        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+        dialogs, least = [[*turns, *dialog] for dialog in dialogs], len(turns)
+    # Without a prompt, as `extract_prompt` of TRL: equal turns, but not the last of a dialog.
+    start, limit = least, 0 if least else min(len(dialog) for dialog in dialogs) - 1
+    while start < limit and dialogs[0][start] == dialogs[1][start]:
         start += 1
     for side, dialog in zip(_SIDES, dialogs, strict=True):
         if not any(_role(turn) in ("assistant", "function_call") for turn in dialog[start:]):
@@ -305,20 +338,9 @@ def pair_members(prompt: Prompt, chosen: Any, rejected: Any) -> list[dict[str, A
     return [answered(dialog[:start], dialog[start:]) for dialog in dialogs]
 
 
-def _whole(prompt: Prompt, answer: list[Any]) -> list[Any]:
-    """The whole dialog: the prompt and the answer, or the answer alone if it starts with a prompt of its own."""
-    if isinstance(prompt, list):
-        if answer[: len(prompt)] == prompt:
-            return answer
-        if _role(answer[0]) in ("system", "user") and _role(prompt[-1]) == "user":
-            raise missing_field("an answer starts with another prompt than that of the record; keep one of them")
-        return [*prompt, *answer]
-    if prompt is None or _role(answer[0]) in ("system", "user"):
-        return answer
-    return [{"role": "user", "content": prompt}, *answer]
-
-
 def _role(turn: Any) -> str | None:
+    if not isinstance(turn, OBJECT):
+        return None
     name = next((turn[field] for field in ROLE_FIELDS if turn.get(field) is not None), None)
     return ROLE_NAMES.get(name.strip().lower()) if isinstance(name, str) else None
 
@@ -328,7 +350,10 @@ def answered(prompt: Prompt, answer: Any) -> dict[str, Any]:
     return {"prompt": prompt, "completion": answer} if prompt else {"messages": answer}
 
 
-def _one_side(missing: str) -> RecordError:
+def _one_side(missing: str, record: Record) -> RecordError:
+    names = [name for name in (missing, f"{missing}_messages", f"{missing}_response") if record.get(name) is not None]
+    if names:
+        return RecordError(Reason.EMPTY, f"{names[0]} is empty")
     other = "rejected" if missing == "chosen" else "chosen"
     return missing_field(
         f"the record has a {other} answer and no {missing} answer; a preference pair has both. To train on answers "
@@ -360,9 +385,11 @@ class Comparison(GroupFormat):
     """Two answers, and which of them is better."""
 
     key = "choice"
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"objects"} | {
-        name for f in _CHOICES for name in (f.first, f.second, f.choice, f.prompt) if name is not None
-    }
+    fields: ClassVar[frozenset[str]] = (
+        COMMON_FIELDS
+        | {"objects"}
+        | {name for f in _CHOICES for name in (f.first, f.second, f.choice, f.prompt) if name is not None}
+    )
 
     def matches(self, record: Record) -> bool:
         """Whether the record has the fields of one of the formats."""
@@ -447,7 +474,9 @@ class Ranking(GroupFormat):
             texts, scores = [], []
             for answer in answers:
                 if not isinstance(answer, OBJECT):
-                    raise missing_field(f"an entry of {name} is {shown(answer)}; use objects with an answer and a score")
+                    raise missing_field(
+                        f"an entry of {name} is {shown(answer)}; use objects with an answer and a score"
+                    )
                 scores_name = next((key for key in _ENTRY_SCORES if answer.get(key) is not None), "score")
                 scores.append(answer.get(scores_name))
                 texts.append(next((answer[key] for key in _ENTRY_TEXTS if answer.get(key) is not None), None))

@@ -220,7 +220,9 @@ class SentencePair(GroupFormat):
 
     key = "sentence2"
     shares = False
-    fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {*_PAIR_LABELS, "objects"} | {n for pair in _PAIRS for n in pair}
+    fields: ClassVar[frozenset[str]] = (
+        COMMON_FIELDS | {*_PAIR_LABELS, "objects"} | {n for pair in _PAIRS for n in pair}
+    )
 
     def matches(self, record: Record) -> bool:
         """Whether the record has two texts and a number."""
@@ -248,5 +250,3 @@ class SentencePair(GroupFormat):
     @staticmethod
     def _label(record: Record) -> str | None:
         return next((name for name in _PAIR_LABELS if isinstance(record.get(name), int | float)), None)
-
-
