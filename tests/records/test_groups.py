@@ -1,4 +1,4 @@
-"""Preference, reward, embedding and reranking data, as published or documented, become the members that a person expects.
+"""Preference, reward, embedding and reranking data, as published or documented, become the expected members.
 
 The pairs are compared with TRL: its functions that find the prompt, and the tokens of its DPOTrainer.
 """
@@ -54,6 +54,9 @@ GROUPS: dict[str, tuple[dict[str, Any], list[tuple[str | None, Any, Any]], list[
         {"source": "evol", "prompt": "Hi", "chosen": [HI, HELLO], "chosen-rating": 5, "chosen-model": "m",
          "rejected": [HI, BYE], "rejected-rating": 2.5, "rejected-model": "n"},
         [("chosen", 5.0, [U, GOOD]), ("rejected", 2.5, [U, BAD])], ["chosen-model", "rejected-model", "source"],
+    ),
+    "another prompt beside whole dialogs": (
+        {"prompt": "Other", "chosen": [HI, HELLO], "rejected": [HI, BYE]}, PAIRED, ["prompt"],
     ),
     "Argilla dpo-mix": (
         {"dataset": "capybara", "chosen": [HI, EARLIER, HI, HELLO], "rejected": [HI, EARLIER, HI, BYE],
@@ -121,7 +124,8 @@ GROUPS: dict[str, tuple[dict[str, Any], list[tuple[str | None, Any, Any]], list[
         PAIRED, ["post_id", "score_A"],
     ),
     "PKU-SafeRLHF": (
-        {"prompt": "Hi", "response_0": "Bye.", "response_1": "Hello.", "better_response_id": 1, "safer_response_id": 0},
+        {"prompt": "Hi", "response_0": "Bye.", "response_1": "Hello.", "better_response_id": 1,
+         "safer_response_id": 0},
         PAIRED, ["safer_response_id"],
     ),
     "HelpSteer2 preference": (
@@ -133,7 +137,8 @@ GROUPS: dict[str, tuple[dict[str, Any], list[tuple[str | None, Any, Any]], list[
         PAIRED, ["domain"],
     ),
     "Chatbot Arena": (
-        {"model_a": "m", "model_b": "n", "winner": "model_b", "conversation_a": [HI, BYE], "conversation_b": [HI, HELLO]},
+        {"model_a": "m", "model_b": "n", "winner": "model_b", "conversation_a": [HI, BYE],
+         "conversation_b": [HI, HELLO]},
         PAIRED, ["model_a", "model_b"],
     ),
     "UltraFeedback": (
@@ -313,11 +318,11 @@ REJECTED: list[tuple[Any, str]] = [
     ({"messages": [HI, HELLO], "chosen": "x", "rejected": "y"}, "end with an answer; end them with a user turn"),
     ({"messages": [BYE, HI], "chosen": [HI, HELLO], "rejected": [HI, BYE]}, "start with other turns than the record"),
     ({"chosen": [HI, HELLO], "rejected": [HI]}, "rejected has no assistant turn after the prompt"),
-    ({"prompt": [HI], "chosen": [HELLO], "rejected": [{"role": "narrator", "content": "x"}]}, "rejected has no assist"),
-    ({"prompt": "Hi", "chosen": "a", "rejected_response": "b", "rejected": "c"}, "rejected and rejected_response; keep"),
+    ({"prompt": [HI], "chosen": [HELLO], "rejected": [{"role": "narrator", "content": "x"}]}, "rejected has no"),
+    ({"prompt": "Hi", "chosen": "a", "rejected_response": "b", "rejected": "c"}, "rejected_response; keep"),
     ({"chosen_ids": [1], "prompt_ids": [2]}, "no rejected answer"),
     ({"prompt": [HI], "chosen": [HELLO], "rejected": [BYE], "margin": "x"}, "margin must be a number"),
-    ({"prompt": [HI], "chosen": [HELLO], "rejected": [BYE], "history": [["a", "b"]]}, "the field history of the record"),
+    ({"prompt": [HI], "chosen": [HELLO], "rejected": [BYE], "history": [["a", "b"]]}, "the field history of"),
     ({"prompt": "Hi", "completions": ["a", "b"], "labels": [True, False]}, "stepwise supervision"),
     ({"prompt": "Hi", "completions": ["a", "b"], "scores": [1]}, "scores has 1 entries for 2 completions"),
     ({"prompt": "Hi", "completions": ["a", "b"], "scores": [1, None]}, "entry 1 of completions has no score"),
@@ -331,7 +336,7 @@ REJECTED: list[tuple[Any, str]] = [
     ({"query": "q", "pos": [""]}, r"member 1 \(positive\): text is empty"),
     ({"query": "q", "pos": "p", "system": "S"}, r"member 0 \(query\): a text record has a system field"),
     ({"messages": [HI], "positive_messages": [[HI]], "positive_images": []}, None),
-    ({"messages": [HI], "positive_messages": [[HI]], "positive_images": [["a"], ["b"]]}, "2 lists for 1 positive_mess"),
+    ({"messages": [HI], "positive_messages": [[HI]], "positive_images": [["a"], ["b"]]}, "2 lists for 1 pos"),
     ({"query": "q", "docs": ["a", "b"], "labels": [1]}, "labels has 1 entries for 2 docs"),
     ({"query": "q", "docs": ["a"], "labels": ["x"]}, "labels must be a number"),
     ({"premise": "a", "hypothesis": "b", "label": -1}, "label is -1: the pair has no label"),
