@@ -24,6 +24,7 @@ ARRAY_REMEDY = "if the file is a JSON array, rename it to .json, or write one re
 _DEEPEST = 100  # levels of nesting: templates and JSON writers recurse once per level
 # Larger values of fps and timestamp_decimal are faults of the writer, and would overflow when they are rendered.
 _LARGEST_NUMBER = 1e9  # of fps and timestamp_decimal
+_LARGEST_LABEL = 2**24  # whole numbers are exact in float32
 _LARGEST_SETTING = 1e12  # of settings of images and videos
 SYSTEM_FIELDS = ("system", "system_prompt", "system_message", "system_instruction", "systemInstruction")
 COMMON_FIELDS = frozenset(
@@ -156,6 +157,19 @@ def read_number(value: Any, label: str, kind: type[Any]) -> Any:
     if not math.isfinite(number) or abs(number) > _LARGEST_NUMBER:
         raise missing_field(f"{label} must be a number, not {repr(value)[:80]}")
     return kind(number)
+
+
+def read_label(value: Any) -> tuple[float, ...] | None:
+    """Read the label of a sample: a number, true or false, or a number for each class; None for other values.
+
+    A list of integers is not read: it may have a number for each class, or the indices of some classes.
+    """
+    values = value if isinstance(value, list | tuple) else (value,)
+    if not values or not all(isinstance(number, int | float) and abs(number) <= _LARGEST_LABEL for number in values):
+        return None
+    if isinstance(value, list | tuple) and not any(isinstance(number, bool | float) for number in values):
+        return None
+    return tuple([float(number) for number in values])
 
 
 def read_setting(value: Any, label: str, *, is_whole: bool) -> int | float:

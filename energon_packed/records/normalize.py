@@ -12,6 +12,7 @@ paths return the same conversation.
 """
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from energon_packed.records.fields import (
     check_writable,
     is_given,
     missing_field,
+    read_label,
     read_number,
     read_objects,
     read_text,
@@ -71,6 +73,10 @@ FPS_OF_FILE = "fps beside a video file, not used to sample frames"
 """Note of a conversation with a frame rate that is metadata of its video file."""
 NO_PLACEHOLDER = "no placeholder: media are placed before the first user turn"
 """Note of a conversation without placeholders: its media were put before the first user turn."""
+UNPAIRED = "label true or false: the answer is a target in both cases"
+"""Note of a conversation with the label of KTO; training on its tokens alone would learn bad answers too."""
+LABELS = ("label", "kto_tag", "labels")
+"""Fields of the label of a sample, in order of preference; `labels` of tokens are read by their format."""
 _PLAIN_FORMATS = (Messages, ShareGPT)
 # Start of `<image>`, `<img>`, `<ImageHere>`, `<|image_1|>`, `<video>`, `<audio>`, `<bbox>` and `<ref-object>`.
 _TAG = re.compile(r"<\|?(?:[iI]m|vid|aud|bbox|ref-)")
@@ -117,6 +123,8 @@ def normalize(
     media.add_unused(record, known)
     # In this order: the formats collect images of content parts, the system text may contain placeholders and tools.
     draft = record_format.read(record, media)
+    if draft.members:
+        return _group(record, draft, media, image_root, record_weight, weight)
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
     if not record_format.has_roles:
@@ -147,6 +155,7 @@ def normalize(
         labels=draft.labels,
         loss_weights=draft.loss_weights,
         weight=weight,
+        label=draft.label or _label(record, record_format, draft, media),
         images=images,
         videos=videos,
         audios=tuple(media.inline_audios or media.audios),
@@ -160,6 +169,75 @@ def normalize(
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
+
+
+def _group(
+    record: Record,
+    draft: PartialConversation,
+    media: Media,
+    image_root: str | ImageRoot | None,
+    record_weight: RecordWeight,
+    weight: float,
+) -> Conversation:
+    """Read the members of a record like records of their own, and collect their media and notes.
+
+    Raises:
+        RecordError: of a member; the detail names its role.
+    """
+    members: list[Conversation] = []
+    for index, entry in enumerate(draft.members):
+        role = entry.get("role")
+        try:
+            if role is not None and (not isinstance(role, str) or not role):
+                raise missing_field(f"the role of a member must be text, not {shown(role)}")
+            own = {name: value for name, value in entry.items() if name not in ("role", "label")}
+            found = normalize(own, image_root=image_root, record_weight=record_weight)
+            if found.members:
+                raise unsupported_field("a member is a group itself; list its members in the record")
+            label = found.label if entry.get("label") is None else read_label(entry["label"])
+            if label is None and entry.get("label") is not None:
+                raise missing_field(f"its label must be a number or a list of numbers, not {shown(entry['label'])}")
+        except RecordError as error:
+            raise RecordError(error.reason, f"member {index} ({role or 'no role'}): {error.detail}") from error
+        members.append(replace(found, role=role, label=label, weight=found.weight * weight))
+        media.unused_fields.update(found.unused_fields)
+        media.notes += [note for note in found.notes if note not in media.notes]
+    used = [file for member in members for file in member.media_files]
+    media.notes += check_unlisted(media.unlisted, used, media.root) if media.unlisted else []
+    ident = record.get("id")
+    return Conversation(
+        id=None if ident is None else str(ident),
+        members=tuple(members),
+        images=tuple(image for member in members for image in member.images),
+        videos=tuple(video for member in members for video in member.videos),
+        audios=tuple(audio for member in members for audio in member.audios),
+        video=any(member.video for member in members),
+        unused_fields=tuple(sorted(media.unused_fields)),
+        notes=tuple(media.notes),
+    )
+
+
+def _label(
+    record: Record, record_format: RecordFormat, draft: PartialConversation, media: Media
+) -> tuple[float, ...] | None:
+    """Read the label of a sample that is a number, or one number for each class; None without one.
+
+    Raises:
+        RecordError: `missing_field` if `kto_tag` is not true or false.
+    """
+    if isinstance(record.get("kto_tag"), str | int | float) and not isinstance(record["kto_tag"], bool):
+        raise missing_field(f"kto_tag must be true or false, not {shown(record['kto_tag'])}")
+    for name in LABELS:
+        if record.get(name) is None or (record_format.fields and name in record_format.fields):
+            continue
+        label = read_label(record[name])
+        if label is None:
+            continue
+        if isinstance(record[name], bool) and draft.messages:
+            media.notes.append(UNPAIRED)
+        media.unused_fields.discard(name)
+        return label
+    return None
 
 
 def _objects(record: Record, draft: PartialConversation, media: Media) -> Any:

@@ -1,6 +1,6 @@
 """Fields that nothing reads, of a record, a turn or a part: counted by name, or rejected if training would change.
 
-`REMEDIES` is the table of the second kind. `check_preference` also writes an adapter for preference data.
+`REMEDIES` is the table of the second kind.
 """
 
 import re
@@ -9,17 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, unsupported_field
+from energon_packed.records.fields import SCALARS, Record, is_given, unsupported_field
 
 RECORD_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_scale")
 """Fields of a record that may have its loss weight; `normalize` reads them with `record_weight='loss'`."""
 
-_PREFERENCE = "preference data is out of scope"
-_CHOSEN_REMEDY = f"{_PREFERENCE}; return the answer to train on as messages from an `adapter`"
-_QUESTIONS = ("prompt", "question", "instruction", "query", "input")  # beside `chosen`
-_FIRST_ROLES = ("system", "user", "human")
-_ASSISTANT = "Assistant: "
-_KEPT = ("id", "system", "images", "image", "videos", "video", "tools")
 _MASK = "give each turn a weight: 0 or 1"
 _RECORD_WEIGHT = (
     "set `record_weight` to loss if it multiplies the loss of the record; to repeat or sample records, use the "
@@ -29,7 +23,9 @@ _TOOLS = "pass the schemas as tools beside messages, and calls as tool_calls of 
 # Fields that would change training if they were ignored: pattern of the name -> remedy. Other fields are only counted.
 REMEDIES = {
     r"audios?|audio_.*": "list the audio files as audios, with an <audio> in the text for each",
-    r"chosen.*|rejected.*|preferred|dispreferred": _CHOSEN_REMEDY,
+    # Names of a score, a model or an id describe the answers of a pair.
+    r"(chosen|rejected)(?!.*(?i:scores?|ratings?|rewards?|ranks?|models?|policy|source|ids?|index|idx|lengths?|tokens?|"
+    r"counts?|logps?|names?|types?)$).*|preferred|dispreferred": "write the answers as chosen and rejected",
     r"loss.*|(?!attention_)(.*_)?masks?|masked|weights?|sample_weight|train|training|train_.*": _MASK,
     r"tools?|functions?|function_calls?|tool_calls?|tool_call_.*": _TOOLS,
     r"system.*|developer.*": "pass it as system",
@@ -84,8 +80,6 @@ def unused_fields(record: Record, known: frozenset[str], label: str = "the recor
             continue
         if is_risky and is_given(value) and not _is_metadata(name, record):
             is_weight = name in RECORD_WEIGHTS and label == "the record" and isinstance(value, int | float)
-            if label == "the record":
-                check_preference(record)
             raise unsupported(name, label, _RECORD_WEIGHT if is_weight else "")
         if value.__class__ not in SCALARS and _is_media_bytes(value):
             raise RecordError(
@@ -104,47 +98,6 @@ def unsupported(name: str, label: str = "the record", remedy: str = "") -> Recor
     remedies = (text for pattern, text in REMEDIES.items() if any(re.fullmatch(pattern, n) for n in names))
     remedy = remedy or next(remedies, "remove it, or convert it with an `adapter`")
     return unsupported_field(f"the field {name} of {label} is not supported: {remedy}")
-
-
-def check_preference(record: Record) -> None:
-    """Reject preference data, whatever other fields the record has.
-
-    Raises:
-        RecordError: `unsupported_field`.
-    """
-    for name in ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages"):
-        if is_given(record.get(name)):
-            raise unsupported(name, remedy=_preference_remedy(record))
-
-
-def _preference_remedy(record: Record) -> str:
-    """Write an adapter that trains on the chosen answer, for the usual forms of preference data."""
-    chosen: Any = record.get("chosen")
-    prompt = next((name for name in _QUESTIONS if is_given(record.get(name))), None)
-    turns = next((name for name in ("messages", "conversations") if isinstance(record.get(name), list)), None)
-    is_list = isinstance(chosen, list | tuple) and len(chosen) > 0 and isinstance(chosen[0], OBJECT)
-    is_dialog = is_list and any(chosen[0].get(name) in _FIRST_ROLES for name in ("role", "from"))
-    if is_given(record.get("chosen_messages")):
-        kept = '"messages": record["chosen_messages"]'  # LLaMA-Factory 1.0
-    elif is_dialog and not isinstance(record.get("prompt"), list | tuple):
-        kept = '"messages": record["chosen"]'  # with the prompt as its first turn, as in UltraFeedback
-    elif turns is not None and chosen is None:  # ms-swift: the last turn is the chosen answer
-        kept = f'"messages": record["{turns}"]'
-    elif turns is not None and isinstance(chosen, OBJECT):
-        kept = f'"messages": [*record["{turns}"], record["chosen"]]'  # LLaMA-Factory
-    elif prompt is not None and (is_list or isinstance(chosen, str)):
-        kept = f'"prompt": record["{prompt}"], "completion": record["chosen"]'
-        if prompt == "instruction" and is_given(record.get("input")):
-            kept = kept.replace('record["instruction"]', 'record["instruction"] + "\\n\\n" + record["input"]')
-    elif isinstance(chosen, str) and _ASSISTANT in chosen:  # a transcript, as in HH-RLHF
-        kept = f'**dict(zip(("prompt", "completion"), record["chosen"].rsplit("{_ASSISTANT}", 1)))'
-    else:
-        return _CHOSEN_REMEDY
-    kept += "".join(f', "{name}": record["{name}"]' for name in _KEPT if is_given(record.get(name)))
-    return (
-        f"{_PREFERENCE}. To train on the chosen answer, pass --adapter dpo:chosen with this line in dpo.py: "
-        f"def chosen(record): return {{{kept}}}"
-    )
 
 
 @lru_cache(maxsize=4096)

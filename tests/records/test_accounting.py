@@ -26,9 +26,7 @@ def part(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("record", "reason", "detail"),
     [
-        ({**CHAT, "chosen": "a", "rejected": "b"}, "unsupported_field", "preference data is out of scope"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unsupported_field", "preference data is out of scope"),
-        ({"prompt": "a", "completion": "b", "label": False}, "unsupported_field", "preference data is out of scope"),
+        ({**CHAT, "preferred": "a"}, "unsupported_field", "write the answers as chosen and rejected"),
         ({**CHAT, "system": "Find <bbox>.", "objects": {}}, "unsupported_field", "<bbox> is not replaced by a box"),
         ({"text": "Find <ref-object>."}, "unsupported_field", "<ref-object> is not replaced by a box"),
         ({**CHAT, "bbox": [1, 2, 3, 4]}, "unsupported_field", "write the boxes into the text"),
@@ -157,7 +155,7 @@ def given_texts(value: Any, name: str, unused: tuple[str, ...]) -> list[str]:
 
 def all_text(conversation: Conversation) -> str:
     turns = [f"{m.content} {m.extra}" for m in conversation.messages]
-    return " ".join([conversation.text or "", *turns])
+    return " ".join([conversation.text or "", *turns, *map(all_text, conversation.members)])
 
 
 @given(records())

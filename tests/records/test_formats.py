@@ -32,7 +32,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SHOWN, ENTRIES = entries(PAGE), entries(PUBLISHED)
-REJECTED = "Preference data, clips of videos, remote images, trees"
+REJECTED = "Clips of videos, remote images, trees"
 
 S, U, A, T = ("system", "user", "assistant", "tool")
 RAIN = [(U, "What is rain?"), (A, "Water.")]

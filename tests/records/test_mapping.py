@@ -121,7 +121,7 @@ def test_a_wrong_map_is_an_error_of_the_options(text: Any, detail: str) -> None:
         ({"q": ["?"], "a": ["x", "y"]}, "missing_field", "1 user turns for 2 answers"),
         ({"q": "?", "a": "x", "messages": [1]}, "unsupported_field", "a field messages beside those of `map`"),
         ({"q": "?", "a": None}, "missing_field", "the assistant message has no content"),
-        ({"q": "?", "a": "x", "chosen": "y"}, "unsupported_field", "preference data is out of scope"),
+        ({"q": "?", "a": "x", "chosen": "y"}, "missing_field", "a chosen answer and no rejected answer"),
         ([1], "bad_json", "must be an object"),
     ],
 )

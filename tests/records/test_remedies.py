@@ -13,35 +13,6 @@ from tests.internals import cli
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello."}
-BYE = {"role": "assistant", "content": "Bye."}
-PAIR = [("user", "Hi"), ("assistant", "Hello.")]
-SHARE = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
-
-# Forms of preference data on the Hub and in trainers, and the turns of the chosen answer.
-PREFERENCES: dict[str, tuple[dict[str, Any], list[tuple[str, str]]]] = {
-    "TRL, texts": ({"prompt": "Hi", "chosen": "Hello.", "rejected": "Bye."}, PAIR),
-    "TRL, lists": ({"prompt": [HI], "chosen": [HELLO], "rejected": [BYE]}, PAIR),
-    "TRL, without a prompt": ({"chosen": [HI, HELLO], "rejected": [HI, BYE]}, PAIR),
-    "UltraFeedback": ({"prompt": "Hi", "chosen": [HI, HELLO], "rejected": [HI, BYE], "score_chosen": 7.0}, PAIR),
-    "HH-RLHF": (
-        {"chosen": "\n\nHuman: Hi\n\nAssistant: Hello.", "rejected": "\n\nHuman: Hi\n\nAssistant: Bye."},
-        [("user", "\n\nHuman: Hi\n\n"), ("assistant", "Hello.")],
-    ),
-    "Orca DPO": (
-        {"system": "S", "question": "Hi", "chosen": "Hello.", "rejected": "Bye."},
-        [("system", "S"), *PAIR],
-    ),
-    "LLaMA-Factory, alpaca": (
-        {"instruction": "Say", "input": "Hi", "chosen": "Hello.", "rejected": "Bye."},
-        [("user", "Say\n\nHi"), ("assistant", "Hello.")],
-    ),
-    "LLaMA-Factory, sharegpt": ({"conversations": SHARE[:1], "chosen": SHARE[1], "rejected": SHARE[1]}, PAIR),
-    "ms-swift": ({"messages": [HI, HELLO], "rejected_response": "Bye."}, PAIR),
-    "RLHF-V, images": (
-        {"images": ["a.png"], "prompt": "Hi", "chosen": "Hello.", "rejected": "Bye."},
-        [("user", "<image>Hi"), ("assistant", "Hello.")],
-    ),
-}
 
 
 def adapted(record: Any) -> Conversation:
@@ -54,18 +25,6 @@ def adapted(record: Any) -> Conversation:
     scope: dict[str, Any] = {}
     exec(line[0], scope)
     return normalize(scope[line[1]](record))
-
-
-@pytest.mark.parametrize("form", PREFERENCES)
-def test_preference_data_is_trained_on_its_chosen_answer_with_the_adapter_of_the_message(form: str) -> None:
-    record, turns = PREFERENCES[form]
-    assert [(m.role, m.content) for m in adapted(record).messages] == turns
-
-
-def test_preference_data_of_another_form_has_a_remedy_without_code() -> None:
-    for record in ({"chosen": "a", "rejected": "b"}, {"prompt": "a", "rejected": "b"}, {"chosen": {"a": 1}}):
-        with pytest.raises(RecordError, match="return the answer to train on as messages from an `adapter`"):
-            normalize(record)
 
 
 LVIS = {
@@ -89,21 +48,15 @@ def test_objects_beside_turns_are_counted() -> None:
     assert conversation.unused_fields == ("height", "objects", "width")
 
 
-@pytest.mark.parametrize(
-    ("record", "adapter"),
-    [
-        ({"prompt": "Hi", "chosen": "Hello.", "rejected": "Bye."}, "dpo:chosen"),
-        ({"image": "a.png", "objects": [{"bbox": [1, 2, 3, 4]}]}, "boxes:answer"),
-    ],
-)
 def test_the_remedy_of_pack_works_word_for_word(
-    record: dict[str, Any], adapter: str, tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from PIL import Image
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     Image.new("RGB", (56, 56)).save("a.png")
+    record, adapter = {"image": "a.png", "objects": [{"bbox": [1, 2, 3, 4]}]}, "boxes:answer"
     Path("data.jsonl").write_text(json.dumps(record) + "\n")
     arguments = ["pack", "data.jsonl", "-o", "out", "--seq-len", "512", "--tokenizer", str(tokenizer_dir)]
     arguments += ["--image-processor", "Qwen2_5_VLProcessor", "--workers", "1", "--quiet"]

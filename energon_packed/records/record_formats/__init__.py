@@ -1,7 +1,7 @@
 """Record formats: a raw record in, a PartialConversation out, made by the first format of RECORD_FORMATS that matches.
 
-base.py has the base class RecordFormat; messages.py, caption.py, question_answer.py, video_datasets.py, speech.py and
-document.py have the formats.
+base.py has the base classes RecordFormat and GroupFormat; messages.py, caption.py, question_answer.py,
+video_datasets.py, speech.py and document.py have the formats of samples, preference.py and retrieval.py of groups.
 To add a record format, write a subclass of `RecordFormat` with `@register_record_format`.
 """
 
@@ -19,6 +19,7 @@ from energon_packed.records.record_formats.caption import (
 )
 from energon_packed.records.record_formats.document import Document, Interleaved, SentencesImages, Tokens
 from energon_packed.records.record_formats.messages import Alternating, Contents, Messages, ShareGPT, Transcript
+from energon_packed.records.record_formats.preference import Comparison, Members, Pair, Ranking
 from energon_packed.records.record_formats.question_answer import (
     GQA,
     Instruction,
@@ -29,10 +30,10 @@ from energon_packed.records.record_formats.question_answer import (
     QuestionAnswer,
     ReasonedAnswer,
 )
+from energon_packed.records.record_formats.retrieval import Embedding, Reranker, SentencePair
 from energon_packed.records.record_formats.speech import LhotseCut, NeMoManifest
 from energon_packed.records.record_formats.video_datasets import KeyframeCaptions, QuestionList, VideoProblem
 from energon_packed.records.unlisted_media import refers_to_media
-from energon_packed.records.unused_fields import check_preference
 
 # Names of string fields that are metadata, so that the suggested `map` does not contain them.
 _NO_TEXT = re.compile(
@@ -43,7 +44,14 @@ _BOXES = ("objects", "bboxes", "bbox", "bounding_boxes", "polygons")
 # Names of a question and of its answer, from which a `map` is suggested.
 _QUESTION = re.compile(r"(?i:(?:.*_)?(?:q|question|query|prompt|instruction|input|problem|user|human|request)s?)")
 _ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assistant|reply|target|solution)s?)")
-# The order decides records that match several formats: explicit turns come first, a plain document last.
+# The order decides records that match several formats: groups come first, since their records also have turns, then
+# explicit turns, a plain document last.
+# pair               {"prompt", "chosen", "rejected"}, {"messages", "rejected_response"}            TRL, ms-swift
+# comparison         {"prompt", "response_1", "response_2", "preference_strength"}                  HelpSteer2, SHP
+# ranking            {"instruction", "completions": [{"response", "overall_score"}]}                UltraFeedback
+# embedding          {"query" or "anchor", "positive" or "pos", "negative" or "neg"}                BGE, MS MARCO
+# reranker           {"query", "documents", "labels"}
+# sentence_pair      {"sentence1", "sentence2", "score"}, {"premise", "hypothesis", "label"}        STS, NLI
 # messages           {"messages": [{"role", "content": "... <image> ..." or typed parts}], "images": [...]}
 # sharegpt           {"conversations" or "conversation": [{"from", "value"}], "images": [...]}
 # contents           {"contents": [{"role", "parts": [{"text"}, {"inline_data"}]}]}                 Gemini
@@ -68,7 +76,14 @@ _ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assist
 # transcription      {"audio", "transcription" or "transcript" or "sentence"}                        audiofolder
 # transcript         {"system", "chat": "USER: ... ASSISTANT: ..."}                                 Glaive
 # document           {"text" or "content": "..."}                            every token supervised
+# members            {"members": [{"role", "label", ...}]}                   groups of other forms, from an adapter
 RECORD_FORMATS: list[RecordFormat] = [
+    Pair(),
+    Comparison(),
+    Ranking(),
+    Embedding(),
+    Reranker(),
+    SentencePair(),
     Messages(),
     ShareGPT(),
     Contents(),
@@ -97,6 +112,7 @@ RECORD_FORMATS: list[RecordFormat] = [
     ImageText(),
     Transcript(),
     Document(),
+    Members(),
 ]
 
 
@@ -115,8 +131,6 @@ def find_record_format(record: Record) -> RecordFormat:
     for record_format in RECORD_FORMATS:
         if record_format.matches(record):
             return record_format
-    # Before the general message, since preference data has its own remedy.
-    check_preference(record)
     names = key_names(record)
     raise missing_field(
         f"no record format has the fields {names}{_hint(record)}" if names else "the record has no fields"

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.records.conversation import Message
-from energon_packed.records.fields import Record
+from energon_packed.records.fields import COMMON_FIELDS, Record
 from energon_packed.records.media_fields import Media
 
 
@@ -22,9 +22,8 @@ class PartialConversation:
         text: a document, every token supervised.
         input_ids: int64 (L,), with `labels` int64 (L,), and `loss_weights` float32 (L,) if any weight is not 1.
         columns, label: as in `Conversation`.
-        members: the samples of a record that is a group, in order, each with its role and label; the record itself has
-            no turns, text and tokens then.
-        role: role of a member in its group.
+        members: the samples of a record that is a group, in order: each a record in any record format, with `role` and
+            `label`; the record itself has no turns, text and tokens then.
 
     Examples:
         >>> PartialConversation([Message("user", "2 + 2?"), Message("assistant", "4")]).messages[1].role
@@ -38,8 +37,7 @@ class PartialConversation:
     loss_weights: npt.NDArray[np.float32] | None = None
     columns: Mapping[str, npt.NDArray[Any]] | None = None
     label: tuple[float, ...] | None = None
-    role: str | None = None
-    members: "list[PartialConversation]" = field(default_factory=list)
+    members: list[dict[str, Any]] = field(default_factory=list)
 
 
 def alternating(contents: Sequence[str]) -> list[Message]:
@@ -101,3 +99,38 @@ class RecordFormat(ABC):
         Raises:
             RecordError: the record cannot be used.
         """
+
+
+class GroupFormat(RecordFormat):
+    """Base class of the formats of groups: implement `expand`, whose members are read like other records.
+
+    Attributes:
+        shares: each member has the media, system prompt, tools and settings of the record; if false, `expand` decides.
+    """
+
+    shares: ClassVar[bool] = True
+
+    @abstractmethod
+    def expand(self, record: Record, media: Media) -> tuple[list[dict[str, Any]], set[str]]:
+        """Make the members of a record, and list the fields that they contain.
+
+        Raises:
+            RecordError: the record cannot be used.
+        """
+
+    def shared(self, record: Record) -> dict[str, Any]:
+        """Return the fields that every format reads, without the id."""
+        return {name: record[name] for name in record if name in _SHARED}
+
+    def read(self, record: Record, media: Media) -> PartialConversation:
+        """Make the members, and count or reject the fields that they do not contain."""
+        members, used = self.expand(record, media)
+        media.unused_fields -= used
+        others = {name: record[name] for name in record if name not in used and name not in COMMON_FIELDS}
+        media.add_unused({name: value for name, value in others.items() if name in (self.fields or ())}, _SHARED)
+        shared = self.shared(record) if self.shares else {}
+        return PartialConversation(members=[{**shared, **member} for member in members])
+
+
+# `objects` replace placeholders of boxes in the turns of a member.
+_SHARED = (COMMON_FIELDS - {"id"}) | {"objects"}

@@ -51,7 +51,7 @@ them.
                       PaLM, Vertex  {"input_text", "output_text"}
 
 In lists of messages, assistant turns of the prompt are context, not targets: TRL computes the loss on the completion.
-A `label` of true or false is KTO's preference data, which is not supported.
+The ratings of HelpSteer (helpfulness, correctness, coherence, complexity, verbosity) are the label, in this order.
 """
 
 import re
@@ -68,6 +68,7 @@ from energon_packed.records.fields import (
     joined_texts,
     missing_field,
     one_text,
+    read_label,
     read_text,
     unsupported_field,
 )
@@ -102,6 +103,7 @@ _PAIRS = (
     ("inputs", "targets"),
     ("input_text", "output_text"),
 )
+_RATINGS = ("helpfulness", "correctness", "coherence", "complexity", "verbosity")  # HelpSteer
 _PROMPTS = frozenset(prompt for prompt, _ in _PAIRS)
 _NAMES = tuple(dict.fromkeys(name for pair in _PAIRS for name in pair))
 
@@ -405,9 +407,6 @@ class PromptCompletion(RecordFormat):
         """Read the turns of the history, the prompt and the completion."""
         pair = _pair(record)
         assert pair is not None
-        # KTO: the label is a preference, and bad completions must not become targets.
-        if isinstance(record.get("label"), bool):
-            raise unsupported("label", remedy="preference data is out of scope; keep the completions to learn from")
         for name in _NAMES:
             if name not in pair and is_given(record.get(name)):
                 raise unsupported(
@@ -420,7 +419,19 @@ class PromptCompletion(RecordFormat):
             prompt = [Message("user", joined_texts(record, ("definition", pair[0])))]
         # TRL computes the loss on the completion only.
         context = [message._replace(weight=0.0) if message.role == "assistant" else message for message in prompt]
-        return PartialConversation([*read_history(record), *context, *completion])
+        return PartialConversation(
+            [*read_history(record), *context, *completion],
+            label=_ratings(record, media) if _RATINGS[0] in record else None,
+        )
+
+
+def _ratings(record: Record, media: Media) -> tuple[float, ...] | None:
+    """Read the ratings of HelpSteer as a label; None if any of them is not a number."""
+    labels = [read_label(record.get(name)) for name in _RATINGS]
+    if not all(labels):
+        return None
+    media.unused_fields.difference_update(_RATINGS)
+    return tuple([number for label in labels for number in label or ()])
 
 
 def _pair(record: Record) -> tuple[str, str] | None:
