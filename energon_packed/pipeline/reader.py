@@ -19,6 +19,7 @@ from energon_packed.formats.references import MediaRoot, moved_folders, moved_he
 from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
+from energon_packed.records.columns import check_stored
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
 from energon_packed.system import announced
@@ -92,6 +93,8 @@ class RecordReader:
             conversation = replace(outside, notes=(*conversation.notes, OUTSIDE))
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
+        if self.sample_class == AUTO or not codec_for(self.sample_class, self.layout).stores_tokens:
+            check_stored(conversation.columns, [turn.values for turn in conversation.messages], self.sample_class)
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
             codec = codec_for(self.sample_class, self.layout)
             codec.check(conversation)

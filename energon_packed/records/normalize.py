@@ -146,6 +146,7 @@ def normalize(
         input_ids=draft.input_ids,
         labels=draft.labels,
         loss_weights=draft.loss_weights,
+        columns=draft.columns,
         weight=weight,
         images=images,
         videos=videos,
