@@ -524,7 +524,7 @@ class ChatEncoder(Processor):
             columns |= {index: own[slot] for slot, index in enumerate(chosen) if slot in own}
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
                 batch, unusable = self._checked(conversations, media, audios, batch)
-                return _with_columns(batch, columns), unusable | rejects
+                return _with_columns(batch, columns, conversations), unusable | rejects
             for slot, index in enumerate(chosen):
                 pieces[index] = batch.sample(slot)
         for index, conversation in enumerate(conversations):
@@ -535,7 +535,7 @@ class ChatEncoder(Processor):
                 if conversation.columns:
                     columns[index] = conversation.columns
         batch, unusable = self._checked(conversations, media, audios, TokenBatch.joined(pieces))
-        return _with_columns(batch, columns), unusable | rejects
+        return _with_columns(batch, columns, conversations), unusable | rejects
 
     def _checked(
         self,
@@ -732,9 +732,19 @@ def _values_of_spans(batch: TokenBatch, rendered: Sequence[Rendered]) -> dict[in
     return found
 
 
-def _with_columns(batch: TokenBatch, columns: Mapping[int, Columns]) -> TokenBatch:
-    """Return the batch with the columns of samples, by index."""
-    return replace(batch, columns=columns) if columns else batch
+def _with_columns(
+    batch: TokenBatch, columns: Mapping[int, Columns], conversations: Sequence[Conversation]
+) -> TokenBatch:
+    """Return the batch with the columns of samples, by index; values of turns are `FILL` at tokens without target."""
+    if not columns:
+        return batch
+    own: dict[int, Columns] = {}
+    for index, of_sample in columns.items():
+        if conversations[index].input_ids is None:
+            is_target = batch.sample(index)[1] != IGNORE_INDEX
+            of_sample = {name: np.where(is_target, column, np.float32(FILL)) for name, column in of_sample.items()}
+        own[index] = of_sample
+    return replace(batch, columns=own)
 
 
 def _folder(name: str) -> str:

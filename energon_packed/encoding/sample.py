@@ -100,7 +100,7 @@ def column_checksums(
 ) -> npt.NDArray[np.int64]:
     """Checksum of the columns of each sample, int64 (S,); 0 if all targets have `FILL` in all columns.
 
-    As `weight_checksums`, it is a sum over targets, so that it is the same for a sample and for its fragments together.
+    As `weight_checksums`, it is a sum over targets, so that the checksums of fragments sum to that of the sample.
 
     Args:
         labels: int64 (T,), of samples end to end.

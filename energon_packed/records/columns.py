@@ -32,13 +32,20 @@ _FLOATS = frozenset(
     (
         *("logprobs", "log_probs", "old_logprobs", "old_log_probs", "ref_logprobs", "ref_log_prob", "ref_log_probs"),
         *("rollout_log_probs", "completion_logprobs", "sampling_per_token_logps", "old_per_token_logps"),
-        *("ref_per_token_logps", "inference_logprobs", "teacher_logprobs", "teacher_log_probs", "advantages", "rewards"),
+        *(
+            "ref_per_token_logps",
+            "inference_logprobs",
+            "teacher_logprobs",
+            "teacher_log_probs",
+            "advantages",
+            "rewards",
+        ),
         *("returns", "values", "token_level_rewards", "token_level_scores", "rm_scores", "temperatures"),
         *("rl_weights", "ce_weights", "ref_kl_weights", *NUMBERS),
     )
 )
 _NAMES = _FLOATS | {"teacher_ids", "routed_experts", "rollout_routed_experts"}
-"""Names with a known meaning: with another length, they reject the record. Floats stay floats if all are integers."""
+"""Names with a known meaning: with another length, they reject the record. Those of floats never have integers."""
 _OF_TOKENIZERS = frozenset(
     (
         *("token_type_ids", "mm_token_type_ids", "position_ids", "special_tokens_mask", "offset_mapping", "word_ids"),
@@ -66,12 +73,12 @@ def read_columns(
         response: tokens of its last part, the response. Fields may have values for these tokens alone.
 
     Raises:
-        RecordError: a field of `_NAMES` has another length or no numbers, an integer is over 32 bits, or a column has a
-            name that a member of a tar cannot have.
+        RecordError: a field of `_NAMES` has another length or no numbers, an integer is over 32 bits, or a column has
+            a name that a member of a tar cannot have.
     """
     columns = {}
     for name, value in record.items():
-        if value is None or not isinstance(value, list | tuple | np.ndarray) or name in known or name in _OF_TOKENIZERS:
+        if not isinstance(value, list | tuple | np.ndarray) or name in known or name in _OF_TOKENIZERS:
             continue
         if len(value) in (tokens, response) and len(value):
             column = _column(name, value)
@@ -111,8 +118,8 @@ def _column(name: str, value: Any) -> Column | None:
         return None
     if not _NAME.fullmatch(name):
         raise unsupported_field(
-            f"the field {name!r:.80} has a value for each token, but names of such columns consist of up to 64 letters, "
-            "digits, _ and -; rename it with `map`"
+            f"the field {name!r:.80} has a value for each token, but names of columns consist of up to 64 letters, "
+            "digits, _ and -; rename it with an `adapter`"
         )
     if array.dtype.name in _DTYPES:
         return array.astype(_DTYPES[array.dtype.name])
@@ -137,9 +144,9 @@ def check_columns(columns: Columns, tokens: int) -> None:
         RecordError: a column has another length, dtype or shape than columns have.
     """
     for name, column in columns.items():
-        if column.ndim not in (1, 2) or len(column) != tokens or column.dtype not in _STORED or 0 in column.shape[1:]:
+        if column.ndim not in (1, 2) or len(column) != tokens or column.dtype not in _STORED or 0 in column.shape:
             raise unsupported_field(
-                f"the column {name} has the dtype {column.dtype} and the shape {column.shape} for {tokens} tokens; use "
+                f"the column {name} has dtype {column.dtype} and shape {column.shape} for {tokens} tokens; use "
                 "float32, float16, int32 or int16, (tokens,) or (tokens, k)"
             )
         if not _NAME.fullmatch(name):
@@ -223,5 +230,3 @@ def check_stored(columns: Columns | None, numbers: Iterable[Mapping[str, float]]
             f"{sample_class} does not store the per-token values {', '.join(names)}; set `sample_class` to "
             "PackedTokensSample, or remove the fields with an `adapter`"
         )
-
-

@@ -174,9 +174,7 @@ class Tokens(RecordFormat):
                 ids, labels = ids[kept], labels[kept]
                 columns = {name: column[kept] for name, column in columns.items()}
         media.unused_fields.difference_update(columns)
-        return PartialConversation(
-            input_ids=ids, labels=labels.copy(), loss_weights=weights, columns=columns or None
-        )
+        return PartialConversation(input_ids=ids, labels=labels.copy(), loss_weights=weights, columns=columns or None)
 
 
 def _loss_weights(value: Any) -> npt.NDArray[np.float32]:

@@ -5,9 +5,9 @@
     Rollout        {"tokens": [...], "response_length": 3, "loss_mask": [...]}                       slime
     Branch         {"token_ids": [...], "mask": [...]}                                               prime-rl
 
-Masks are of the response, or of all tokens; 1 is a target. Without a mask, the whole response is a target. Padding (0 in
-`attention_mask`, of all tokens) is removed. Other fields with a value for each token, or for each token of the response,
-are columns; `NUMBERS` with one number are columns with this value at all targets.
+Masks are of the response, or of all tokens; 1 is a target. Without a mask, the whole response is a target. Padding
+(0 in `attention_mask`, of all tokens) is removed. Other fields with a value for each token, or for each token of the
+response, are columns; `advantage` and `reward` with one number are columns with this number at all targets.
 """
 
 from abc import abstractmethod
@@ -121,7 +121,8 @@ class Responses(_Trajectory):
         """
         prompt, response = (read_tokens(record[name], name) for name in self.lists)
         ids = np.concatenate([prompt, response])
-        if is_given(record.get("input_ids")) and not np.array_equal(read_tokens(record["input_ids"], "input_ids"), ids):
+        both = read_tokens(record["input_ids"], "input_ids") if is_given(record.get("input_ids")) else ids
+        if not np.array_equal(both, ids):
             raise unsupported_field("input_ids are not prompts and then responses; keep the ids that are meant")
         return ids, len(prompt)
 
