@@ -227,6 +227,6 @@ def check_stored(columns: Columns | None, numbers: Iterable[Mapping[str, float]]
     names = sorted({*(columns or ()), *(name for of_turn in numbers for name in of_turn)})
     if names:
         raise unsupported_field(
-            f"{sample_class} does not store the per-token values {', '.join(names)}; set `sample_class` to "
+            f"`sample_class` {sample_class} does not store the per-token values {', '.join(names)}; set it to "
             "PackedTokensSample, or remove the fields with an `adapter`"
         )
