@@ -89,19 +89,20 @@ class CompletionIds(_Trajectory):
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {*lists, *masks, "prompt_mask", "attention_mask"}
 
     def tokens(self, record: Record) -> tuple[Int64, int]:
-        """Read the ids of both.
+        """Read the ids of both, without padding of the prompt.
 
         Raises:
-            RecordError: `prompt_mask` has a 0 and a 1: it is a mask of padding in TRL, and of the loss in verifiers.
+            RecordError: `prompt_mask` has a 0 after a 1. In TRL, 0 is padding on the left; in verifiers, all are 0.
         """
         prompt, completion = (read_tokens(record[name], name) for name in self.lists)
         if is_given(record.get("prompt_mask")):
             flags = read_flags(record, "prompt_mask", len(prompt), "prompt_ids")
-            if flags.any() and not flags.all():
+            if (flags[1:] < flags[:-1]).any():
                 raise unsupported_field(
-                    "prompt_mask has 0 and 1, which is padding in TRL and context in verifiers; write padding as 0 in "
+                    "prompt_mask has a 0 after a 1, and padding of a prompt is on its left; write other padding as 0 in "
                     "attention_mask, of prompt and completion"
                 )
+            prompt = prompt[flags] if flags.any() else prompt
         return np.concatenate([prompt, completion]), len(prompt)
 
 
