@@ -461,10 +461,10 @@ def test_integers_of_a_float_column_are_floats() -> None:
 
 def talk(*pairs: tuple[Any, Any], **fields: Any) -> dict[str, Any]:
     """A conversation whose assistant turns have these weights and advantages."""
-    answers = [
-        {"role": "assistant", "content": f"It is {n}, five.", **{k: v for k, v in zip(("weight", "advantage"), pair, strict=True) if v is not None}}
-        for n, pair in enumerate(pairs)
-    ]  # fmt: skip
+    answers = []
+    for n, pair in enumerate(pairs):
+        own = {k: v for k, v in zip(("weight", "advantage"), pair, strict=True) if v is not None}
+        answers.append({"role": "assistant", "content": f"It is {n}, five.", **own})
     return {"messages": [turn for answer in answers for turn in (USER, answer)], **fields}
 
 

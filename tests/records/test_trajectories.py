@@ -77,7 +77,8 @@ TRAJECTORIES: dict[str, tuple[dict[str, Any], list[int], list[int], dict[str, li
 def test_trajectories_are_read_as_they_are(name: str, arrays: bool) -> None:
     record, ids, labels, columns, unused = TRAJECTORIES[name]
     if arrays:
-        record = {k: np.asarray(v) if isinstance(v, list) and isinstance(v[0], int) else v for k, v in record.items()}
+        is_list = {k: isinstance(v, list) and isinstance(v[0], int) for k, v in record.items()}
+        record = {k: np.asarray(v) if is_list[k] else v for k, v in record.items()}
     found = normalize(record)
     assert found.input_ids is not None
     assert found.labels is not None
@@ -99,7 +100,11 @@ def test_a_removed_sample_of_slime_has_no_target() -> None:
         ("TRL", {"prompt_mask": [1, 0, 1]}, "prompt_mask has a 0 after a 1, and padding of a prompt is on its left"),
         ("verifiers", {"advantage": float("inf")}, "advantage of the record is inf; use a finite number"),
         ("slime", {"response_length": 6}, "response_length is 6 for 5 tokens; use 0 to 5"),
-        ("slime", {"rollout_routed_experts": [[[1, 2]]] * 4}, "rollout_routed_experts has 4 entries for 5 tokens or 3"),
+        (
+            "slime",
+            {"rollout_routed_experts": [[[1, 2]]] * 4},
+            "rollout_routed_experts has 4 entries for 5 tokens or 3",
+        ),
         ("prime-rl", {"logprobs": [0.0]}, "logprobs has 1 entries for 4 tokens"),
         ("verl", {"input_ids": [1] * 8}, "input_ids are not prompts and then responses"),
         ("verl", {"attention_mask": [1]}, "attention_mask has 1 entries for 8 tokens of prompt and response"),

@@ -99,8 +99,8 @@ class CompletionIds(_Trajectory):
             flags = read_flags(record, "prompt_mask", len(prompt), "prompt_ids")
             if (flags[1:] < flags[:-1]).any():
                 raise unsupported_field(
-                    "prompt_mask has a 0 after a 1, and padding of a prompt is on its left; write other padding as 0 in "
-                    "attention_mask, of prompt and completion"
+                    "prompt_mask has a 0 after a 1, and padding of a prompt is on its left; write other padding as 0 "
+                    "in attention_mask, of prompt and completion"
                 )
             prompt = prompt[flags] if flags.any() else prompt
         return np.concatenate([prompt, completion]), len(prompt)
