@@ -30,6 +30,7 @@ from energon_packed.encoding.sample import (
     IGNORE_INDEX,
     EncodedRow,
     EncodedSample,
+    column_checksums,
     targets_per_sample,
     weight_checksums,
 )
@@ -55,6 +56,7 @@ from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.keywords import EncoderKeywords
 from energon_packed.options import declared, make, plain_values
 from energon_packed.records import Conversation
+from energon_packed.records.columns import FILL, Columns
 from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED, TIMESTAMPS_WRITTEN
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 from energon_packed.system import announced
@@ -198,7 +200,9 @@ class ChatEncoder(Processor):
         if not any([c.images or c.videos or c.audios for c in conversations]):
             # Text only: the samples are views of the batch, without copies.
             batch, rejects = self._tokenize(conversations, [_NO_MEDIA] * len(conversations))
-            row = self._as_row([conversation.id for conversation in conversations], batch)
+            row: Sequence[EncodedSample] = self._as_row([conversation.id for conversation in conversations], batch)
+            if batch.columns:
+                row = [replace(sample, columns=batch.columns.get(index)) for index, sample in enumerate(row)]
             return [rejects.get(index, sample) for index, sample in enumerate(row)]
         results: dict[int, EncodedSample | Reject] = {}
         media: dict[int, Pixels] = {}
@@ -284,6 +288,11 @@ class ChatEncoder(Processor):
             # Image tokens are never targets, so the expanded sample has the same counts.
             targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
             checksums = weight_checksums(batch.labels, batch.loss_weights, batch.cu_seqlens).tolist()
+            weighted = [checksum != 0 for checksum in checksums]
+            for slot, columns in batch.columns.items():
+                labels = batch.sample(slot)[1]
+                checksums[slot] += int(column_checksums(labels, columns, np.array([0, len(labels)]))[0])
+                checksums[slot] %= 2**63
             for slot, (index, size, audio) in enumerate(zip(indices, sizes, audio_sizes, strict=True)):
                 if slot in rejects:
                     results[index] = Measurement.rejected(rejects[slot])
@@ -299,7 +308,7 @@ class ChatEncoder(Processor):
                     decoded=size.decoded,
                     frames=size.frames,
                     clips=audio.clips,
-                    weighted=checksums[slot] != 0,
+                    weighted=weighted[slot],
                     weight_checksum=checksums[slot],
                     notes=(*size.notes, *audio.notes),
                 )
@@ -494,22 +503,28 @@ class ChatEncoder(Processor):
                 except RecordError as error:
                     rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)
+        columns: dict[int, Columns] = {}
         # Documents and messages are two calls, because only documents get the tokenizer's own special tokens.
         for is_document in (False, True):
             chosen = {index: text for index, text in rendered.items() if text.is_document == is_document}
             if not chosen:
                 continue
             texts, spans = [one.text for one in chosen.values()], [one.spans for one in chosen.values()]
-            weights: list[Weights] = [one.weights for one in chosen.values()]
+            # With values, tokens get the number of their span first, from 1; weights and columns follow from it.
+            weights: list[Weights] = [
+                one.weights if one.values is None else range(1, len(one.values) + 1) for one in chosen.values()
+            ]
             tokens = self.text_tokenizer.encode(
                 texts, spans, special=is_document, weights=weights if any(weights) else None
             )
             rejects |= {index: tokens.rejects[i] for i, index in enumerate(chosen) if i in tokens.rejects}
             labels = np.where(tokens.covered, tokens.input_ids, IGNORE_INDEX)
             batch = TokenBatch(tokens.input_ids, labels, tokens.cu_seqlens, tokens.weights)
+            own = _values_of_spans(batch, list(chosen.values()))
+            columns |= {index: own[slot] for slot, index in enumerate(chosen) if slot in own}
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
                 batch, unusable = self._checked(conversations, media, audios, batch)
-                return batch, unusable | rejects
+                return _with_columns(batch, columns, conversations), unusable | rejects
             for slot, index in enumerate(chosen):
                 pieces[index] = batch.sample(slot)
         for index, conversation in enumerate(conversations):
@@ -517,8 +532,10 @@ class ChatEncoder(Processor):
                 ids = conversation.input_ids
                 labels = ids if conversation.labels is None else conversation.labels
                 pieces[index] = (ids, labels, conversation.loss_weights)
+                if conversation.columns:
+                    columns[index] = conversation.columns
         batch, unusable = self._checked(conversations, media, audios, TokenBatch.joined(pieces))
-        return batch, unusable | rejects
+        return _with_columns(batch, columns, conversations), unusable | rejects
 
     def _checked(
         self,
@@ -596,20 +613,24 @@ class ChatEncoder(Processor):
     ) -> EncodedSample:
         """Sample `slot` of a batch, with all tokens of its images, videos and audio files."""
         ids, labels, weights = batch.sample(slot)
+        columns = batch.columns.get(slot)
         token, audio_token = self.image_token_id, self.rules.audio_token_id
         # Audio first: the tokens of a video may contain tokens of its audio track.
         of_kinds = (((audio_token,), audio_runs), ((token, self.rules.video_token_id), runs))
         for tokens, found in of_kinds if conversation.input_ids is None else ():
             if not found:
                 continue
-            if weights is not None:
-                weights = weights[expanded(ids, np.arange(len(ids)), tokens, found)[1]]
+            if weights is not None or columns is not None:
+                repeated = expanded(ids, np.arange(len(ids)), tokens, found)[1]
+                weights = None if weights is None else weights[repeated]
+                columns = None if columns is None else {name: column[repeated] for name, column in columns.items()}
             ids, labels = expanded(ids, labels, tokens, found)
         return EncodedSample(
             id=conversation.id,
             input_ids=ids,
             labels=labels,
             loss_weights=weights,
+            columns=columns,
             image_token_id=token,
             video_token_id=self.rules.video_token_id,
             audio_token_id=audio_token,
@@ -685,6 +706,45 @@ class ChatEncoder(Processor):
         if problem:
             raise ConfigError(f"audio of {self.audio.name} is not supported: {problem}. Remove the audio.")
         return self.audio
+
+
+def _values_of_spans(batch: TokenBatch, rendered: Sequence[Rendered]) -> dict[int, Columns]:
+    """Replace the numbers of spans in the loss weights of a batch by weights; return the columns that spans have.
+
+    Args:
+        batch: S samples; `loss_weights` is changed in place.
+        rendered: their texts.
+
+    Returns:
+        float32 (L,) columns of each sample with values, by its index; `FILL` outside spans with a value.
+    """
+    found: dict[int, Columns] = {}
+    for slot, text in enumerate(rendered):
+        weights = batch.sample(slot)[2]
+        if text.values is None or weights is None:
+            continue
+        spans = weights.astype(np.int64)  # 0 outside
+        weights[:] = np.array([0, *(text.weights or [1.0] * len(text.values))], dtype=np.float32)[spans]
+        found[slot] = {
+            name: np.array([FILL, *[of_span.get(name, FILL) for of_span in text.values]], dtype=np.float32)[spans]
+            for name in sorted({name for of_span in text.values for name in of_span})
+        }
+    return found
+
+
+def _with_columns(
+    batch: TokenBatch, columns: Mapping[int, Columns], conversations: Sequence[Conversation]
+) -> TokenBatch:
+    """Return the batch with the columns of samples, by index; values of turns are `FILL` at tokens without target."""
+    if not columns:
+        return batch
+    own: dict[int, Columns] = {}
+    for index, of_sample in columns.items():
+        if conversations[index].input_ids is None:
+            is_target = batch.sample(index)[1] != IGNORE_INDEX
+            of_sample = {name: np.where(is_target, column, np.float32(FILL)) for name, column in of_sample.items()}
+        own[index] = of_sample
+    return replace(batch, columns=own)
 
 
 def _folder(name: str) -> str:

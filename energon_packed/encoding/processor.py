@@ -9,8 +9,8 @@ images need. Measuring, encoding and stored tokens all use it, so they reject th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -18,10 +18,11 @@ import numpy.typing as npt
 
 from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_columns, targets_per_sample
+from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_values, targets_per_sample
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import AudioClip, Conversation, FrameSelection
+from energon_packed.records.columns import Columns
 
 Int64 = npt.NDArray[np.int64]
 Reads = Literal["conversations", "any", "raw"]
@@ -37,12 +38,14 @@ class TokenBatch:
         labels: int64 (T,), -100 if not supervised.
         cu_seqlens: int64 (S+1,), boundaries of the samples.
         loss_weights: float32 (T,), loss weight of each token; None if all weights are 1.
+        columns: columns of the samples that have any, (L,) or (L, k) each, by the index of the sample.
     """
 
     input_ids: Int64
     labels: Int64
     cu_seqlens: Int64
     loss_weights: Float32 | None = None
+    columns: Mapping[int, Columns] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, pieces: Sequence[tuple[Int64, Int64, Float32 | None] | None]) -> "TokenBatch":
@@ -52,7 +55,7 @@ class TokenBatch:
         # `empty` leads so that a batch without samples can be concatenated.
         ids = np.concatenate([empty, *[ids for ids, _, _ in filled]])
         labels = np.concatenate([empty, *[labels for _, labels, _ in filled]])
-        weights = join_columns([(own, len(ids)) for ids, _, own in filled], np.float32(1))
+        weights = join_values([(own, len(ids)) for ids, _, own in filled], np.float32(1))
         return cls(ids, labels, np.cumsum([0, *[len(ids) for ids, _, _ in filled]]), weights)
 
     def sample(self, index: int) -> tuple[Int64, Int64, Float32 | None]:
@@ -172,7 +175,7 @@ class TokenRules:
                 weights = None
         for index in np.flatnonzero(targets_per_sample(labels, batch.cu_seqlens) == 0).tolist():
             rejects.setdefault(index, Reject(Reason.NO_SUPERVISED_TOKENS, "no token after the first is a target"))
-        return TokenBatch(batch.input_ids, labels, batch.cu_seqlens, weights), rejects
+        return replace(batch, labels=labels, loss_weights=weights), rejects
 
     def _check_ids(self, batch: TokenBatch, rejects: dict[int, Reject]) -> None:
         assert self.vocabulary is not None
@@ -223,7 +226,7 @@ class Measurement:
         frames: the selected frames of each video file.
         clips: the samples of each audio file.
         weighted: its targets have loss weights other than 1.
-        weight_checksum: checksum of these weights, as `EncodedSample.weight_checksum`.
+        weight_checksum: checksum of these weights and of its columns, as `EncodedSample.weight_checksum`.
         notes: what was decided for its media, for the counts of a run.
         extracted_bytes: estimate of `media_bytes` with the selected frames as images in place of the video files;
             0 if they are stored as files.
@@ -376,7 +379,13 @@ class Processor(ABC):
             return error.reject
 
     def _weighted(self, conversation: Conversation, sample: EncodedSample) -> EncodedSample:
-        """Return a sample; reject a text with loss weights that a subclass does not apply."""
+        """Return a sample; reject a text with loss weights, and columns, that a subclass does not apply."""
+        if sample.columns is None and (conversation.columns or any([turn.values for turn in conversation.messages])):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                f"{type(self).__name__} applies no per-token values, and the record has them; return an EncodedSample "
+                "with `columns`",
+            )
         if sample.loss_weights is None and conversation.input_ids is None:
             weights = {conversation.weight, *[message.weight for message in conversation.messages]}
             if not weights <= {0, 1}:
@@ -426,4 +435,5 @@ class StoredTokens(Processor):
         weights = batch.scaled([conversation.weight]).loss_weights
         # Subclasses for data without weights may not have the argument.
         optional = () if weights is None else (weights,)
-        return self.encode_row([conversation.id], ids, batch.labels, batch.cu_seqlens, *optional)[0]
+        sample = self.encode_row([conversation.id], ids, batch.labels, batch.cu_seqlens, *optional)[0]
+        return sample if conversation.columns is None else replace(sample, columns=conversation.columns)

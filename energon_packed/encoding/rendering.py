@@ -7,7 +7,7 @@ text. Documents get their end-of-text token. `loss_on` and the weights of turns 
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
@@ -19,7 +19,7 @@ from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.encoding.vision.families import BoxFormat
 from energon_packed.encoding.vision.positions import ImageRun
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation
+from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation, Message
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
 from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 
@@ -37,12 +37,14 @@ class Rendered(NamedTuple):
         spans: supervised characters, [start, end) each; None supervises every token.
         is_document: the tokenizer adds its own special tokens around it.
         weights: loss weight of each span, above 0; None if all weights are 1.
+        values: per-token values of each span by name; None if no turn has any.
     """
 
     text: str
     spans: Sequence[Span] | None
     is_document: bool
     weights: Sequence[float] | None = None
+    values: Sequence[Mapping[str, float]] | None = None
 
 
 @dataclass(eq=False)
@@ -168,8 +170,8 @@ class Renderer:
         """Render an escaped conversation; images are tokens of the template if they are content parts."""
         if conversation.text is not None:
             return Rendered(self._document(conversation), None, True)
-        roles, _, extras, weights = zip(*conversation.messages, strict=True)
-        if any([weight != 1 for weight in weights]):
+        roles, _, extras, weights, values = zip(*conversation.messages, strict=True)
+        if any(values) or any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
         # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
         has_parts = any([has(conversation) for has in (self._has_parts, self._has_audio_parts, self._has_video_parts)])
@@ -191,8 +193,8 @@ class Renderer:
         return Rendered(text, spans, False)
 
     def _weighted(self, conversation: Conversation) -> Rendered:
-        """Render a conversation whose turns have loss weights; a turn with weight 0 is context."""
-        for turn, (role, _, _, weight) in enumerate(conversation.messages):
+        """Render a conversation whose turns have loss weights or values; a turn with weight 0 is context."""
+        for turn, (role, _, _, weight, _) in enumerate(conversation.messages):
             if not is_loss_weight(weight) or (role != "assistant" and weight not in (0, 1)):
                 wanted = f"0, or a number {LOSS_WEIGHTS}" if role == "assistant" else "0 or 1"
                 raise RecordError(
@@ -202,16 +204,23 @@ class Renderer:
         text, spans = self._render_with_spans(messages, conversation.tools)
         by_turn = self.template.spans_by_turn(text, spans, messages, conversation.tools)
         turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
-        weighted = [(span, conversation.messages[turn].weight) for turn in turns for span in by_turn[turn]]
+        weighted = [(span, _effect(conversation.messages[turn])) for turn in turns for span in by_turn[turn]]
         if self.loss_on == "all":
             contents = turn_places(text, [message["content"] for message in messages], self.template.media_tokens)
             others = zip(contents, conversation.messages, strict=True)
-            weighted += [(span, 0.0) for span, m in others if m.role != "assistant" and not m.weight]
-            weighted = _with_rest(len(text), [pair for pair in weighted if pair[1] != 1])
-        weighted = [(span, weight) for span, weight in weighted if weight]
-        weights = [weight for _, weight in weighted]
+            weighted += [(span, _effect(m)) for span, m in others if m.role != "assistant" and not m.weight]
+            weighted = _with_rest(len(text), [pair for pair in weighted if pair[1] != _PLAIN])
+        weighted = [(span, effect) for span, effect in weighted if effect.weight]
+        weights = [effect.weight for _, effect in weighted]
+        values = [effect.values for _, effect in weighted]
         is_fractional = any([weight != 1 for weight in weights])
-        return Rendered(text, [span for span, _ in weighted], False, weights if is_fractional else None)
+        return Rendered(
+            text,
+            [span for span, _ in weighted],
+            False,
+            weights if is_fractional else None,
+            values if any(values) else None,
+        )
 
     def _render_with_spans(self, messages: Messages, tools: Sequence[Any] | None) -> tuple[str, list[Span]]:
         """Render by the template, and reject a conversation that it does not render completely."""
@@ -297,12 +306,26 @@ def _replaced(rendered: Rendered, token: str, texts: Sequence[str]) -> Rendered:
     return rendered._replace(text=re.sub(re.escape(token), lambda _: next(following), rendered.text), spans=spans)
 
 
-def _with_rest(size: int, weighted: Sequence[tuple[Span, float]]) -> list[tuple[Span, float]]:
-    """The spans of a text of `size` characters with their weights, in order, and weight 1 for the text between."""
-    found, end = list[tuple[Span, float]](), 0
-    for span, weight in [*sorted(weighted), ((size, size), 0.0)]:
+class _Effect(NamedTuple):
+    """Effect of a turn on the loss of its characters, as of `Message`."""
+
+    weight: float = 1.0
+    values: Mapping[str, float] = {}
+
+
+_PLAIN = _Effect()
+
+
+def _effect(message: Message) -> _Effect:
+    return _Effect(message.weight, message.values)
+
+
+def _with_rest(size: int, weighted: Sequence[tuple[Span, _Effect]]) -> list[tuple[Span, _Effect]]:
+    """The spans of a text of `size` characters with their effects, in order, and `_PLAIN` for the text between."""
+    found, end = list[tuple[Span, _Effect]](), 0
+    for span, effect in [*sorted(weighted, key=lambda pair: pair[0]), ((size, size), _Effect(0.0))]:
         if end < span[0]:
-            found.append(((end, span[0]), 1.0))
-        found.append((span, weight))
+            found.append(((end, span[0]), _PLAIN))
+        found.append((span, effect))
         end = span[1]
     return found

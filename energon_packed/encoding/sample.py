@@ -4,7 +4,8 @@ An encoder returns an EncodedSample for each conversation (arrays of one sample)
 columns of several samples end to end, with their boundaries. A row of stored tokens is an EncodedRow from the start.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -15,6 +16,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding.vision.positions import ModelNeeds, VisionInputs
 from energon_packed.errors import BatchError, Reason, RecordError
+from energon_packed.records.columns import FILL, Columns, cut_columns, join_columns
 from energon_packed.seqlens import cu_seqlens_from_lengths
 
 if TYPE_CHECKING:
@@ -59,7 +61,7 @@ def targets_per_sample(labels: npt.NDArray[np.int64], cu_seqlens: npt.NDArray[np
     return np.asarray(targets.searchsorted(bounds[1:]) - targets.searchsorted(after_first))
 
 
-def join_columns(columns: Sequence[tuple[npt.NDArray[Any] | None, int]], default: np.generic) -> Any:
+def join_values(columns: Sequence[tuple[npt.NDArray[Any] | None, int]], default: np.generic) -> Any:
     """Join the columns of samples, (column or None, number of tokens) each; None if no sample has the column.
 
     Tokens of samples without the column get the value `default`.
@@ -87,13 +89,43 @@ def weight_checksums(
         return np.zeros(len(bounds) - 1, dtype=np.int64)
     is_other = (labels != IGNORE_INDEX) & (loss_weights != 1)
     is_other[bounds[:-1][np.diff(bounds) > 0]] = False  # first tokens are never targets
-    # The output function of SplitMix64 (Steele, Lea and Flood, 2014), so that no change of weights cancels another.
     keys = labels.astype(np.uint64) << np.uint64(32) | loss_weights.astype(np.float32).view(np.uint32)
+    sums = np.zeros(len(keys) + 1, dtype=np.uint64)
+    np.cumsum(_mixed(keys) * is_other, out=sums[1:])
+    return (np.diff(sums[bounds]) & np.uint64(2**63 - 1)).view(np.int64)
+
+
+def column_checksums(
+    labels: npt.NDArray[np.int64], columns: Columns, cu_seqlens: npt.NDArray[np.integer]
+) -> npt.NDArray[np.int64]:
+    """Checksum of the columns of each sample, int64 (S,); 0 if all targets have `FILL` in all columns.
+
+    As `weight_checksums`, it is a sum over targets, so that the checksums of fragments sum to that of the sample.
+
+    Args:
+        labels: int64 (T,), of samples end to end.
+        columns: columns by name, (T,) or (T, k).
+        cu_seqlens: (S+1,), boundaries of the samples.
+    """
+    bounds = np.asarray(cu_seqlens)
+    is_target = labels != IGNORE_INDEX
+    is_target[bounds[:-1][np.diff(bounds) > 0]] = False
+    sums = np.zeros(len(labels) + 1, dtype=np.uint64)
+    for name, column in columns.items():
+        # float64 has all values of all dtypes, so that a dtype that a row widens has the same checksum.
+        values = column.reshape(len(column), -1).astype(np.float64)
+        places = np.arange(values.shape[1], dtype=np.uint64) + np.uint64(zlib.crc32(name.encode()) << 16)
+        keys = _mixed(values.view(np.uint64) ^ _mixed(labels.astype(np.uint64))[:, None] ^ _mixed(places))
+        sums[1:] += (keys * (values != FILL)).sum(axis=1, dtype=np.uint64) * is_target
+    np.cumsum(sums, out=sums)
+    return (np.diff(sums[bounds]) & np.uint64(2**63 - 1)).view(np.int64)
+
+
+def _mixed(keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014), so that no change cancels another."""
     keys = (keys ^ keys >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     keys = (keys ^ keys >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    sums = np.zeros(len(keys) + 1, dtype=np.uint64)
-    np.cumsum((keys ^ keys >> np.uint64(31)) * is_other, out=sums[1:])
-    return (np.diff(sums[bounds]) & np.uint64(2**63 - 1)).view(np.int64)
+    return keys ^ keys >> np.uint64(31)
 
 
 def _first(values: Iterable[Any]) -> Any:
@@ -157,7 +189,7 @@ class EncodedSample:
     token_type_ids: npt.NDArray[np.int64] | None = None
     needs: ModelNeeds | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
-    columns: Mapping[str, npt.NDArray[Any]] | None = None
+    columns: Columns | None = None
     group: str | None = None
     role: str | None = None
     label: tuple[float, ...] | None = None
@@ -198,8 +230,12 @@ class EncodedSample:
 
     @property
     def weight_checksum(self) -> int:
-        """Checksum of its loss weights, as `weight_checksums` computes it."""
-        return int(weight_checksums(self.labels, self.loss_weights, np.array([0, len(self)]))[0])
+        """Sum of the checksums of its loss weights and columns, modulo 2**63."""
+        bounds = np.array([0, len(self)])
+        checksum = int(weight_checksums(self.labels, self.loss_weights, bounds)[0])
+        if self.columns:
+            checksum += int(column_checksums(self.labels, self.columns, bounds)[0])
+        return checksum % 2**63
 
     def of(self, source: SampleSource | None) -> "EncodedSample":
         """Return the same sample with this `source`; arrays and pixels are shared, not copied."""
@@ -210,9 +246,10 @@ class EncodedSample:
         return made
 
     def token_columns(self, tokens: slice) -> dict[str, Any]:
-        """The columns with an entry for each token, by name, of some tokens; columns that are None are left out."""
-        columns = {name: getattr(self, name) for name in _TOKEN_COLUMNS}
-        return {name: column[..., tokens] for name, column in columns.items() if column is not None}
+        """The fields with an entry for each token, by name, of some tokens; fields that are None are left out."""
+        fields = {name: getattr(self, name) for name in _TOKEN_COLUMNS}
+        cut: dict[str, Any] = {name: values[..., tokens] for name, values in fields.items() if values is not None}
+        return cut if self.columns is None else {**cut, "columns": cut_columns(self.columns, tokens)}
 
     def truncated(self, max_length: int) -> "EncodedSample":
         """Truncate to the first `max_length` tokens; return the sample itself if it is short enough.
@@ -253,6 +290,7 @@ class EncodedRow(Sequence[EncodedSample]):
         token_type_ids: int64 (T,), 1 at image tokens, or None.
         needs: what the model needs of a row with images, or None.
         loss_weights: float32 (T,), loss weight of each token, which counts only at targets; None if all weights are 1.
+        columns: further columns of the tokens by name, each (T,) or (T, k); None without columns.
         image_token_id: token that represents image features, or None.
         video_token_id, audio_token_id: tokens that represent features of videos and audio, or None.
         dummy: of the first sample that has a dummy, or None.
@@ -267,6 +305,7 @@ class EncodedRow(Sequence[EncodedSample]):
     token_type_ids: npt.NDArray[np.int64] | None = None
     needs: ModelNeeds | None = None
     loss_weights: npt.NDArray[np.float32] | None = None
+    columns: Columns | None = None
     image_token_id: int | None = None
     video_token_id: int | None = None
     audio_token_id: int | None = None
@@ -279,7 +318,7 @@ class EncodedRow(Sequence[EncodedSample]):
         """Return the columns of any samples; an EncodedRow is returned unchanged.
 
         Raises:
-            BatchError: some samples have M-RoPE positions and some do not.
+            BatchError: some samples have M-RoPE positions and some do not, or columns do not match.
         """
         if isinstance(samples, EncodedRow):
             return samples
@@ -331,6 +370,8 @@ class EncodedRow(Sequence[EncodedSample]):
                 fields["token_type_ids"] = self.token_type_ids[start:end]
             if self.loss_weights is not None:
                 fields["loss_weights"] = self.loss_weights[start:end]
+            if self.columns is not None:
+                fields["columns"] = cut_columns(self.columns, slice(start, end))
             samples.append(sample)
         return samples
 
@@ -393,8 +434,9 @@ def _joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, An
         "labels": np.concatenate([part.labels for part in parts], dtype=np.int64),
         "position_ids": np.concatenate(positions, axis=1) if positions else None,
         # A sample without types has only text, which has type 0.
-        "token_type_ids": join_columns([(part.token_type_ids, len(part.input_ids)) for part in parts], np.int64(0)),
-        "loss_weights": join_columns([(part.loss_weights, len(part.input_ids)) for part in parts], np.float32(1)),
+        "token_type_ids": join_values([(part.token_type_ids, len(part.input_ids)) for part in parts], np.int64(0)),
+        "loss_weights": join_values([(part.loss_weights, len(part.input_ids)) for part in parts], np.float32(1)),
+        "columns": join_columns([(part.columns, len(part.input_ids)) for part in parts]),
         "image_token_id": _first(part.image_token_id for part in parts),
         "video_token_id": _first(part.video_token_id for part in parts),
         "audio_token_id": _first(part.audio_token_id for part in parts),

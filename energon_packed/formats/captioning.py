@@ -69,7 +69,7 @@ class CaptioningCodec(Codec):
             raise RecordError(Reason.BAD_ROLE, f"PackedCaptioningSample cannot store tools; {_REMEDY}")
         turns = conversation.messages
         start = 1 if turns and turns[0].role == "system" else 0
-        for index, (role, _, extra, _) in enumerate(turns[start:]):
+        for index, (role, _, extra, *_) in enumerate(turns[start:]):
             if role != _ROLES[index % 2] or extra:
                 actual = f"{role} with {', '.join(extra)}" if extra else role
                 raise RecordError(
@@ -84,9 +84,9 @@ class CaptioningCodec(Codec):
         conversations = [sample.conversation for sample in samples]
         value: dict[str, Any] = {
             "images": media.images,
-            "prompts": [[text for role, text, _, _ in c.messages if role == "user"] for c in conversations],
+            "prompts": [[text for role, text, *_ in c.messages if role == "user"] for c in conversations],
             "captions": [
-                [text for role, text, _, _ in c.messages if role == "assistant"] if c.text is None else [c.text]
+                [text for role, text, *_ in c.messages if role == "assistant"] if c.text is None else [c.text]
                 for c in conversations
             ],
             "sample_count": len(samples),

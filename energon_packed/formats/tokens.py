@@ -6,6 +6,8 @@
 {key}.labels.npy       int32 (T,), in place of loss_spans if a label differs from its token
 {key}.weighted_spans.npy   (K,) of start int32, end int32, weight float32: supervised tokens [start, end) and their
                        loss weight, in place of loss_spans, or beside labels, if a weight is not 1
+{key}.columns.NAME.npy  (T,) or (T, k) of float32, float16, int32 or int16: a column of the tokens; 0 for samples
+                       without it
 {key}.json             sample_count, ids, images, and patch_positions, video_files (see videos.py) and image_settings
                        (of each image, or null) if present
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}   as in PackedCaptioningSample
@@ -22,10 +24,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import FormatError
+from energon_packed.errors import FormatError, RecordError
 from energon_packed.formats.codec import Codec, Part, RawPack, SampleMedia, StoredSample
 from energon_packed.formats.parts import has_value, read_json, read_media, write_json, write_media
 from energon_packed.records import Conversation
+from energon_packed.records.columns import Column, Columns, check_columns, cut_columns, join_columns
 from energon_packed.records.conversation import is_loss_weight
 from energon_packed.seqlens import cu_seqlens_from_lengths
 
@@ -35,6 +38,7 @@ Float32 = npt.NDArray[np.float32]
 _OWN_HEADER = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i4', 'fortran_order': False, 'shape': ("
 _HEADER_SIZE = 128  # 10 bytes of magic, version and length, then 0x76 = 118 bytes
 _ARRAYS = ("input_ids.npy", "cu_seqlens.npy", "loss_spans.npy", "labels.npy", "weighted_spans.npy")
+_COLUMN = "columns."  # start of the parts that are columns
 _WEIGHTED_SPAN = np.dtype([("start", "<i4"), ("end", "<i4"), ("weight", "<f4")])
 _IGNORE = -100  # label of a token that is not a target, as torch.nn.CrossEntropyLoss ignores it
 
@@ -49,6 +53,7 @@ class TokenRow:
         labels: int32 (T,), unshifted, -100 for tokens that are not supervised.
         cu_seqlens: int32 (S+1,), boundaries of the samples.
         loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
+        columns: columns of the tokens by name, (T,) or (T, k) each; None without columns.
         media: media of each sample.
     """
 
@@ -57,6 +62,7 @@ class TokenRow:
     labels: Int32
     cu_seqlens: Int32
     loss_weights: Float32 | None
+    columns: Columns | None
     media: Sequence[SampleMedia]
 
     def samples(self) -> list[StoredSample]:
@@ -69,6 +75,7 @@ class TokenRow:
                 input_ids=self.input_ids[start:end].astype(np.int64),
                 labels=self.labels[start:end].astype(np.int64),
                 loss_weights=None if self.loss_weights is None else self.loss_weights[start:end],
+                columns=cut_columns(self.columns, slice(start, end)),
                 **media.references(),
             )
             samples.append(StoredSample(conversation, end - start, None, False, *media))
@@ -98,6 +105,8 @@ class TokensCodec(Codec):
         if any([weights is not None for _, _, weights in rows]):
             filled = [np.ones(len(ids), np.float32) if weights is None else weights for ids, _, weights in rows]
             spans = weighted_spans(labels, np.concatenate(filled))
+        own = [(sample.conversation.columns, len(ids)) for sample, (ids, _, _) in zip(samples, rows, strict=True)]
+        columns = (join_columns(own) or {}).items()
         value: dict[str, Any] = {
             "sample_count": len(samples),
             "ids": [sample.conversation.id for sample in samples],
@@ -126,6 +135,7 @@ class TokensCodec(Codec):
             ("input_ids.npy", _dump(input_ids)),
             ("cu_seqlens.npy", _dump(cu_seqlens_from_lengths([len(ids) for ids, _, _ in rows]))),
             *targets,
+            *[(f"{_COLUMN}{name}.npy", _dump(column, column.dtype.newbyteorder("<"))) for name, column in columns],
             ("json", write_json(value)),
             *media.parts,
         ]
@@ -159,7 +169,8 @@ class TokensCodec(Codec):
                 labels[start:end] = input_ids[start:end]
         files = value.get("video_files"), value.get("audio_files"), value.get("image_settings")
         media = read_media(raw, value["images"], value.get("patch_positions"), *files)
-        return TokenRow(value["ids"], input_ids, labels, _load(raw, "cu_seqlens.npy"), weights, media)
+        columns = _columns(raw, len(input_ids))
+        return TokenRow(value["ids"], input_ids, labels, _load(raw, "cu_seqlens.npy"), weights, columns, media)
 
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Return the tokens of each sample, from the boundaries."""
@@ -167,7 +178,7 @@ class TokensCodec(Codec):
 
     def part_filter(self, part: str) -> bool:
         """Return whether a part is an array of the row, the json or a media file."""
-        return part in _ARRAYS or super().part_filter(part)
+        return part in _ARRAYS or part.startswith(_COLUMN) or super().part_filter(part)
 
 
 def spans_from_mask(mask: npt.NDArray[np.bool_]) -> Int32:
@@ -212,6 +223,44 @@ def _shape(header: bytes) -> tuple[int, ...]:
     """Parse the shape in a header that starts with `_OWN_HEADER`."""
     size = len(_OWN_HEADER)
     return tuple([int(number) for number in header[size : header.index(b")", size)].split(b",") if number.strip()])
+
+
+def _columns(raw: RawPack, tokens: int) -> dict[str, Column] | None:
+    """Read the columns of a row of T tokens; None without columns."""
+    columns = {}
+    for part, value in raw.items():
+        if not part.startswith(_COLUMN):
+            continue
+        if not isinstance(value, np.ndarray):
+            try:
+                value = _array(bytes(value))
+            except (ValueError, MemoryError, OverflowError) as error:
+                raise FormatError(f"{raw.get('__key__')}.{part}: {error}") from error
+        columns[part.removeprefix(_COLUMN).removesuffix(".npy")] = value
+    if not columns:
+        return None
+    try:
+        check_columns(columns, tokens)
+    except RecordError as error:
+        raise FormatError(f"{raw.get('__key__')}: {error.reject.detail}") from error
+    return dict(sorted(columns.items()))
+
+
+def _array(value: bytes) -> Column:
+    """Parse a .npy; its header is parsed once for all of the same dtype and shape."""
+    if value[:10] != _OWN_HEADER[:10]:  # another version, or a longer header
+        return np.asarray(np.lib.format.read_array(io.BytesIO(value), allow_pickle=False))
+    shape, dtype = _parsed(value[:_HEADER_SIZE])
+    return np.frombuffer(value, dtype=dtype, offset=_HEADER_SIZE, count=math.prod(shape)).reshape(shape)
+
+
+@lru_cache(maxsize=4096)
+def _parsed(header: bytes) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Parse the header of a .npy in C order."""
+    shape, is_fortran, dtype = np.lib.format.read_array_header_1_0(io.BytesIO(header[8:]))
+    if is_fortran or dtype.hasobject:
+        raise ValueError("a column must be an array of numbers in C order")
+    return shape, dtype
 
 
 def _load(raw: RawPack, name: str, dtype: npt.DTypeLike = np.int32) -> npt.NDArray[Any]:

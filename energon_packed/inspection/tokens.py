@@ -165,6 +165,7 @@ class TokenRow:
         label: label, -100 if the token is not supervised.
         position: position ids: (position,), or (text, t, h, w) with M-RoPE.
         weight: its entry of `loss_mask`; None in a pack without loss weights.
+        columns: its value, or list of k values, in each column; None in a pack without columns.
     """
 
     index: int
@@ -174,6 +175,7 @@ class TokenRow:
     label: int
     position: tuple[int, ...]
     weight: float | None = None
+    columns: Mapping[str, Any] | None = None
 
 
 def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None = None) -> list[TokenRow]:
@@ -199,8 +201,12 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
     segments = segment_ids_from_cu_seqlens(np.asarray(batch.cu_seqlens)).tolist()
     strings = [encoder.parts.backend.id_to_token(token) for token in ids]
     weights = [None] * len(ids) if batch.loss_weights is None else batch.loss_mask[0].tolist()
-    columns = zip(segments, ids, strings, batch.labels[0].tolist(), positions, weights, strict=True)
+    own: list[Any] = [None] * len(ids)
+    if batch.columns:
+        values = zip(*[column[0].tolist() for column in batch.columns.values()], strict=True)
+        own = [dict(zip(batch.columns, of_token, strict=True)) for of_token in values]
+    columns = zip(segments, ids, strings, batch.labels[0].tolist(), positions, weights, own, strict=True)
     return [
-        TokenRow(index, segment, token, str(string), label, tuple(position), weight)
-        for index, (segment, token, string, label, position, weight) in enumerate(columns)
+        TokenRow(index, segment, token, str(string), label, tuple(position), weight, of_token)
+        for index, (segment, token, string, label, position, weight, of_token) in enumerate(columns)
     ]

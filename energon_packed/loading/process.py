@@ -55,6 +55,7 @@ def encode_pack(
         try:
             input_ids, labels = row.input_ids.astype(np.int64), row.labels.astype(np.int64)
             encoded_row = encoder.encode_row(row.ids, input_ids, labels, row.cu_seqlens, row.loss_weights)
+            encoded_row.columns = row.columns
             encoded_row.sources = [source] * len(encoded_row)
             return encoded_row
         except EnergonPackedError:

@@ -9,6 +9,8 @@ NAME.arrow   the columns of SCHEMA, a table row per record; its metadata has the
 NAME.tokens  for every measured record its L input_ids and then its L labels, as little-endian int32, without a header;
              offsets follow from the lengths of the records. With this file, no text is tokenized twice. If a record
              has loss weights, the weights of all tokens follow, as little-endian float32.
+NAME.columns for every measured record with columns a .npy of a structured array (L,), whose fields are the columns, so
+             that the tokens of a fragment are one range; offsets follow from the column `columns_bytes`.
 NAME.media   for every image or video of a measured record that is in no file, such as a cell of a table, an entry of
              the dtype `MEDIA_ENTRY`; of equal files only the first. Rejected records have none.
 NAME.frames  for every measured record with videos or audio the selected frames of each video and the clip of each
@@ -16,18 +18,19 @@ NAME.frames  for every measured record with videos or audio the selected frames 
              `frames_bytes`. The frames that are measured are the frames that are written, also if the lengths are
              planned again for another `seq_len`.
 
-NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, and those of
-AUDIO_COLUMNS only if one has audio.
+NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, those of AUDIO_COLUMNS
+only if one has audio, and `columns_bytes` only if one has columns.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
 
 import hashlib
+import io
 import os
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +47,7 @@ from energon_packed.formats.audios import clip_as_dict, clip_from_dict
 from energon_packed.formats.references import media_digest
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict
 from energon_packed.records import AudioClip, FrameSelection, MediaReference
+from energon_packed.records.columns import Columns
 from energon_packed.storage import as_path, is_remote
 from energon_packed.system import most_open
 
@@ -92,6 +96,9 @@ AUDIO_COLUMNS = {
     "num_audios": pa.int32(),
     "audio_ms": pa.int64(),  # duration of its audio files in milliseconds
 }
+TOKEN_COLUMNS = {
+    "columns_bytes": pa.int64(),  # of the record in NAME.columns
+}
 COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that are lists of strings; a chunk file has the number of records with each string."""
 StringCounts = dict[str, Counter[str]]
@@ -108,7 +115,10 @@ record, and the index of the image in the record."""
 MediaEntries = npt.NDArray[np.void]
 NUMERIC = {
     name: pa.array([], kind).to_numpy().dtype.type  # `to_pandas_dtype` of PyArrow 18 needs pandas
-    for name, kind in (*zip(SCHEMA.names, SCHEMA.types, strict=True), *VIDEO_COLUMNS.items(), *AUDIO_COLUMNS.items())
+    for name, kind in (
+        *zip(SCHEMA.names, SCHEMA.types, strict=True),
+        *(*VIDEO_COLUMNS.items(), *AUDIO_COLUMNS.items(), *TOKEN_COLUMNS.items()),
+    )
     if name not in ("id", "detail")
 }
 # Records that were rejected for these reasons are measured again, because the files may have been fixed.
@@ -321,7 +331,7 @@ def read_frames(refs: "RecordOffsets", index: int) -> tuple[tuple[FrameSelection
 def write_rows(
     file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles, entries: int = 0
 ) -> None:
-    """Write the columns of `SCHEMA`, and of videos and audio if there are any; the file appears when it is complete.
+    """Write the columns of `SCHEMA`, and of media and tokens if there are any; the file appears when it is complete.
 
     Args:
         file: file of the chunk.
@@ -337,7 +347,8 @@ def write_rows(
     schema = SCHEMA
     has_audio = any(columns["num_audios"])
     more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
-    for name, kind in {**more, **(AUDIO_COLUMNS if has_audio else {})}.items():
+    of_tokens = TOKEN_COLUMNS if any(columns["columns_bytes"]) else {}
+    for name, kind in {**more, **(AUDIO_COLUMNS if has_audio else {}), **of_tokens}.items():
         schema = schema.append(pa.field(name, kind))
     schema = schema.with_metadata(metadata)
     arrays = [
@@ -396,6 +407,10 @@ def is_measured(chunk: Chunk) -> bool:
             size = tokens_size(as_numpy(rows["length"], np.int32))
             if chunk.tokens.stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
                 return False
+        if "columns_bytes" in rows.schema.names:
+            size = as_numpy(rows["columns_bytes"], np.int64).sum()
+            if columns_file(chunk.file).stat().st_size != size:
+                return False
         if chunk.keep_media:
             size = chunk.media.stat().st_size if chunk.media.exists() else 0
             if int(rows.schema.metadata[_ENTRIES]) * MEDIA_ENTRY.itemsize != size:
@@ -417,6 +432,32 @@ def has_media(chunk: Chunk) -> bool:
 def tokens_file(rows_file: Path) -> Path:
     """Path of the tokens of a chunk, beside the file of its records."""
     return rows_file.with_suffix(".tokens")
+
+
+def columns_file(rows_file: Path) -> Path:
+    """Path of the per-token columns of a chunk, beside the file of its records."""
+    return rows_file.with_suffix(".columns")
+
+
+def dump_columns(sample: EncodedSample | None) -> bytes:
+    """Return the columns of a sample as a .npy of a structured array (L,); b"" without columns."""
+    if sample is None or not sample.columns:
+        return b""
+    fields = [(name, column.dtype.newbyteorder("<"), column.shape[1:]) for name, column in sample.columns.items()]
+    rows = np.empty(len(sample), dtype=fields)
+    for name, column in sample.columns.items():
+        rows[name] = column
+    out = io.BytesIO()
+    np.lib.format.write_array(out, rows, version=(1, 0), allow_pickle=False)
+    return out.getvalue()
+
+
+def write_columns(chunk: Chunk, columns: Sequence[bytes]) -> None:
+    """Write the columns of the records of a chunk, as `dump_columns` returns them; no file without columns."""
+    if columns:
+        atomic_write(columns_file(chunk.file), b"".join(columns))
+    else:
+        columns_file(chunk.file).unlink(missing_ok=True)  # of an earlier run that measured other records
 
 
 def write_tokens(file: Path, samples: Sequence[EncodedSample]) -> None:
@@ -446,6 +487,7 @@ class RecordOffsets:
         offset: int64 (k,), byte in that file.
         size: int64 (k,), bytes of each record.
         sizes: int64 (files,), bytes of all records in each file. In token files, loss weights follow them.
+        columns: of token files: where the columns of the records are; None if no record has columns.
     """
 
     files: Sequence[Path]
@@ -453,6 +495,7 @@ class RecordOffsets:
     offset: Int64
     size: Int64
     sizes: Int64
+    columns: "RecordOffsets | None" = None
 
 
 class RecordBytes:
@@ -465,7 +508,7 @@ class RecordBytes:
         unit: bytes of a unit.
     """
 
-    def __init__(self, files: Sequence[Path], starts: Int64, sizes: npt.NDArray[np.int32], unit: int = 1) -> None:
+    def __init__(self, files: Sequence[Path], starts: Int64, sizes: npt.NDArray[np.integer], unit: int = 1) -> None:
         self._files = files
         self._starts = starts
         self._unit = unit
@@ -495,10 +538,22 @@ class TokenCache(RecordBytes):
         files: token files of all chunks, in order.
         starts: int64 (chunks,), index of the first record of each chunk.
         lengths: int32 (n,), tokens of each record, -1 for a rejected record.
+        columns: files of the columns of all records; None if no record has columns.
     """
 
-    def __init__(self, files: Sequence[Path], starts: Int64, lengths: npt.NDArray[np.int32]) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        starts: Int64,
+        lengths: npt.NDArray[np.int32],
+        columns: RecordBytes | None = None,
+    ) -> None:
         super().__init__(files, starts, lengths, _TOKEN)
+        self._columns = columns
+
+    def refs(self, rows: Int64) -> RecordOffsets:
+        """Files and offsets of the tokens and columns of these records."""
+        return replace(super().refs(rows), columns=None if self._columns is None else self._columns.refs(rows))
 
 
 class TokenReader:
@@ -522,7 +577,7 @@ class TokenReader:
             os.close(descriptor)
 
     def read(self, index: int, length: int, fragment: np.void | None = None) -> EncodedSample:
-        """Read the tokens, labels and loss weights of a record, or of a fragment of it.
+        """Read the tokens, labels, loss weights and columns of a record, or of a fragment of it.
 
         Args:
             index: index of the record in the `RecordOffsets`.
@@ -535,13 +590,18 @@ class TokenReader:
         offset = int(self._refs.offset[index])
         if fragment is None:  # ids and labels are adjacent
             ids, labels = self._int32(index, offset, 2 * length).reshape(2, length)
-            return EncodedSample(input_ids=ids, labels=labels, loss_weights=self._weights(index, 0, length))
+            columns = self._columns(index, 0, length)
+            return EncodedSample(
+                input_ids=ids, labels=labels, loss_weights=self._weights(index, 0, length), columns=columns
+            )
         start = int(fragment["start"])
+        columns = self._columns(index, start, length)
         weights = self._weights(index, start, length)
         offset += _TOKEN // 2 * start
         labels = self._int32(index, offset + _TOKEN // 2 * int(fragment["total"]), length)
         labels[: fragment["context"]] = IGNORE_INDEX
-        return EncodedSample(input_ids=self._int32(index, offset, length), labels=labels, loss_weights=weights)
+        ids = self._int32(index, offset, length)
+        return EncodedSample(input_ids=ids, labels=labels, loss_weights=weights, columns=columns)
 
     def _int32(self, index: int, offset: int, count: int) -> Int64:
         return np.frombuffer(self._read(index, offset, count), dtype="<i4").astype(np.int64)
@@ -554,6 +614,25 @@ class TokenReader:
         first = int(self._refs.offset[index]) // _TOKEN + start
         content = self._read(index, int(self._refs.sizes[file]) + _WEIGHT * first, count)
         return np.frombuffer(content, dtype="<f4").astype(np.float32)
+
+    def _columns(self, index: int, start: int, count: int) -> Columns | None:
+        """Columns of tokens from `start` of a record; None if it has none."""
+        refs = self._refs.columns
+        if refs is None or (size := int(refs.size[index])) == 0:
+            return None
+        file, offset = refs.files[int(refs.file[index])], int(refs.offset[index])
+        with file.open("rb") as stream:
+            try:
+                stream.seek(offset)
+                np.lib.format.read_magic(stream)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+                if stream.tell() + shape[0] * dtype.itemsize != offset + size or start + count > shape[0]:
+                    raise ValueError(f"{shape[0]} tokens")
+                stream.seek(start * dtype.itemsize, os.SEEK_CUR)
+                rows = np.frombuffer(stream.read(count * dtype.itemsize), dtype=dtype, count=count)
+            except ValueError as error:
+                raise OSError(f"{file} is damaged: {error}") from error
+        return {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
 
     def _read(self, index: int, offset: int, count: int) -> bytes:
         """Read `count` numbers of 4 bytes."""

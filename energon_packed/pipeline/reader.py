@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from energon_packed.errors import IgnoredEntries, Reason, RecordError
-from energon_packed.formats import codec_for
+from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MediaRoot, moved_folders, moved_here, moved_path
 from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
+from energon_packed.records.columns import check_stored
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
 from energon_packed.system import announced
@@ -40,6 +41,7 @@ class RecordReader:
         ignored_entries: entries of input folders that are not read, by reason.
         record_weight: meaning of a weight of a record, as in `normalize`.
         media_root: folders that moved since a pack stored the location of its images, as (old, new).
+        stores_columns: per-token columns are used, whatever the flavor: conversations are encoded, and not written.
         unbounded: sources whose absolute media paths may be outside `image_root`; a note counts such records.
     """
 
@@ -52,6 +54,7 @@ class RecordReader:
     record_weight: RecordWeight = "refuse"
     media_root: MediaRoot = ()
     unbounded: Collection[int] = ()
+    stores_columns: bool = False
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -92,11 +95,16 @@ class RecordReader:
             conversation = replace(outside, notes=(*conversation.notes, OUTSIDE))
         if conversation.patch_positions and not self.use_patch_positions:
             conversation = replace(conversation, patch_positions=())
+        if not self.stores_columns and (self.sample_class == AUTO or not self._codec.stores_tokens):
+            check_stored(conversation.columns, [turn.values for turn in conversation.messages], self.sample_class)
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
-            codec = codec_for(self.sample_class, self.layout)
-            codec.check(conversation)
-            conversation = codec.fitted(conversation)
+            self._codec.check(conversation)
+            conversation = self._codec.fitted(conversation)
         return conversation
+
+    @property
+    def _codec(self) -> Codec:
+        return codec_for(self.sample_class, self.layout)
 
     def _moved(self, file: MediaReference) -> MediaReference:
         if file.packed is None or file.path is None:

@@ -67,7 +67,7 @@ class RecordTable:
         size: int32 (n,), bytes of the record, 0 if unknown.
         length: int32 (n,), tokens, -1 for a rejected record.
         supervised: int32 (n,), targets, -1 for a rejected record or if the encoder does not count them.
-        weight_checksum: int64 (n,), of its loss weights, as `weight_checksums` computes it.
+        weight_checksum: int64 (n,), of its loss weights and columns, as `EncodedSample.weight_checksum`.
         text_bytes: int32 (n,), estimated bytes of the text in JSON.
         media_bytes: int64 (n,), bytes of images, videos and .npy files.
         media_stamp: int64 (n,), digest of path, size and time of change of these files; 0 without files.
@@ -79,6 +79,7 @@ class RecordTable:
         extracted_bytes: int64 (n,), estimate of `media_bytes` with these frames as images in place of the video files;
             0 if they are stored as files.
         frames_bytes: int32 (n,), bytes of the selected frames and clips in JSON.
+        columns_bytes: int64 (n,), bytes of its per-token columns.
         num_decoded: int32 (n,), images whose pixels were decoded; the headers of the other images were checked.
         kind: int8 (n,), index into KINDS.
         status: int8 (n,), index into STATUSES; 0 means packed.
@@ -107,6 +108,7 @@ class RecordTable:
     audio_ms: Int64
     extracted_bytes: Int64
     frames_bytes: npt.NDArray[np.int32]
+    columns_bytes: Int64
     num_decoded: npt.NDArray[np.int32]
     kind: npt.NDArray[np.int8]
     status: npt.NDArray[np.int8]

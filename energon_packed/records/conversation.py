@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.audio import AUDIO_PLACEHOLDER, AudioReference
+from energon_packed.records.columns import check_columns
 from energon_packed.records.media import MediaReference
 from energon_packed.records.objects import read_objects
 from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
@@ -41,6 +42,7 @@ class Message(NamedTuple):
         extra: any of `EXTRA_FIELDS`, unchanged from the record.
         weight: loss weight of the tokens of an assistant turn, from 1e-9 to 1e9; 0 makes the turn context, not a
             target.
+        values: per-token values of the targets of an assistant turn, such as `advantage`, by name.
 
     Examples:
         >>> Message("user", "What is it?").as_dict()
@@ -51,6 +53,7 @@ class Message(NamedTuple):
     content: str
     extra: Mapping[str, Any] = _NO_EXTRA
     weight: float = 1.0
+    values: Mapping[str, float] = _NO_EXTRA
 
     def as_dict(self) -> dict[str, Any]:
         """The message as chat templates and JSON files need it."""
@@ -152,6 +155,8 @@ class Conversation:
             )
         if self.loss_weights is not None:
             _check_loss_weights(self.loss_weights, tokens)
+        if self.columns is not None:
+            check_columns(self.columns, tokens)
         # Fewer files than images are valid: the frames of a video may share a file.
         if len(self.patch_positions) > len(self.images):
             raise RecordError(
@@ -221,7 +226,7 @@ class Conversation:
         self._check_placeholders([message.content for message in self.messages])
         # Without an assistant turn nothing is supervised, but the conversation can still be encoded as a prompt.
         has_answers = "assistant" in roles
-        for role, content, extra, _ in self.messages:
+        for role, content, extra, *_ in self.messages:
             has_content = (content and not content.isspace()) or extra.get("tool_calls")
             if has_content and (role == "assistant" or not has_answers):
                 return
@@ -249,7 +254,7 @@ def _check_loss_weights(weights: npt.NDArray[np.float32], tokens: int) -> None:
 
 def plain_messages(roles: Iterable[str], contents: Iterable[str]) -> tuple[Message, ...]:
     """Make messages that have a role and a content, and nothing else."""
-    return tuple(map(_message, zip(roles, contents, repeat(_NO_EXTRA), repeat(1.0))))
+    return tuple(map(_message, zip(roles, contents, repeat(_NO_EXTRA), repeat(1.0), repeat(_NO_EXTRA))))
 
 
 # Several times as fast as calling the class, whose constructor is a Python function.

@@ -154,6 +154,7 @@ def normalize(
         input_ids=draft.input_ids,
         labels=draft.labels,
         loss_weights=draft.loss_weights,
+        columns=draft.columns,
         weight=weight,
         label=draft.label or _label(record, record_format, draft, media),
         images=images,

@@ -84,7 +84,7 @@ def without_written_calls(message: Message, media: Media) -> Message:
         raise unsupported_field("a turn has tool_calls and other calls as <tool_call> in its text; keep one")
     media.notes.append(CALLS_IN_TEXT)
     extra = {key: value for key, value in message.extra.items() if key != "tool_calls"}
-    return Message(message.role, message.content, extra, message.weight)
+    return message._replace(extra=extra)
 
 
 def _short(call: Any) -> Any:

@@ -17,6 +17,8 @@ loss_mask    Megatron: 1 is a target, 0 is not
 masked       torchtune: true is not a target
 mask         ambiguous (trained in some datasets, hidden in others), so it is rejected
 
+`advantage` and `reward` of an assistant turn are values of its targets (`columns.py`).
+
 Other fields are counted by name, or reject the record if they would change training (`unused_fields.unused_fields`).
 """
 
@@ -32,6 +34,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.audio import AUDIO_PLACEHOLDER, read_audio
 from energon_packed.records.audio import FILE_FIELDS as AUDIO_FILE_FIELDS
 from energon_packed.records.audio import KEYS as AUDIO_KEYS
+from energon_packed.records.columns import read_numbers
 from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, LOSS_WEIGHTS, Message, is_loss_weight
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import (
@@ -148,7 +151,9 @@ def read_messages(turns: Any, label: str, media: Media) -> list[Message]:
 def _joined(message: Message, following: Message) -> Message | None:
     """Merge two turns that contain only calls; None if one of them contains anything else."""
     calls = [turn.extra.get("tool_calls") or [] for turn in (message, following)]
-    if not all(calls) or following.content.strip() or len(following.extra) > 1 or message.weight != following.weight:
+    if not all(calls) or following.content.strip() or len(following.extra) > 1:
+        return None
+    if (message.weight, message.values) != (following.weight, following.values):
         return None
     return message._replace(extra={**message.extra, "tool_calls": [*calls[0], *calls[1]]})
 
@@ -162,13 +167,15 @@ def _message(turn: Record, media: Media) -> Message:
     role = read_role(name, field)
     _, content = _one_of(turn, keys.content)
     extra = {} if keys.is_plain else _extra(turn)
-    weight = 1.0
+    weight, values = 1.0, dict[str, float]()
     if not keys.is_plain:
-        media.add_unused(turn, _KNOWN, "a turn")
+        if role in ("assistant", FUNCTION_CALL):  # other turns have no targets
+            values = read_numbers(turn, "a turn")
+        media.add_unused(turn, _KNOWN.union(values) if values else _KNOWN, "a turn")
         weight = read_weight(turn, "assistant" if role == FUNCTION_CALL else role)
     if role == FUNCTION_CALL:
         return Message(
-            "assistant", "", {**extra, "tool_calls": read_tool_calls(content, "a function_call turn")}, weight
+            "assistant", "", {**extra, "tool_calls": read_tool_calls(content, "a function_call turn")}, weight, values
         )
     if isinstance(content, list | tuple):
         content, of_parts = _parts_with_values(content)
@@ -186,7 +193,7 @@ def _message(turn: Record, media: Media) -> Message:
         text = media.take_tagged(content) if has_tags(content) else content
     if not keys.is_plain:
         text = _own_images(turn, _own_videos(turn, _own_audios(turn, text, media), media), media)
-    return Message(role, text, extra, weight)
+    return Message(role, text, extra, weight, values)
 
 
 def _parts_with_values(parts: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:

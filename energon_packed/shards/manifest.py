@@ -105,8 +105,8 @@ class PackingManifest:
             and structure.
         check_media: `header`, or `full`, which decodes all images.
         supervised_tokens: tokens that are targets; None if the encoder does not count them.
-        weight_checksum: sum of the `weight_checksums` of the packed records, modulo 2**63; 0 if all
-            loss weights are 1.
+        weight_checksum: sum of the `EncodedSample.weight_checksum` of the packed records, modulo 2**63; 0 if all
+            loss weights are 1, and no record has columns.
         seq_len: tokens per row.
         utilization: tokens / (packs * seq_len).
         split: requested share of the packs by split.

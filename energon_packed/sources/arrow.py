@@ -5,12 +5,14 @@ batches, since its column chunks have no random access.
 """
 
 import bisect
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
+import numpy as np
 import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject
@@ -30,6 +32,7 @@ from energon_packed.storage import is_remote
 from energon_packed.system import most_open
 
 _AS_BYTES = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
+_NARROW: dict[Any, Any] = {pa.float16(): np.float16, pa.int16(): np.int16}
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
 _BATCH_BYTES = 64 << 20  # of the Arrow copy of a Parquet file
@@ -96,6 +99,20 @@ def _values(row: Any) -> dict[str, Any] | Reject:
     except _NO_VALUE as error:
         names = [name for name, column in zip(row.schema.names, row.columns, strict=True) if not _is_read(column)]
         return Reject(Reason.BAD_JSON, f"the column {', '.join(names)} has no value: {one_line(error)}"[:300])
+
+
+def _keep_dtypes(batch: Any, rows: Sequence[dict[str, Any] | Reject]) -> None:
+    """Make arrays of lists of float16 and int16, as Python numbers have no such types; other lists stay lists."""
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        kind = column.type
+        while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+            kind = kind.value_type
+        if kind != column.type and (dtype := _NARROW.get(kind)) is not None:
+            for row in rows:
+                if isinstance(row, dict) and row[name] is not None:
+                    with contextlib.suppress(ValueError):  # lists of different lengths
+                        values = np.asarray(row[name])
+                        row[name] = values.astype(dtype) if values.dtype.kind in "if" else row[name]  # not with nulls
 
 
 def _is_read(column: Any) -> bool:
@@ -195,6 +212,7 @@ class _Batches:
             # One bad value makes the whole slice fail, so its rows are read separately to reject only the bad row.
             except _NO_VALUE:
                 rows = [_values(part.slice(offset, 1)) for offset in range(count)]
+            _keep_dtypes(part, rows)
             yield from rows
             start += count
 

@@ -367,7 +367,7 @@ def test_loss_weights_are_compared_with_the_records(
     before, after = [json.loads((shards / ".nv-meta" / "packing.json").read_text()) for shards in outputs]
     edit_manifest(outputs[1], lambda value: value.update(weight_checksum=before["weight_checksum"]))
     output = " ".join(run(outputs[1]).output.split())
-    assert f"the loss weights in the tars have the checksum {after['weight_checksum']}, and" in output
+    assert f"the loss weights and columns in the tars have the checksum {after['weight_checksum']}, and" in output
     edit_manifest(outputs[1], lambda value: value.update(weight_checksum=0))
     assert run(outputs[1]).exit_code == 1, "the records had no weights"
 

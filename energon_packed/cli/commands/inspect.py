@@ -253,19 +253,25 @@ def _show_tokens(
         rows = [row for row in rows if row.segment == record.sample]
     if as_json:
         for row in rows:
-            fields = {name: getattr(row, name) for name in row.__slots__ if name != "weight" or row.weight is not None}
+            fields = {name: value for name in row.__slots__ if (value := getattr(row, name)) is not None}
             echo_json({"key": view.key, **fields})
         return
     console.print(view.key, style="bold", markup=False)
-    columns = ["index", "sample", "token", "text", "label", "position", "weight"]
-    table = Table(*(name for name in columns if name != "weight" or rows[0].weight is not None), box=None)
+    names = ["index", "sample", "token", "text", "label", "position"]
+    names += [] if rows[0].weight is None else ["weight"]
+    table = Table(*names, *(rows[0].columns or ()), box=None)
     for row in rows:
         weight = [] if row.weight is None else [f"{row.weight:g}"]
         position = " ".join(map(str, row.position))
+        values = [_values(value) for value in (row.columns or {}).values()]
         style = "green" if row.label >= 0 else ""
         table.add_row(str(row.index), str(row.segment), str(row.token), Text(visible(row.text)), str(row.label),
-                      position, *weight, style=style)  # fmt: skip
+                      position, *weight, *values, style=style)  # fmt: skip
     console.print(table)
+
+
+def _values(value: Any) -> str:
+    return " ".join([f"{number:g}" for number in value]) if isinstance(value, list) else f"{value:g}"
 
 
 def _show_blend(console: Console, path: Path, as_json: bool) -> None:

@@ -458,7 +458,7 @@ def _sums(
     weights = total["weights"] % 2**63
     if not not_encoded and weights != manifest.weight_checksum:
         check.fail(
-            f"the loss weights in the tars have the checksum {weights}, and the loss weights of the records, in "
+            f"the loss weights and columns in the tars have the checksum {weights}, and those of the records, in "
             f"packing.json, have {manifest.weight_checksum}"
         )
     actual = manifest.tokens / max(manifest.packs * manifest.seq_len, 1)

@@ -27,6 +27,7 @@ from energon_packed.encoding.vision.positions import ModelNeeds, VisionInputs
 from energon_packed.errors import BatchError
 from energon_packed.loading.dataflow.transport import send_by_value
 from energon_packed.loading.ranks import all_reduce_mean
+from energon_packed.records.columns import FILL
 
 Signal = Literal["loss", "entropy", "gradient_norm"]
 _PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
@@ -166,7 +167,7 @@ class PackedBatch(Batch):
 
         Args:
             device: target device; None keeps the present device.
-            dtype: floating-point type of pixels and of features of audio; ids, labels, boundaries and
+            dtype: floating-point type of pixels and of features of audio; ids, labels, boundaries, columns and
                 positions keep their types, and `loss_mask` stays float32, since it is summed.
             non_blocking: copy from pinned memory without waiting.
 
@@ -187,6 +188,7 @@ class PackedBatch(Batch):
         # The tokens stay, so that the rank runs the same forward and backward pass as the others; its loss is 0.
         batch = copy(self)
         batch.labels, batch.loss_mask = torch.full_like(self.labels, IGNORE_INDEX), torch.zeros_like(self.loss_mask)
+        batch.columns = {name: torch.full_like(column, FILL) for name, column in self.columns.items()}
         batch.has_targets = False
         batch.ids = [None] * len(self.ids)
         return batch
@@ -205,10 +207,15 @@ class PackedBatch(Batch):
             changed.vision_inputs = {name: change(name, value) for name, value in self.vision_inputs.items()}
         if self.audio_inputs is not None:
             changed.audio_inputs = {name: change(name, value) for name, value in self.audio_inputs.items()}
+        changed.columns = {name: change("columns", value) for name, value in self.columns.items()}
         return changed
 
     def transformers_inputs(
-        self, *, weighted_loss: bool = False, logits: Literal["all", "targets"] = "all"
+        self,
+        *,
+        weighted_loss: bool = False,
+        logits: Literal["all", "targets"] = "all",
+        columns: Sequence[str] = (),
     ) -> dict[str, Any]:
         """Arguments for a Hugging Face causal language model or Qwen-VL model.
 
@@ -232,10 +239,11 @@ class PackedBatch(Batch):
             logits: `targets` adds `logits_to_keep`, int64 (N,), the tokens whose next token is a target, and
                 `shift_labels`, int64 (1, N), these targets. Logits are then (1, N, vocabulary), and the loss is the
                 same, in models that use both arguments: most causal language models and vision-language models.
+            columns: columns to add under their names, (1, T) or (1, T, k), for a trainer with such arguments.
 
         Raises:
-            BatchError: targets have weights other than 1, and `weighted_loss` is not set; or several samples and an
-                image, for a model that is wrong for such rows (Gemma 3).
+            BatchError: targets have weights other than 1, and `weighted_loss` is not set; several samples and an
+                image, for a model that is wrong for such rows (Gemma 3); or a column that the row does not have.
         """
         if not weighted_loss and (self.loss_weights is not None or self.loss_mask_scale != 1):
             raise BatchError(
@@ -279,7 +287,16 @@ class PackedBatch(Batch):
             inputs["seq_idx"] = torch.repeat_interleave(bounds.diff(), output_size=tokens)[None]
         if logits == "targets":
             inputs |= _of_targets(self.labels)
+        inputs |= self._named_columns(columns)
         return inputs | {name: value for name, value in self._in_one_call().items() if value is not None}
+
+    def _named_columns(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        if missing := [name for name in names if name not in self.columns]:
+            raise BatchError(
+                f"`columns` must be names of columns of the row ({', '.join(self.columns) or 'none'}), got "
+                f"{', '.join(missing)}. No sample of this row has such a column."
+            )
+        return {name: self.columns[name] for name in names}
 
     def _positions(self, segments: int) -> torch.Tensor:
         """`position_ids`; without the text row for a model that is right for rows of one sample, and may refuse it."""
@@ -356,7 +373,7 @@ class PackedBatch(Batch):
         Pixels are views of the row. The label of a first token is -100, as it is never a target.
         """
         starts, lengths = self._bounds().tolist(), self.cu_seqlens.diff().tolist()
-        types, weights = self.token_type_ids, self.loss_weights
+        types, weights, columns = self.token_type_ids, self.loss_weights, self.columns
         images = _media_slices(self.image_grid_thw, self.num_images, len(self.ids))
         videos = _media_slices(self.video_grid_thw, self.num_videos, len(self.ids))
         samples = []
@@ -383,6 +400,7 @@ class PackedBatch(Batch):
                     token_type_ids=None if types is None else types[0, row].cpu().numpy(),
                     needs=self.needs,
                     loss_weights=None if weights is None else weights[0, row].cpu().numpy(),
+                    columns={name: column[0, row].cpu().numpy() for name, column in columns.items()} or None,
                     source=self.sources[index],
                 )
             )
@@ -416,11 +434,17 @@ class PackedBatch(Batch):
         """Cross entropy and weight of the targets at 1..T-1, each (T-1,)."""
         return target_signals(logits, self.labels), self.loss_mask[0, 1:].to(logits.device)
 
-    def megatron_inputs(self) -> dict[str, Any]:
+    def megatron_inputs(self, *, columns: Sequence[str] = ()) -> dict[str, Any]:
         """Arguments for Megatron, with labels and loss mask shifted within each sample; the same on every stage.
 
         Boundaries are in `cu_seqlens_*`, so M-RoPE positions are (3, 1, T), without the text row.
         Token t gets the label and the weight of token t + 1 of the same sample; the last token of a sample gets -100.
+
+        Args:
+            columns: columns to add under their names, shifted as labels are; the last token of a sample gets 0.
+
+        Raises:
+            BatchError: the row does not have a column.
         """
         # Shifting the whole row is enough: the first token of a sample is never a target, so no label crosses a
         # boundary. Megatron does not shift, unlike Transformers.
@@ -433,8 +457,16 @@ class PackedBatch(Batch):
             "total_tokens": self.input_ids.shape[1],
             "padding_mask": self.padding_mask,
             **self._vision_arguments(),
+            **{name: self._shifted_column(column) for name, column in self._named_columns(columns).items()},
         }
         return {name: value for name, value in inputs.items() if value is not None}
+
+    def _shifted_column(self, column: torch.Tensor) -> torch.Tensor:
+        """Shift a column left within each sample."""
+        shifted = _shifted(column, FILL)
+        # Unlike a label, the value of a first token may be any number.
+        shifted[:, self._bounds()[1:].long() - 1] = FILL
+        return shifted
 
     def packed_seq_params(self) -> Any:
         """`megatron.core.packed_seq_params.PackedSeqParams` of this row, `qkv_format="thd"`.
@@ -716,5 +748,5 @@ def _array(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> Any
 
 
 def _shifted(row: torch.Tensor, last: float) -> torch.Tensor:
-    """Shift a row (1, T) left by a position and append `last`."""
+    """Shift a row (1, T) or (1, T, k) left by a position and append `last`."""
     return torch.cat([row[:, 1:], torch.full_like(row[:, :1], last)], dim=1)

@@ -20,6 +20,7 @@ from energon_packed.loading.collation.dummy_images import DummyChoice, DummyImag
 from energon_packed.loading.collation.features import row_of
 from energon_packed.loading.collation.row_media import media_tensors
 from energon_packed.loading.resharding import DISPATCHED, dispatch_refusal, is_dispatched
+from energon_packed.records.columns import FILL
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
 LossWeighting = Literal["token", "sample", "sqrt"]
@@ -247,6 +248,11 @@ class PaddingFreeCollator(Collator):
             weights = np.zeros(total, dtype=np.float32)
             weights[real] = row.loss_weights
             loss_mask *= weights
+        columns = {}
+        for name, column in (row.columns or {}).items():
+            padded_column = np.full((total, *column.shape[1:]), FILL, dtype=column.dtype)
+            padded_column[real] = column
+            columns[name] = _row(padded_column)
         # Kernels read `cu_seqlens` without the padding between samples, and the tail is a segment in both.
         unpadded = np.append(lengths, tail) if tail else lengths
         with_images = row.pictured if dummy is None else [dummy]
@@ -257,6 +263,7 @@ class PaddingFreeCollator(Collator):
             labels=_row(labels),
             loss_mask=_row(loss_mask),
             loss_weights=None if weights is None else _row(weights),
+            columns=columns,
             loss_mask_scale=loss_mask_scale,
             position_ids=self._positions(row, bounds, real),
             cu_seqlens=torch.from_numpy(cu_seqlens_from_lengths(unpadded) if is_padded_between else bounds),

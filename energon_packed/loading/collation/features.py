@@ -12,12 +12,20 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from energon_packed.encoding import IGNORE_INDEX, EncodedRow, EncodedSample
-from energon_packed.errors import BatchError, ConfigError
+from energon_packed.errors import BatchError, ConfigError, RecordError
+from energon_packed.records.columns import Column, read_columns
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
 from energon_packed.records.fields import shown
 
+_KNOWN = frozenset(
+    (
+        *("input_ids", "labels", "loss_weights", "id", "pixel_values", "image_grid_thw", "pixel_values_videos"),
+        *("video_grid_thw", "second_per_grid_ts", "seq_lengths", "length"),
+    )
+)
 PACK = "pack"  # column of the samples in rows of `PackedDataset.to_hf()`
 # The stored column has the pack index. It is called `input_ids`, as trainers remove columns that no model uses.
 INDEX = "input_ids"
@@ -55,10 +63,11 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
         feature: `input_ids` (L,), a list, array or tensor of integers; `labels` of the same length, else all tokens
             are targets, as for `transformers.DataCollatorWithFlattening`; `loss_weights` of the same length;
             `attention_mask`, whose zeros are padding and are removed; `id`; `pixel_values` and `image_grid_thw`;
-            `pixel_values_videos`, `video_grid_thw` and `second_per_grid_ts`; other keys are ignored.
+            `pixel_values_videos`, `video_grid_thw` and `second_per_grid_ts`; columns, (L,) or (L, k) numbers under
+            other keys; the remaining keys are ignored.
 
     Raises:
-        BatchError: there is no token, the lengths differ, or a loss weight is invalid.
+        BatchError: there is no token, the lengths differ, or a loss weight or a column is invalid.
     """
     ids = _array(feature["input_ids"], "input_ids")
     labels = ids if feature.get("labels") is None else _array(feature["labels"], "labels")
@@ -84,6 +93,7 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
         input_ids=ids[real],
         labels=labels,
         loss_weights=weights,
+        columns=_columns(feature, len(ids), real) or None,
         pixel_values=feature.get("pixel_values"),
         image_grid_thw=feature.get("image_grid_thw"),
         pixel_values_videos=feature.get("pixel_values_videos"),
@@ -92,6 +102,20 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
         if (seconds := feature.get("second_per_grid_ts")) is None
         else np.asarray(seconds, float),
     )
+
+
+def _columns(feature: dict[str, Any], tokens: int, real: npt.NDArray[np.bool_]) -> dict[str, Column]:
+    values = {
+        name: value.detach().cpu().to(None if value.dtype != torch.bfloat16 else torch.float32).numpy()
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in feature.items()
+    }
+    try:
+        columns = read_columns(values, _KNOWN, tokens)
+    except RecordError as error:
+        raise BatchError(f"Feature {feature.get('id')}: {error.reject.detail}.") from error
+    return {name: column[real] for name, column in columns.items()}
 
 
 def _array(values: Any, name: str) -> npt.NDArray[np.int64]:

@@ -31,6 +31,7 @@ from energon_packed.pipeline.chunks import (
     KINDS,
     SCHEMA,
     STATUSES,
+    TOKEN_COLUMNS,
     VIDEO_COLUMNS,
     WEIGHTED,
     Chunk,
@@ -39,10 +40,12 @@ from energon_packed.pipeline.chunks import (
     StringCounts,
     compare_media,
     count_strings,
+    dump_columns,
     dump_frames,
     has_media,
     is_measured,
     measured_records,
+    write_columns,
     write_frames,
     write_rows,
     write_tokens,
@@ -335,11 +338,14 @@ class _ChunkContent:
         self.media = MediaFiles()
         self._chunk = chunk
         self._encoder = encoder if isinstance(encoder, ChatEncoder) else None
-        self._columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS)}
+        self._columns: dict[str, list[Any]] = {
+            name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS, *TOKEN_COLUMNS)
+        }
         self._counts: StringCounts = {name: Counter() for name in COUNTED}
         self._tokens: list[EncodedSample] = []
         self._tokenized = 0
         self._frames: list[bytes] = []
+        self._token_columns: list[bytes] = []
         self._in_memory = MediaInMemory(chunk)
         self._first_reject: tuple[int, str | None, str, str] | None = None
 
@@ -350,6 +356,9 @@ class _ChunkContent:
         frames = [dump_frames(record.result.frames, record.result.clips) for record in records]
         self._columns["frames_bytes"] += [len(content) for content in frames]
         self._frames += filter(None, frames)
+        columns = [dump_columns(record.result.sample) for record in records]
+        self._columns["columns_bytes"] += map(len, columns)
+        self._token_columns += filter(None, columns)
         self._tokens += [record.result.sample for record in records if record.result.sample is not None]
         conversations = [record.conversation for record in records if record.conversation is not None]
         self._tokenized += sum([conversation.input_ids is None for conversation in conversations])
@@ -380,6 +389,7 @@ class _ChunkContent:
         # The other files first: a complete record file marks the chunk as measured.
         if self._chunk.keep_tokens:
             write_tokens(self._chunk.tokens, self._tokens)
+            write_columns(self._chunk, self._token_columns)
         write_frames(self._chunk, self._frames)
         write_rows(self._chunk.file, self._columns, self._counts, self.media, self._in_memory.write())
 
@@ -423,7 +433,7 @@ def _check_size(file: MediaReference, remedy: str = "set `extract_frames`, or cu
 
 
 def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA`, `VIDEO_COLUMNS` and `AUDIO_COLUMNS`, without `frames_bytes`."""
+    """Build the columns of `SCHEMA`, `VIDEO_COLUMNS` and `AUDIO_COLUMNS`, without sizes of files."""
     rows, conversations, results, stamps, narrow = map(list, zip(*records, strict=True))
     rejects = [result.reject for result in results]
     return {

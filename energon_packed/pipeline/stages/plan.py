@@ -26,6 +26,7 @@ from energon_packed.pipeline.chunks import (
     RecordOffsets,
     TokenCache,
     TokenReader,
+    columns_file,
     frames_file,
     tokens_file,
 )
@@ -113,6 +114,16 @@ def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions) -> PackPla
     )
 
 
+def _columns_bytes(table: RecordTable) -> Int64:
+    """Bytes of the columns of each entry: int64 (n,). A fragment has its part of those of the record."""
+    sizes = table.columns_bytes
+    if table.fragments is None or not sizes.any():
+        return sizes
+    own, count = sizes.copy(), len(table) - len(table.fragments)
+    own[count:] = own[count:] * table.length[count:] // table.fragments["total"]
+    return own
+
+
 def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
     """Cut the packs into splits, and each split into shards of even size within the limits."""
     media, files = table.media_bytes, table.num_images + table.num_videos + table.num_audios
@@ -121,7 +132,7 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
         files = table.num_images + table.num_frames + table.num_audios
     content = media + _MEMBER_OVERHEAD * files + table.frames_bytes
     if options.codec.stores_tokens:
-        content += 4 * table.length.astype(np.int64) + _TOKENS_JSON
+        content += 4 * table.length.astype(np.int64) + _TOKENS_JSON + _columns_bytes(table)
     else:
         content += table.text_bytes
     sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1])
@@ -381,7 +392,10 @@ def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
     """Return the tokens that the measure stage stored; None for flavors without tokens."""
     if not state.options.codec.stores_tokens:
         return None
-    return TokenCache([tokens_file(file) for file in table.files], table.file_starts, table.length)
+    columns = None
+    if table.columns_bytes.any():
+        columns = RecordBytes([columns_file(file) for file in table.files], table.file_starts, table.columns_bytes)
+    return TokenCache([tokens_file(file) for file in table.files], table.file_starts, table.length, columns)
 
 
 def kept_frames(table: RecordTable) -> RecordBytes | None:

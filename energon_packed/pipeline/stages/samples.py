@@ -180,6 +180,7 @@ class SampleReader:
             input_ids=encoded.input_ids,
             labels=encoded.labels,
             loss_weights=encoded.loss_weights,
+            columns=encoded.columns,
             images=sample.conversation.images[shown],
             videos=sample.conversation.videos,
             audios=sample.conversation.audios,

@@ -1,7 +1,8 @@
 """Record formats: a raw record in, a PartialConversation out, made by the first format of RECORD_FORMATS that matches.
 
 base.py has the base classes RecordFormat and GroupFormat; messages.py, caption.py, question_answer.py,
-video_datasets.py, speech.py and document.py have the formats of samples, preference.py and retrieval.py of groups.
+video_datasets.py, speech.py, document.py and trajectory.py have the formats of samples, preference.py and retrieval.py
+of groups.
 To add a record format, write a subclass of `RecordFormat` with `@register_record_format`.
 """
 
@@ -32,6 +33,7 @@ from energon_packed.records.record_formats.question_answer import (
 )
 from energon_packed.records.record_formats.retrieval import Embedding, Reranker, SentencePair
 from energon_packed.records.record_formats.speech import LhotseCut, NeMoManifest
+from energon_packed.records.record_formats.trajectory import Branch, CompletionIds, Responses, Rollout
 from energon_packed.records.record_formats.video_datasets import KeyframeCaptions, QuestionList, VideoProblem
 from energon_packed.records.unlisted_media import refers_to_media
 
@@ -59,6 +61,10 @@ _ANSWER = re.compile(r"(?i:(?:.*_)?(?:a|answer|response|output|completion|assist
 # cut                {"type": "MonoCut", "start", "duration", "recording", "supervisions"}          Lhotse
 # keyframe_captions  {"video_path", "captions": [{"idx", "content"}]}                              ShareGPT4Video
 # captions           {"images": [...], "prompts": [...], "captions": [...]}  flat or list of lists, several turns
+# completion_ids     {"prompt_ids", "completion_ids", "completion_mask"}                              TRL, verifiers
+# responses          {"prompts", "responses", "response_mask", "attention_mask"}                     verl
+# response_length    {"tokens", "response_length", "loss_mask"}                                      slime
+# token_ids          {"token_ids", "mask"}                                                           prime-rl
 # tokens             {"input_ids": [...], "labels": [...] or "loss_mask": [...]}
 # instruction        {"instruction", "input" or "context", "output" or "response"}                  Alpaca, Dolly
 # question_list      {"video", "QA": [{"i", "q", "a"}]}                                            VideoChat2-IT
@@ -91,6 +97,10 @@ RECORD_FORMATS: list[RecordFormat] = [
     LhotseCut(),
     KeyframeCaptions(),
     Captions(),
+    CompletionIds(),
+    Responses(),
+    Rollout(),
+    Branch(),
     Tokens(),
     Instruction(),
     QuestionList(),

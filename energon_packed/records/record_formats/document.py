@@ -13,7 +13,8 @@ the sentence that it matches, as in OpenFlamingo. `image_name` is a path that st
 
 Masks of Tokens: `loss_mask` (Megatron-LM), `completion_mask` (TRL), and `assistant_masks` or `assistant_mask`
 (Transformers' `apply_chat_template(return_assistant_tokens_mask=True)`). `loss_weights` has the loss weight of each
-token; a token with weight 0 is not a target. Padding (0 in `attention_mask`) is removed.
+token; a token with weight 0 is not a target. Padding (0 in `attention_mask`) is removed. Other fields with a value for
+each token are columns (`records/columns.py`).
 """
 
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
+from energon_packed.records.columns import read_columns
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import (
     COMMON_FIELDS,
@@ -149,9 +151,10 @@ class Tokens(RecordFormat):
     }
 
     def read(self, record: Record, media: Media) -> PartialConversation:
-        """Read ids and labels, int64 (L,), and loss weights, float32 (L,)."""
+        """Read ids and labels, int64 (L,), loss weights, float32 (L,), and columns, (L,) or (L, k)."""
         ids = read_tokens(record["input_ids"], "input_ids")
-        targets = {name: _flags(record, name, len(ids)) for name in _MASKS if is_given(record.get(name))}
+        targets = {name: read_flags(record, name, len(ids)) for name in _MASKS if is_given(record.get(name))}
+        columns = read_columns(record, self.fields, len(ids))
         labels = ids
         if record.get("labels") is not None:
             labels = read_tokens(record["labels"], "labels")
@@ -165,11 +168,13 @@ class Tokens(RecordFormat):
             labels = np.where(targets[names[0]], labels, -100)
         weights = _loss_weights(record["loss_weights"]) if is_given(record.get("loss_weights")) else None
         if is_given(record.get("attention_mask")):
-            kept = _flags(record, "attention_mask", len(ids))
+            kept = read_flags(record, "attention_mask", len(ids))
             if len(labels) == len(ids):  # `Conversation` rejects other lengths, with both of them in the message
                 weights = weights[kept] if weights is not None and len(weights) == len(ids) else weights
                 ids, labels = ids[kept], labels[kept]
-        return PartialConversation(input_ids=ids, labels=labels.copy(), loss_weights=weights)
+                columns = {name: column[kept] for name, column in columns.items()}
+        media.unused_fields.difference_update(columns)
+        return PartialConversation(input_ids=ids, labels=labels.copy(), loss_weights=weights, columns=columns or None)
 
 
 def _loss_weights(value: Any) -> npt.NDArray[np.float32]:
@@ -184,11 +189,11 @@ def _loss_weights(value: Any) -> npt.NDArray[np.float32]:
         return array.astype(np.float32)
 
 
-def _flags(record: Record, name: str, size: int) -> npt.NDArray[np.bool_]:
+def read_flags(record: Record, name: str, size: int, of: str = "input_ids") -> npt.NDArray[np.bool_]:
     """Read a mask of 0 and 1 as bool (L,)."""
     flags = read_tokens(record[name], name)
     if len(flags) != size:
-        raise missing_field(f"{name} has {len(flags)} entries for {size} input_ids")
+        raise missing_field(f"{name} has {len(flags)} entries for {size} {of}")
     if ((flags != 0) & (flags != 1)).any():
         raise unsupported_field(f"{name} has numbers other than 0 and 1, which are not supported")
     return flags.astype(np.bool_)
