@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from energon_packed import pack_lengths
 from tests.internals import compile_now, compiled, kernels
 
-KERNELS = ("descending_order", "best_fit", "first_fit", "next_fit", "group_by_pack")
+KERNELS = ("descending_order", "best_fit", "first_fit", "next_fit", "group_by_pack", "join_runs", "group_runs_by_pack")
 
 
 def test_a_function_that_cannot_be_cached_is_compiled_all_the_same() -> None:
@@ -27,14 +27,16 @@ def test_a_function_that_cannot_be_cached_is_compiled_all_the_same() -> None:
     capacity=st.integers(1, 9000),
     algorithm=st.sampled_from(["bfd", "ffd", "sequential", "window_7"]),
     max_samples=st.none() | st.integers(1, 9),
+    size=st.integers(0, 3),
 )
 def test_python_and_machine_code_plan_the_same_packs(
-    lengths: list[int], capacity: int, algorithm: str, max_samples: int | None
+    lengths: list[int], capacity: int, algorithm: str, max_samples: int | None, size: int
 ) -> None:
     compile_now()
-    fast = pack_lengths(lengths, capacity, algorithm=algorithm, max_samples=max_samples)
+    groups = np.arange(len(lengths)) // size if size else None
+    fast = pack_lengths(lengths, capacity, algorithm=algorithm, max_samples=max_samples, groups=groups)
     with patch.multiple(kernels, **{name: getattr(kernels, name).__wrapped__ for name in KERNELS}):
-        slow = pack_lengths(lengths, capacity, algorithm=algorithm, max_samples=max_samples)
+        slow = pack_lengths(lengths, capacity, algorithm=algorithm, max_samples=max_samples, groups=groups)
     for name in ("indices", "offsets", "overlong"):
         ours, theirs = getattr(fast, name), getattr(slow, name)
         assert ours.dtype == theirs.dtype

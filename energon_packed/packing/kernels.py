@@ -246,6 +246,53 @@ def group_by_pack(order: Int32, pack_at: Int32, packs: int) -> tuple[Int64, Int6
     return indices, offsets
 
 
+@compiled
+def join_runs(keys: Int64, cost: Int32) -> tuple[Int32, Int32]:
+    """Sum the tokens of each run of equal keys: (boundaries of the runs int32 (U+1,), tokens int32 (U,))."""
+    runs = min(keys.size, 1)
+    for sample in range(1, keys.size):
+        runs += keys[sample] != keys[sample - 1]
+    bounds = np.empty(runs + 1, dtype=np.int32)
+    sums = np.empty(runs, dtype=np.int32)
+    run = 0
+    sample = 0
+    while sample < keys.size:
+        bounds[run] = sample
+        key = keys[sample]
+        total = 0
+        while sample < keys.size and keys[sample] == key:
+            total += cost[sample]
+            sample += 1
+        sums[run] = min(total, 2147483647)
+        run += 1
+    bounds[runs] = keys.size
+    return bounds, sums
+
+
+@compiled
+def group_runs_by_pack(order: Int32, pack_at: Int32, packs: int, bounds: Int32) -> tuple[Int64, Int64]:
+    """Do the same as `group_by_pack` for runs: run u is samples bounds[u] to bounds[u + 1], which stay together."""
+    offsets = np.zeros(packs + 1, dtype=np.int64)
+    # The boundaries in placement order: `bounds` is read at random, so it is read only once.
+    first = np.empty(order.size, dtype=np.int32)
+    last = np.empty(order.size, dtype=np.int32)
+    for place in range(order.size):
+        first[place] = bounds[order[place]]
+        last[place] = bounds[order[place] + 1]
+        offsets[pack_at[place] + 1] += last[place] - first[place]
+    for pack in range(packs):
+        offsets[pack + 1] += offsets[pack]
+    cursor = offsets[:-1].copy()
+    indices = np.empty(offsets[-1], dtype=np.int64)
+    for place in range(order.size):
+        slot = cursor[pack_at[place]]
+        for sample in range(first[place], last[place]):
+            indices[slot] = sample
+            slot += 1
+        cursor[pack_at[place]] = slot
+    return indices, offsets
+
+
 def best_fit_decreasing(lengths: Int32, capacity: int, max_samples: int) -> Placement:
     """Longest sample first, each into the fullest pack with enough free space."""
     order, placed = descending_order(lengths, capacity)

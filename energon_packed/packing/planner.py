@@ -6,13 +6,14 @@ Numba and the kernels are imported by the first plan, so that checking the name 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.compiled import compile_now
 from energon_packed.errors import ConfigError
-from energon_packed.packing.placement import Algorithm, Int32, Int64
+from energon_packed.packing.placement import Algorithm, Int32, Int64, Placement
 
 _MOST_SAMPLES = _MOST_TOKENS = 2**31 - 1  # int32, which the kernels use
 _LARGE = 1 << 20  # tokens; kernels need about eight bytes for each token of the capacity
@@ -102,6 +103,7 @@ def pack_lengths(
     max_samples: int | None = None,
     multiple: int = 1,
     seed: int | None = None,
+    groups: npt.ArrayLike | None = None,
 ) -> PackPlan:
     """Plan which samples share a row of `capacity` tokens.
 
@@ -117,12 +119,15 @@ def pack_lengths(
         max_samples: maximum number of samples per pack; None for no limit.
         multiple: sample lengths are rounded up to a multiple of this many tokens to compute free space.
         seed: shuffles the order of the packs; None keeps the order in which they were opened.
+        groups: integers (n,), key of the group of each sample. The samples with a key are in one pack, in their order,
+            or all of them in `overlong`. A window of `window_N` has N groups. With `max_samples`, groups of different
+            numbers of samples do not share a pack. None without groups.
 
     Runs as compiled code that releases the GIL; uses about 24 bytes per sample in addition to `lengths`.
 
     Raises:
         ConfigError: an argument is out of range, or the algorithm is unknown (the message lists the valid names).
-        ValueError: `lengths` is not an array of integers >= 1 with one dimension.
+        ValueError: `lengths` is not an array of integers >= 1 with one dimension, or `groups` has another shape.
     """
     for name, value in (("capacity", capacity), ("multiple", multiple), ("max_samples", max_samples)):
         if value is not None and (not isinstance(value, int | np.integer) or value < 1):
@@ -137,12 +142,12 @@ def pack_lengths(
     usable = int(capacity) // multiple * multiple
     if multiple > 1:
         cost = ((array.astype(np.int64) + multiple - 1) // multiple * multiple).clip(max=_MOST_TOKENS).astype(np.int32)
-    space = usable
-    if usable > _LARGE:  # the memory of kernels grows with the capacity; no pack can be larger than all samples
-        space = min(usable, max(int(cost[cost <= usable].sum(dtype=np.int64)), 1))
-    placement = _algorithm(algorithm)(cost, space, max_samples or len(array) or 1)
-    indices, offsets = group_by_pack(*placement)
-    overlong = np.flatnonzero(cost > usable).astype(np.int64)
+    limit = max_samples or len(array) or 1
+    if groups is None:
+        indices, offsets = group_by_pack(*_place(cost, usable, algorithm, limit))
+        overlong = np.flatnonzero(cost > usable).astype(np.int64)
+    else:
+        indices, offsets, overlong = _place_units(_Units.of(groups, cost), usable, algorithm, limit)
     plan = PackPlan(
         indices=indices,
         offsets=offsets,
@@ -153,6 +158,72 @@ def pack_lengths(
     if seed is None:
         return plan
     return plan.reordered(np.random.default_rng(seed).permutation(plan.num_packs))
+
+
+class _Units(NamedTuple):
+    """Groups of samples, which are placed like samples.
+
+    Attributes:
+        members: int64 (n,), samples, group after group; None for samples in that order.
+        bounds: int32 (U+1,), group u is `members[bounds[u]:bounds[u + 1]]`.
+        cost: int32 (U,), tokens of each group.
+    """
+
+    members: Int64 | None
+    bounds: Int32
+    cost: Int32
+
+    @classmethod
+    def of(cls, groups: npt.ArrayLike, cost: Int32) -> "_Units":
+        """Join the samples of each group, in the order of the first samples of the groups."""
+        from energon_packed.packing.kernels import group_by_pack, join_runs
+
+        keys = np.asarray(groups)
+        if keys.shape != cost.shape or (keys.size and keys.dtype.kind not in "iu"):
+            raise ValueError(f"`groups` must be integers of shape {cost.shape}, got {keys.dtype} of {keys.shape}.")
+        keys = np.ascontiguousarray(keys, dtype=np.int64)
+        if (keys[1:] >= keys[:-1]).all():
+            return cls(None, *join_runs(keys, cost))
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), dtype=np.int32)
+        rank[np.argsort(first)] = np.arange(len(first), dtype=np.int32)
+        unit_of = rank[inverse]
+        members, _ = group_by_pack(np.arange(len(keys), dtype=np.int32), unit_of, len(first))
+        return cls(members, *join_runs(unit_of[members].astype(np.int64), cost[members]))
+
+
+def _place(cost: Int32, usable: int, algorithm: str, max_samples: int) -> Placement:
+    space = usable
+    if usable > _LARGE:  # the memory of kernels grows with the capacity; no pack can be larger than all samples
+        space = min(usable, max(int(cost[cost <= usable].sum(dtype=np.int64)), 1))
+    return _algorithm(algorithm)(cost, space, max_samples)
+
+
+def _place_units(units: _Units, usable: int, algorithm: str, max_samples: int) -> tuple[Int64, Int64, Int64]:
+    """Place groups in packs, and return `indices`, `offsets` and `overlong` of a PackPlan."""
+    from energon_packed.packing.kernels import group_runs_by_pack
+
+    if max_samples >= units.bounds[-1]:
+        is_overlong, placement = units.cost > usable, _place(units.cost, usable, algorithm, max_samples)
+    else:
+        # The kernels count units, not their samples: with a limit, the units of each size are placed on their own.
+        sizes = np.diff(units.bounds)
+        is_overlong = (units.cost > usable) | (sizes > max_samples)
+        orders, packs_at, packs = [np.zeros(0, dtype=np.int32)], [np.zeros(0, dtype=np.int32)], 0
+        for size in np.unique(sizes[sizes <= max_samples]).tolist():
+            part = np.flatnonzero(sizes == size).astype(np.int32)
+            order, pack_at, count = _place(units.cost[part], usable, algorithm, max_samples // size)
+            orders.append(part[order])
+            packs_at.append(pack_at + np.int32(packs))
+            packs += count
+        placement = Placement(np.concatenate(orders), np.concatenate(packs_at), packs)
+    indices, offsets = group_runs_by_pack(*placement, units.bounds)
+    rejected = np.flatnonzero(is_overlong)
+    firsts, counts = units.bounds[rejected].astype(np.int64), units.bounds[rejected + 1] - units.bounds[rejected]
+    overlong = np.arange(counts.sum(dtype=np.int64)) + np.repeat(firsts - np.cumsum(counts) + counts, counts)
+    if units.members is not None:
+        indices, overlong = units.members[indices], np.sort(units.members[overlong])
+    return indices, offsets, overlong
 
 
 def algorithm_names() -> list[str]:
