@@ -288,7 +288,7 @@ class EncodedRow(Sequence[EncodedSample]):
             cu_seqlens=np.cumsum([0, *map(len, samples)]),
             sources=[sample.source for sample in samples],
             _joined=samples,
-            **_joined_columns(samples),
+            **joined_columns(samples),
         )
 
     @classmethod
@@ -307,7 +307,7 @@ class EncodedRow(Sequence[EncodedSample]):
             ids=[ident for row in stored for ident in row.ids],
             cu_seqlens=cu_seqlens_from_lengths(np.concatenate([np.diff(row.cu_seqlens) for row in stored])),
             sources=[source for row in stored for source in row.sources],
-            **_joined_columns(stored),
+            **joined_columns(stored),
         )
 
     @cached_property
@@ -379,7 +379,7 @@ class EncodedRow(Sequence[EncodedSample]):
         return iter(self._samples)  # Sequence.__iter__ would call `__getitem__` for each sample
 
 
-def _joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, Any]:
+def joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, Any]:
     """Columns of a row, from the columns of its samples or of shorter rows.
 
     Raises:

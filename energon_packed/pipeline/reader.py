@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from energon_packed.errors import IgnoredEntries, Reason, RecordError
-from energon_packed.formats import codec_for
+from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MediaRoot, moved_folders, moved_here, moved_path
-from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
+from energon_packed.pipeline.options import AUTO, CAPTIONING, TOKENS, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
+from energon_packed.records.groups import read_group, with_group
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
 from energon_packed.system import announced
@@ -41,6 +42,7 @@ class RecordReader:
         record_weight: meaning of a weight of a record, as in `normalize`.
         media_root: folders that moved since a pack stored the location of its images, as (old, new).
         unbounded: sources whose absolute media paths may be outside `image_root`; a note counts such records.
+        group_field: field with the key of the group of a record, or None.
     """
 
     sources: Sequence[Source]
@@ -52,6 +54,7 @@ class RecordReader:
     record_weight: RecordWeight = "refuse"
     media_root: MediaRoot = ()
     unbounded: Collection[int] = ()
+    group_field: str | None = None
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -84,6 +87,8 @@ class RecordReader:
             conversation = normalize(
                 record, image_root=self.sources[source].media_folder, record_weight=self.record_weight
             )
+            if self.group_field is not None and isinstance(record, Mapping):
+                conversation = with_group(conversation, record, self.group_field)
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
         if self.media_root and any(file.packed for file in conversation.media_files):
@@ -91,9 +96,11 @@ class RecordReader:
         if source in self.unbounded and (outside := _with_media(conversation, _without_root)) != conversation:
             conversation = replace(outside, notes=(*conversation.notes, OUTSIDE))
         if conversation.patch_positions and not self.use_patch_positions:
-            conversation = replace(conversation, patch_positions=())
+            members = tuple([replace(member, patch_positions=()) for member in conversation.members])
+            conversation = replace(conversation, patch_positions=(), members=members)
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
             codec = codec_for(self.sample_class, self.layout)
+            _check_group(conversation, codec)
             codec.check(conversation)
             conversation = codec.fitted(conversation)
         return conversation
@@ -107,11 +114,20 @@ class RecordReader:
         """Whether PackedCaptioningSample can store the conversation; True after `auto` is resolved."""
         if self.sample_class != AUTO:
             return True
+        if conversation.members:
+            return False
         try:
             codec_for(CAPTIONING).check(conversation)
         except RecordError:
             return False
         return True
+
+    def group_of(self, record: Any) -> str | None:
+        """Key of the group of a rejected record; None if it has none, or has it only after an adapter."""
+        try:
+            return read_group(record, self.group_field) if isinstance(record, Mapping) and self.group_field else None
+        except RecordError:
+            return None
 
     def read(self, source: int, address: int, size: int) -> Conversation:
         """Read the record at an address as a conversation."""
@@ -170,7 +186,19 @@ def _with_media(conversation: Conversation, change: Callable[[MediaReference], M
         ),
         audios=tuple([replace(audio, file=change(audio.file)) for audio in conversation.audios]),
         patch_positions=tuple([change(file) for file in conversation.patch_positions]),
+        members=tuple([_with_media(member, change) for member in conversation.members]),
     )
+
+
+def _check_group(conversation: Conversation, codec: Codec) -> None:
+    """Reject a sample of a group, or with a role or label, for a flavor that does not store them."""
+    if codec.stores_tokens:
+        return
+    found = {"several samples": conversation.members, "a group": conversation.group, "a role": conversation.role}
+    found["a label"] = conversation.label
+    if named := next((name for name, value in found.items() if value), None):
+        detail = f"the record has {named}, which {codec.sample_class} does not store; set `sample_class` to {TOKENS}"
+        raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
 
 
 def _without_root(file: MediaReference) -> MediaReference:
@@ -224,4 +252,5 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
         layout=options.layout or "",
         part=part[0] if part else None,
         record_weight=options.record_weight,
+        group_field=options.group_field,
     )

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packed.encoding.fragments import Fragments, fragment_id
-from energon_packed.errors import Reason
+from energon_packed.errors import TOO_LONG, Reason
 from energon_packed.files import atomic_path
 from energon_packed.pipeline.chunks import (
     FRAGMENT,
@@ -171,9 +171,11 @@ class TableRejects:
             RejectLimitError: more records are rejected than allowed, or all are.
         """
         counts = self.counts
-        if limits.overlong == "error" and (overlong := counts.get(Reason.OVERLONG.value)):
-            more = f", the first of {overlong} such records{self._longest()}" if overlong > 1 else ""
-            limits.check_record(next(self.rows(Reason.OVERLONG.value)), more=more)
+        for reason in TOO_LONG if limits.overlong == "error" else ():
+            if overlong := counts.get(reason.value):
+                longest = self._longest() if reason is Reason.OVERLONG else ""
+                more = f", the first of {overlong} such records{longest}" if overlong > 1 else ""
+                limits.check_record(next(self.rows(reason.value)), more=more)
         if limits.strict:
             for rejected in self.rows():
                 limits.check_record(rejected)
@@ -281,7 +283,9 @@ def write_reports(
     table, reader, status = rejects.table, rejects.reader, rejects.status
     listed = max(_ALWAYS_LISTED, int(status.max(initial=0)) + 1)
     names_of = (*STATUSES[:listed], TRUNCATED, SPLIT, FRAGMENT)
-    cut = names_of.index(TRUNCATED if fragments is None else SPLIT)  # a packed record that is longer than a row
+    split = np.zeros(len(table), dtype=bool)
+    if fragments is not None:
+        split[fragments["record"]] = True
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
@@ -299,7 +303,9 @@ def write_reports(
         # A row group per chunk file: the ids of all records need not fit in memory.
         for chunk in record_names(table, reader):
             chunk_status, measured = status[chunk.rows], table.length[chunk.rows]
-            shown = np.where((chunk_status == 0) & (measured > usable_len), cut, chunk_status)
+            is_cut = (chunk_status == 0) & (measured > usable_len)
+            shown = np.where(is_cut, names_of.index(TRUNCATED), chunk_status)
+            shown = np.where(split[chunk.rows] & (chunk_status == 0), names_of.index(SPLIT), shown)
             source, local, names, images = chunk.source, chunk.local, chunk.names, table.num_images[chunk.rows]
             rows, lines = chunk.rows, rejects.lines[chunk.rows]
             if fragments is not None:
