@@ -42,6 +42,8 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
     table.add_section()
     table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
+    if manifest.groups:
+        table.add_row("groups of samples", f"{manifest.groups:,}")
     table.add_row("images", f"{manifest.images:,}")
     by_header = manifest.images - manifest.images_decoded
     for name, count in (("checked by header", by_header), ("checked by decoding", manifest.images_decoded)):

@@ -264,14 +264,17 @@ def write_reports(
     usable_len: int,
     output: Folder,
     places: SamplePlaces,
+    groups: npt.NDArray[np.int64] | None = None,
 ) -> None:
     """Write lengths.parquet and rejects.jsonl.
 
     lengths.parquet has source, row, line (null if it is not known), id, length (tokens, null if unknown), num_images
     and status of every record, pack (its key), sample (index in the pack) and shard of packed records, and num_videos
-    and num_audios if any record has videos or audio; rejects.jsonl has source, row, line, id, reason and detail of the
+    and num_audios if any record has videos or audio; `group`, equal for the samples of a group and null for others, if
+    there are groups; rejects.jsonl has source, row, line, id, reason and detail of the
     rejected records.
-    The fragments of a record follow the records of its chunk in lengths.parquet.
+    The fragments of a record follow the records of its chunk in lengths.parquet; so do the samples of a record that is a
+    group.
 
     Args:
         rejects: the measured records and their rejects.
@@ -279,6 +282,7 @@ def write_reports(
         usable_len: tokens of a row; packed records with more tokens get the status `truncated`.
         output: paths of both files.
         places: place of each record, then of each fragment.
+        groups: number of the group of each record, then of each fragment, -1 for none; None without groups.
     """
     table, reader, status = rejects.table, rejects.reader, rejects.status
     listed = max(_ALWAYS_LISTED, int(status.max(initial=0)) + 1)
@@ -293,6 +297,8 @@ def write_reports(
     schema = _SCHEMA
     for name in more:
         schema = schema.append(pa.field(name, pa.int32()))
+    if groups is not None:
+        schema = schema.append(pa.field("group", pa.int64()))
     with (
         atomic_path(output.lengths) as lengths_file,
         atomic_path(output.rejects) as rejects_file,
@@ -331,6 +337,8 @@ def write_reports(
             for name in more:
                 files = getattr(table, name)[chunk.rows]  # fragments have neither videos nor audio
                 columns.append(numeric_column(np.append(files, [0] * (len(names) - len(files))), np.int32))
+            if groups is not None:
+                columns.append(numeric_column(groups[rows], np.int64, valid=groups[rows] >= 0))
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
             for index in np.flatnonzero(chunk_status).tolist():
                 record = int(chunk.rows[index])

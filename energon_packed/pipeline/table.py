@@ -169,6 +169,15 @@ class RecordTable:
             columns[name][count:][fragments["number"] > 0] = 0  # counted with the first fragment
         return replace(self, **columns, fragments=fragments)
 
+    def group_numbers(self) -> Int64 | None:
+        """Number of the group of each entry: int64 (n,), -1 for an entry in no group; None without groups."""
+        if (units := self.units()) is None:
+            return None
+        is_grouped = self.group != 0
+        if self.fragments is not None:
+            is_grouped[len(self) - len(self.fragments) :] = self.fragments["member"] == 1
+        return np.where(is_grouped, units, -1)
+
     def records(self, rows: Int64) -> Int64:
         """Index of the record of each entry, which is a record or a fragment: int64 (k,)."""
         if self.fragments is None:

@@ -272,7 +272,14 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     options, output = state.options, state.output
     state.progress.start("plan", len(table), "records")
     rejects, entries = plan_rejects(table, options, state.reader, state.engine, kept=kept_tokens(state, table))
-    report = partial(write_reports, rejects, entries.fragments, usable_len=options.usable_len, output=output)
+    report = partial(
+        write_reports,
+        rejects,
+        entries.fragments,
+        usable_len=options.usable_len,
+        output=output,
+        groups=entries.group_numbers(),
+    )
     try:
         rejects.check(options.limits, str(output.rejects))
     except RejectLimitError:
