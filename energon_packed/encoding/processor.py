@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_columns, joined_columns, targets_per_sample
+from energon_packed.encoding.sample import (
+    IGNORE_INDEX,
+    EncodedRow,
+    EncodedSample,
+    join_columns,
+    joined_columns,
+    targets_per_sample,
+)
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import AudioClip, Conversation, FrameSelection

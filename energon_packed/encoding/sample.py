@@ -265,7 +265,8 @@ class EncodedRow(Sequence[EncodedSample]):
         video_token_id, audio_token_id: tokens that represent features of videos and audio, or None.
         dummy: of the first sample that has a dummy, or None.
         sources: datasets that the S samples come from, or None each.
-        groups: key of the group of each sample, or None; None if no sample has a group. So are roles and sample_labels.
+        groups: key of the group of each sample, or None; None if no sample has a group.
+        roles, sample_labels: role and label of each sample, in the same way.
     """
 
     ids: Sequence[str | None]

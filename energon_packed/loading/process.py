@@ -27,10 +27,9 @@ from energon_packed.records import Conversation, normalize
 from energon_packed.records.media import in_line
 from energon_packed.records.record_formats import find_record_format
 
-
 _GROUP = (
-    "its samples must share a row, and records that are packed while they are read do not stay together; pack them with "
-    "`energon-packed pack`, or set `streaming` to false"
+    "its samples must share a row, and records that are packed while they are read do not stay together; pack them "
+    "with `energon-packed pack`, or set `streaming` to false"
 )
 
 

@@ -1,8 +1,10 @@
 """Samples that stay together: the groups of a measured table, and the groups that no row can have.
 
 Input: a RecordTable, whose records are groups (`members`), or in a group of several records (`group`). Output: the
-status and details of the records of groups that are rejected. A group is packed whole, or all its records are rejected.
+status and details of the records of rejected groups. A group is packed whole, or all its records are rejected.
 """
+
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,7 +60,9 @@ def reject_groups(
     """
     samples = table.samples
     tokens = np.bincount(
-        samples["record"], weights=round_up(samples["stop"] - samples["start"], options.pad_multiple), minlength=len(table)
+        samples["record"],
+        weights=round_up(samples["stop"] - samples["start"], options.pad_multiple),
+        minlength=len(table),
     )
     for record in np.flatnonzero((table.members > 0) & (status == 0)).tolist():
         if problem := _problem(int(tokens[record]), int(table.members[record]), options):
@@ -72,7 +76,9 @@ def reject_groups(
     images = np.bincount(unit_of, weights=table.num_images[grouped])
     is_rejected = np.zeros(len(sizes), dtype=bool)
     is_rejected[unit_of[status[grouped] != 0]] = True
-    unfit = {unit: _problem(int(sums[unit]), int(sizes[unit]), options) for unit in _above(sums, sizes, options).tolist()}
+    unfit = {
+        unit: _problem(int(sums[unit]), int(sizes[unit]), options) for unit in _above(sums, sizes, options).tolist()
+    }
     if max_images is not None:
         for unit in np.flatnonzero(images > max_images).tolist():
             unfit.setdefault(unit, f"its group has {images_detail(int(images[unit]), max_images)}")
@@ -91,7 +97,7 @@ def reject_groups(
             status[record], details[record] = _OVERLONG_GROUP, unfit[unit]
 
 
-def _above(tokens: npt.NDArray[np.float64], sizes: npt.NDArray[np.int64], options: RejectOptions) -> Int64:
+def _above(tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], options: RejectOptions) -> Int64:
     above = tokens > options.usable_len
     if options.max_samples_per_pack is not None:
         above |= sizes > options.max_samples_per_pack

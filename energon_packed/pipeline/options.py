@@ -327,8 +327,8 @@ class InputOptions(EncoderSettings):
         "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
     )  # fmt: skip
     group_field: str | None = option(
-        None, help="Field with a string or an integer: records of a file with equal values share a row, in their order.",
-        group=INPUT, decides="lengths", metavar="NAME",
+        None, help="Field with a string or an integer: records of a file with equal values share a row, in their "
+        "order.", group=INPUT, decides="lengths", metavar="NAME",
     )  # fmt: skip
     media_root: Mapping[str, str] = option(
         dict, help="Folder of images and videos that packs in the input refer to, and its new place; repeatable.",
@@ -348,8 +348,9 @@ class InputOptions(EncoderSettings):
         group=IMAGES, choices=("header", "full"), decides="tars",
     )  # fmt: skip
     sample_class: str = option(
-        AUTO, help="Flavor to write; auto chooses PackedTokensSample if samples are in groups, PackedCaptioningSample if "
-        "it can store every record, otherwise PackedMultiMixQASample.", group=OUTPUT, choices=lambda: (AUTO, *CODECS), decides="tars",
+        AUTO, help="Flavor to write; auto chooses PackedTokensSample if samples are in groups, PackedCaptioningSample "
+        "if it can store every record, otherwise PackedMultiMixQASample.", group=OUTPUT,
+        choices=lambda: (AUTO, *CODECS), decides="tars",
     )  # fmt: skip
     unpacked: bool = option(
         False, help="Write one sample per tar key (MultiMixQASample), for packing while training.", group=OUTPUT

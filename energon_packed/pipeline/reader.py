@@ -194,7 +194,11 @@ def _check_group(conversation: Conversation, codec: Codec) -> None:
     """Reject a sample of a group, or with a role or label, for a flavor that does not store them."""
     if codec.stores_tokens:
         return
-    found = {"several samples": conversation.members, "a group": conversation.group, "a role": conversation.role}
+    found: dict[str, Any] = {
+        "several samples": conversation.members,
+        "a group": conversation.group,
+        "a role": conversation.role,
+    }
     found["a label"] = conversation.label
     if named := next((name for name, value in found.items() if value), None):
         detail = f"the record has {named}, which {codec.sample_class} does not store; set `sample_class` to {TOKENS}"

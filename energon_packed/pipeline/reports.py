@@ -273,8 +273,8 @@ def write_reports(
     and num_audios if any record has videos or audio; `group`, equal for the samples of a group and null for others, if
     there are groups; rejects.jsonl has source, row, line, id, reason and detail of the
     rejected records.
-    The fragments of a record follow the records of its chunk in lengths.parquet; so do the samples of a record that is a
-    group.
+    The fragments of a record follow the records of its chunk in lengths.parquet, and so do the samples of a record
+    that is a group.
 
     Args:
         rejects: the measured records and their rejects.

@@ -256,7 +256,9 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     )
     with clock.stage("measure"), _watched(inputs, output, keys):
         table = measure.run()
-        if options.sample_class == AUTO and table.has_groups:  # their tokens are stored; those of some chunks are known
+        if (
+            options.sample_class == AUTO and table.has_groups
+        ):  # their tokens are stored; those of some chunks are known
             measure = replace(measure, keep_tokens=True)
             table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)

@@ -1,7 +1,7 @@
 """The group of a record: records with an equal value of a field, such as `prompt_id`, share a row.
 
-Input: a Conversation, the record that it was made of, and the name of the field. Output: the Conversation with `group`,
-and with the `role` and `label` of the record if its format does not read them.
+Input: a Conversation, the record that it was made of, and the name of the field. Output: the Conversation with
+`group`, and with the `role` and `label` of the record if its format does not read them.
 """
 
 import math
@@ -41,7 +41,9 @@ def read_group(record: Mapping[str, Any], name: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise unsupported_field(f"{name} of the record is {shown(value)}; the key of a group is a string or an integer")
+        raise unsupported_field(
+            f"{name} of the record is {shown(value)}; the key of a group is a string or an integer"
+        )
     return str(value)
 
 

@@ -82,8 +82,8 @@ class SourceEntry:
 class PackingManifest:
     """Counts and settings of a packed dataset.
 
-    packing.json has every field; without audio, it has no fields of audio, and without groups no `groups`. The other defaults are of datasets without
-    packing.json, whose packs are counted.
+    packing.json has every field; without audio, it has no fields of audio, and without groups no `groups`. The other
+    defaults are of datasets without packing.json, whose packs are counted.
 
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.

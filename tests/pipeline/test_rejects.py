@@ -126,8 +126,8 @@ class Input:
         for record, one in enumerate(self.records):
             if one["status"] == "packed" and one["length"] > 50 and not one["num_videos"]:
                 middle = one["length"] - 40
-                found.append((record, 0, 0, 50, 0, 0, 1, 50, one["length"]))
-                found.append((record, 1, middle, one["length"], 1, 1, one["num_images"], 40, one["length"]))
+                found.append((record, 0, 0, 50, 0, 0, 1, 50, one["length"], 0))
+                found.append((record, 1, middle, one["length"], 1, 1, one["num_images"], 40, one["length"], 0))
         self.fragments = np.array(found, dtype=FRAGMENT)
 
 

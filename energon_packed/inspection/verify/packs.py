@@ -461,7 +461,9 @@ def _groups_whole(folder: PackedFolder, contents: list[TarContents], groups: int
                 rows = batch.filter(batch["group"].is_valid())
                 packs = [keys.setdefault(pack, len(keys)) for pack in rows["pack"].to_pylist()]
                 samples = [-1 if sample is None else sample for sample in rows["sample"].to_pylist()]
-                columns.append(tuple(np.array(own, dtype=np.int64) for own in (rows["group"].to_pylist(), packs, samples)))
+                columns.append(
+                    tuple(np.array(own, dtype=np.int64) for own in (rows["group"].to_pylist(), packs, samples))
+                )
     except FormatError as error:
         check.fail(str(error))
         return check
@@ -472,14 +474,20 @@ def _groups_whole(folder: PackedFolder, contents: list[TarContents], groups: int
     first = np.flatnonzero(np.diff(number, prepend=-1))
     sizes = np.diff(np.append(first, len(number)))
     place = np.arange(len(number)) - np.repeat(first, sizes)
-    is_apart = (pack != np.repeat(pack[first], sizes)) | ((sample - np.repeat(sample[first], sizes) != place) & (sample >= 0))
+    is_apart = (pack != np.repeat(pack[first], sizes)) | (
+        (sample - np.repeat(sample[first], sizes) != place) & (sample >= 0)
+    )
     for entry in np.flatnonzero(is_apart).tolist():
-        check.fail(f"a sample of the group {number[entry]} of lengths.parquet is in {names[pack[entry]]}, apart from others")
+        check.fail(
+            f"a sample of the group {number[entry]} of lengths.parquet is in {names[pack[entry]]}, apart from others"
+        )
     packed = (sizes > 1) & (sample[first] >= 0)
     listed = [f"{names[pack[at]]} {sample[at]} {size}" for at, size in zip(first[packed], sizes[packed], strict=True)]
     stored = joined(tar.groups for tar in contents)
     if not check.not_checked and (wrong := differing(stored, joined([name_hashes(listed)]))).size:
-        shown = [name for name, own in zip(listed, name_hashes(listed).tolist(), strict=True) if own in set(wrong.tolist())]
+        shown = [
+            name for name, own in zip(listed, name_hashes(listed).tolist(), strict=True) if own in set(wrong.tolist())
+        ]
         example = f": {' '.join(shown[0].split()[:2])} (pack and first sample)" if shown else ""
         check.fail(f"{len(wrong):,} groups of the packs and of lengths.parquet differ{example}")
     return check

@@ -363,7 +363,10 @@ class PackedBatch(Batch):
         if self.groups is None:
             return [None] * len(self.ids)
         first: dict[int, str] = {}
-        return [first.setdefault(group, f"{ident}/{group}") for group, ident in zip(self.groups.tolist(), self.ids, strict=True)]
+        return [
+            first.setdefault(group, f"{ident}/{group}")
+            for group, ident in zip(self.groups.tolist(), self.ids, strict=True)
+        ]
 
     def _labels(self) -> list[tuple[float, ...] | None]:
         if self.sample_labels is None:

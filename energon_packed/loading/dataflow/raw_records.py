@@ -318,8 +318,8 @@ def _rows(config: DataflowConfig, sizes: Sizes, kinds: Int64, units: Int64 | Non
         return config.packer().groups_of(sizes, kinds)
     if config.max_samples_per_pack is not None:
         raise ConfigError(
-            f"`max_samples_per_pack` must be None with groups and `streaming: false`, got {config.max_samples_per_pack}: "
-            "a packer counts groups. Pack them with `energon-packed pack`."
+            "`max_samples_per_pack` must be None with groups and `streaming: false`, got "
+            f"{config.max_samples_per_pack}: a packer counts groups. Pack them with `energon-packed pack`."
         )
     _, first, unit_of = np.unique(units[usable], return_index=True, return_inverse=True)
     joined = [np.zeros(len(first), dtype=np.int64) for _ in range(4)]

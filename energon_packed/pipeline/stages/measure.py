@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
-from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.audio.audio_file import check_audio, decode_audio, is_cut
+from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
@@ -358,7 +358,9 @@ class _ChunkContent:
         self.media = MediaFiles()
         self._chunk = chunk
         self._encoder = encoder if isinstance(encoder, ChatEncoder) else None
-        self._columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS, *GROUP_COLUMNS)}
+        self._columns: dict[str, list[Any]] = {
+            name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS, *GROUP_COLUMNS)
+        }
         self._counts: StringCounts = {name: Counter() for name in COUNTED}
         self._tokens: list[EncodedSample] = []
         self._tokenized = 0

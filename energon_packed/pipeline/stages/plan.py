@@ -366,6 +366,8 @@ def plan_rejects(
             fragments.append(text_fragments(length, options.usable_len, options.split_overlap))
             fragments[-1]["record"] = row
         overlong = overlong[~is_text]
+    if len(overlong) == 0:
+        return rejects, _with_fragments(entries, fragments)
     check = OverlongCheck(
         reader=reader,
         encoder=options.encoder_loader,
@@ -391,11 +393,14 @@ def plan_rejects(
                 supervised[row], checksums[row] = result
             else:
                 fragments.append(result)
+    return rejects, _with_fragments(entries, fragments)
+
+
+def _with_fragments(entries: RecordTable, fragments: Sequence[Fragments]) -> RecordTable:
+    """Append the fragments of records; itself without fragments."""
     joined = np.concatenate(fragments)
-    if len(joined):
-        # Tasks end in any order; the plan must not depend on it.
-        entries = entries.with_fragments(joined[np.argsort(joined["record"], kind="stable")])
-    return rejects, entries
+    # Tasks end in any order; the plan must not depend on it.
+    return entries.with_fragments(joined[np.argsort(joined["record"], kind="stable")]) if len(joined) else entries
 
 
 def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
