@@ -29,7 +29,7 @@ from energon_packed.pipeline.locks import FolderLock, lock_holder
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
 from energon_packed.pipeline.options import AUTO, PackOptions
 from energon_packed.pipeline.reader import open_reader
-from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
+from energon_packed.pipeline.run_state import COUNTERS, Fingerprints, RunState, compute_fingerprints
 from energon_packed.pipeline.stages.index import write_index
 from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import make_plan
@@ -259,7 +259,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
         if (
             options.sample_class == AUTO and table.has_groups
         ):  # their tokens are stored; those of some chunks are known
-            measure = replace(measure, keep_tokens=True)
+            measure = replace(measure, keep_tokens=True, counters=dict.fromkeys(COUNTERS, 0))
             table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
     # The runs of input parts do not see each other's records, but must choose the same flavor.
