@@ -422,7 +422,7 @@ def test_a_group_with_a_bad_sample_is_left_out_whole(
         ([single(random.Random(0), "k", pair=1, role=2)], {}, "role of the record is 2; the role of a sample in its"),
         ([several(random.Random(0), "m", 200)], {}, "more than seq_len 256; raise seq_len: groups are neither"),
         ([several(random.Random(0), "m")], {"max_samples_per_pack": 1}, "its group has 2 samples, more than max_samp"),
-        ([{"id": "v", "several": {"a": "x"}, "prompt": "p", "pair": 3} | {"several": {"a": " "}}], {}, "turn is empty"),
+        ([{"id": "v", "prompt": "p", "several": {"a": "x", "b": " "}}], {}, "every assistant turn is empty"),
     ],
 )  # fmt: skip
 def test_groups_that_cannot_be_packed(
