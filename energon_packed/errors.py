@@ -197,10 +197,13 @@ class Reason(StrEnum):
     MISSING_AUDIO = "missing_audio"
     CORRUPT_AUDIO = "corrupt_audio"
     UNSUPPORTED_AUDIO = "unsupported_audio"
+    OVERLONG_GROUP = "overlong_group"
 
 
 REQUESTED_REJECTS = (Reason.DROPPED_BY_ADAPTER, Reason.NOT_SAMPLED)
 """Reasons that the user asked for: listed in rejects.jsonl, but not counted for `max_reject_rate` or `strict`."""
+TOO_LONG = (Reason.OVERLONG, Reason.OVERLONG_GROUP)
+"""Reasons of samples and groups that are longer than a row, which `overlong` is about."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class PackKeywords(TypedDict, total=False):
     map: str | Mapping[str, str] | None
     adapter: str | None
     record_weight: Literal["refuse", "loss"]
+    group_field: str | None
     media_root: Mapping[str, str] | str | Sequence[str]
     no_links: bool
     trust_sample_loader: bool

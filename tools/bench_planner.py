@@ -3,7 +3,8 @@
     python tools/bench_planner.py [--json planner.json]
 
 Compares 200,000 lengths with the loop of TRL's best-fit-decreasing packing and 10 million lengths with NumPy's stable
-argsort of the same int32 array. Reports the packs above the lower bound ceil(tokens / capacity) for each algorithm.
+argsort of the same int32 array, and with the same lengths in groups of two. Reports the packs above the lower bound
+ceil(tokens / capacity) for each algorithm.
 """
 
 import json
@@ -119,6 +120,10 @@ def against_sort(report: Report) -> None:
             plan = median_seconds(lambda lengths=lengths, c=capacity: pack_lengths(lengths, c))
             metric = f"{name}@{capacity}, 10 million: time relative to argsort"
             report.add(metric, plan / sort, "", "<= 0.3", seconds=plan, argsort_seconds=sort)
+            groups = np.repeat(np.arange(_MANY // 2), 2)
+            pairs = median_seconds(lambda lengths=lengths, c=capacity, g=groups: pack_lengths(lengths, c, groups=g))
+            metric = f"{name}@{capacity}, 10 million: time in groups of 2 relative to single samples"
+            report.add(metric, pairs / plan, "", "<= 1.5", seconds=pairs)
     here = str(Path(__file__).resolve().parent)
     command = [sys.executable, "-c", _MEMORY, here, str(_MANY)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -129,7 +134,7 @@ def main() -> None:
     """Run the benchmarks and print the results."""
     options = arguments(__doc__, "planner").parse_args()
     report = Report("planner", options.json)
-    pack_lengths([1, 2], 4)  # compile
+    pack_lengths([1, 2], 4), pack_lengths([1, 2], 4, groups=[0, 0])  # compile
     against_trl(report, options.work)
     against_sort(report)
     report.finish()

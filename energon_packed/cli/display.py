@@ -34,7 +34,8 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
         table.add_row("  truncated", f"{manifest.truncated:,}")
         table.add_row("  tokens truncated", f"{manifest.tokens_cut:,}")
     if manifest.records_split:
-        table.add_row("  split", f"{manifest.records_split:,} into {manifest.fragments:,} fragments")
+        title, unit = ("of several samples", "samples") if manifest.groups else ("split", "fragments")
+        table.add_row(f"  {title}", f"{manifest.records_split:,} into {manifest.fragments:,} {unit}")
     table.add_row("rejected", f"{rejected:,} ({rejected / max(manifest.records, 1):.2%})")
     _add_rejects(table, manifest.rejects)
     for title, counts, unit in _not_used(manifest):
@@ -42,6 +43,8 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
     table.add_section()
     table.add_row("packs" if manifest.algorithm != "none" else "samples to pack on the fly", f"{manifest.packs:,}")
     table.add_row("tokens", f"{manifest.tokens:,}")
+    if manifest.groups:
+        table.add_row("groups of samples", f"{manifest.groups:,}")
     table.add_row("images", f"{manifest.images:,}")
     by_header = manifest.images - manifest.images_decoded
     for name, count in (("checked by header", by_header), ("checked by decoding", manifest.images_decoded)):

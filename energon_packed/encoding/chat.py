@@ -496,7 +496,10 @@ class ChatEncoder(Processor):
                     for conversation, size in zip(conversations, media, strict=True)
                 ]
         for index, conversation in enumerate(conversations):
-            if conversation.input_ids is None:
+            if conversation.members:
+                detail = "it is a group of samples; encode its `members`"
+                rejects[index] = Reject(Reason.UNSUPPORTED_FIELD, detail)
+            elif conversation.input_ids is None:
                 try:
                     spoken = audios[index].runs if audios else ()
                     rendered[index] = self.renderer.render(conversation, media[index].runs, spoken)

@@ -33,10 +33,12 @@ FRAGMENT = np.dtype(
         ("last_image", np.int32),
         ("supervised", np.int32),
         ("total", np.int64),
+        ("member", np.int8),
     ]
 )
 """Fragment `number` of a record: its tokens [start, stop) of `total`, the first `context` are not targets, its
-images [first_image, last_image) and its number of targets. In a list of samples, `number` -1 is a complete record."""
+images [first_image, last_image) and its number of targets. `member` is 1 if the record is a group of samples, and the
+fragment one of them. In a list of samples, `number` -1 is a complete record."""
 _MARGIN = 2  # tokens beside an image that may mark it, as <|vision_start|> does
 
 
@@ -107,7 +109,7 @@ def split_sample(sample: EncodedSample, max_length: int, overlap: int, num_image
         images = np.searchsorted(edges[:, 0], [start, stop]).tolist()
         supervised = int((labels[start + max(context, 1) : stop] != IGNORE_INDEX).sum())
         if supervised:
-            rows.append((0, len(rows), start, stop, context, *images, supervised, total))
+            rows.append((0, len(rows), start, stop, context, *images, supervised, total, 0))
         if stop == total:
             break
         # The context must not contain a part of an image, nor the tokens that mark its end.

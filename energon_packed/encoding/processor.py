@@ -18,7 +18,14 @@ import numpy.typing as npt
 
 from energon_packed.encoding.audio.families import AudioFamily
 from energon_packed.encoding.pretrained import TokenizerParts
-from energon_packed.encoding.sample import IGNORE_INDEX, EncodedRow, EncodedSample, join_values, targets_per_sample
+from energon_packed.encoding.sample import (
+    IGNORE_INDEX,
+    EncodedRow,
+    EncodedSample,
+    join_values,
+    joined_columns,
+    targets_per_sample,
+)
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import AudioClip, Conversation, FrameSelection
@@ -230,6 +237,7 @@ class Measurement:
         notes: what was decided for its media, for the counts of a run.
         extracted_bytes: estimate of `media_bytes` with the selected frames as images in place of the video files;
             0 if they are stored as files.
+        members: measurements of the samples of a record that is a group.
 
     Examples:
         >>> [measured] = encoder.measure([normalize({"text": "A document."})])
@@ -249,11 +257,38 @@ class Measurement:
     weight_checksum: int = 0
     notes: tuple[str, ...] = ()
     extracted_bytes: int = 0
+    members: "Sequence[Measurement]" = ()
 
     @classmethod
     def rejected(cls, reject: Reject) -> "Measurement":
         """Measurement of a sample that cannot be used."""
         return cls(-1, 0, reject)
+
+    @classmethod
+    def joined(cls, members: "Sequence[Measurement]", roles: Sequence[str | None]) -> "Measurement":
+        """Measurement of a group: sums over its samples, and their tokens end to end.
+
+        Args:
+            members: measurements of its samples; if one is rejected, the group is.
+            roles: roles of the samples, for messages.
+        """
+        for place, (member, role) in enumerate(zip(members, roles, strict=True)):
+            if (reject := member.reject) is not None:
+                name = f"sample {place}" if role is None else f"sample {place} ({role})"
+                return cls.rejected(Reject(reject.reason, f"{name} of the group: {reject.detail}"))
+        samples = [member.sample for member in members if member.sample is not None]
+        supervised = [member.supervised for member in members]
+        return cls(
+            sum([member.length for member in members]),
+            sum([member.media_bytes for member in members]),
+            sample=EncodedSample(**joined_columns(samples)) if len(samples) == len(members) else None,
+            supervised=-1 if min(supervised) < 0 else sum(supervised),
+            decoded=sum([member.decoded for member in members]),
+            weighted=any([member.weighted for member in members]),
+            weight_checksum=sum([member.weight_checksum for member in members]) % 2**63,
+            notes=tuple(dict.fromkeys([note for member in members for note in member.notes])),
+            members=members,
+        )
 
 
 class Processor(ABC):

@@ -142,7 +142,7 @@ class EncodedSample:
         labels: int64 (L,), unshifted: `input_ids` if supervised, else -100.
         loss_weights: float32 (L,), loss weight of each token, which counts only at targets; None if all weights are 1.
         columns: further columns of its tokens by name, each (L,) or (L, k); None without columns.
-        group: key of the samples that must share a row with it, or None.
+        group: key of the samples of the same pack or item that share a row with it, or None.
         role: its role in the group, such as `chosen`, or None.
         label: label of the whole sample, one value or one for each class, or None.
         id: sample name in reports.
@@ -245,6 +245,14 @@ class EncodedSample:
         vars(made).update(vars(self), source=source)
         return made
 
+    def in_group(self, group: str | None, role: str | None, label: tuple[float, ...] | None) -> "EncodedSample":
+        """Return the same sample with this group, role and label; arrays and pixels are shared, not copied."""
+        if group is None and role is None and label is None:
+            return self
+        made = object.__new__(type(self))
+        vars(made).update(vars(self), group=group, role=role, label=label)
+        return made
+
     def token_columns(self, tokens: slice) -> dict[str, Any]:
         """The fields with an entry for each token, by name, of some tokens; fields that are None are left out."""
         fields = {name: getattr(self, name) for name in _TOKEN_COLUMNS}
@@ -295,6 +303,8 @@ class EncodedRow(Sequence[EncodedSample]):
         video_token_id, audio_token_id: tokens that represent features of videos and audio, or None.
         dummy: of the first sample that has a dummy, or None.
         sources: datasets that the S samples come from, or None each.
+        groups: key of the group of each sample, or None; None if no sample has a group.
+        roles, sample_labels: role and label of each sample, in the same way.
     """
 
     ids: Sequence[str | None]
@@ -311,6 +321,9 @@ class EncodedRow(Sequence[EncodedSample]):
     audio_token_id: int | None = None
     dummy: EncodedSample | None = None
     sources: Sequence[SampleSource | None]
+    groups: Sequence[str | None] | None = None
+    roles: Sequence[str | None] | None = None
+    sample_labels: Sequence[tuple[float, ...] | None] | None = None
     _joined: Sequence[EncodedSample] | None = field(default=None, repr=False)
 
     @classmethod
@@ -326,13 +339,18 @@ class EncodedRow(Sequence[EncodedSample]):
             ids=[sample.id for sample in samples],
             cu_seqlens=np.cumsum([0, *map(len, samples)]),
             sources=[sample.source for sample in samples],
+            groups=_given([sample.group for sample in samples]),
+            roles=_given([sample.role for sample in samples]),
+            sample_labels=_given([sample.label for sample in samples]),
             _joined=samples,
-            **_joined_columns(samples),
+            **joined_columns(samples),
         )
 
     @classmethod
     def joined(cls, rows: Sequence[Sequence[EncodedSample]]) -> Sequence[EncodedSample]:
         """Return the samples of all rows; stored rows are joined by their columns, into an EncodedRow.
+
+        Groups of two rows stay apart, also if they have the same key.
 
         Raises:
             BatchError: some of the stored rows have M-RoPE positions and some do not.
@@ -341,12 +359,15 @@ class EncodedRow(Sequence[EncodedSample]):
             return rows[0]
         stored = [row for row in rows if isinstance(row, EncodedRow) and row._joined is None]
         if not rows or len(stored) < len(rows):
-            return [sample for row in rows for sample in row]
+            return [sample for number, row in enumerate(rows) for sample in _apart(row, number)]
         return cls(
             ids=[ident for row in stored for ident in row.ids],
             cu_seqlens=cu_seqlens_from_lengths(np.concatenate([np.diff(row.cu_seqlens) for row in stored])),
             sources=[source for row in stored for source in row.sources],
-            **_joined_columns(stored),
+            groups=_given([_keyed(key, n) for n, row in enumerate(stored) for key in row.groups or [None] * len(row)]),
+            roles=_given([role for row in stored for role in row.roles or [None] * len(row)]),
+            sample_labels=_given([label for row in stored for label in row.sample_labels or [None] * len(row)]),
+            **joined_columns(stored),
         )
 
     @cached_property
@@ -373,6 +394,9 @@ class EncodedRow(Sequence[EncodedSample]):
             if self.columns is not None:
                 fields["columns"] = cut_columns(self.columns, slice(start, end))
             samples.append(sample)
+        for name, values in (("group", self.groups), ("role", self.roles), ("label", self.sample_labels)):
+            for sample, value in zip(samples, values or (), strict=False):
+                vars(sample)[name] = value
         return samples
 
     @property
@@ -420,7 +444,23 @@ class EncodedRow(Sequence[EncodedSample]):
         return iter(self._samples)  # Sequence.__iter__ would call `__getitem__` for each sample
 
 
-def _joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, Any]:
+def _given(values: list[Any]) -> list[Any] | None:
+    """The values, or None if all of them are None."""
+    return None if values.count(None) == len(values) else values
+
+
+def _keyed(group: str | None, row: int) -> str | None:
+    return None if group is None else f"{row}:{group}"
+
+
+def _apart(row: Sequence[EncodedSample], number: int) -> Iterator[EncodedSample]:
+    """Yield the samples of a row, with keys of groups that no other row has; samples of other types as they are."""
+    for sample in row:
+        group = getattr(sample, "group", None)
+        yield sample if group is None else sample.in_group(_keyed(group, number), sample.role, sample.label)
+
+
+def joined_columns(parts: Sequence[EncodedSample | EncodedRow]) -> dict[str, Any]:
     """Columns of a row, from the columns of its samples or of shorter rows.
 
     Raises:

@@ -9,7 +9,8 @@
 {key}.columns.NAME.npy  (T,) or (T, k) of float32, float16, int32 or int16: a column of the tokens; 0 for samples
                        without it
 {key}.json             sample_count, ids, images, and patch_positions, video_files (see videos.py) and image_settings
-                       (of each image, or null) if present
+                       (of each image, or null) if present; `groups` (index of the group of each sample), `roles`
+                       (a string or null each) and `labels` (a list of numbers or null each) if a sample has one
 {key}.img{i}_{j}.{ext}, {key}.img{i}_{j}.npy, {key}.vid{i}_{j}.{ext}   as in PackedCaptioningSample
 """
 
@@ -40,6 +41,12 @@ _HEADER_SIZE = 128  # 10 bytes of magic, version and length, then 0x76 = 118 byt
 _ARRAYS = ("input_ids.npy", "cu_seqlens.npy", "loss_spans.npy", "labels.npy", "weighted_spans.npy")
 _COLUMN = "columns."  # start of the parts that are columns
 _WEIGHTED_SPAN = np.dtype([("start", "<i4"), ("end", "<i4"), ("weight", "<f4")])
+# Key of the json -> attribute of TokenRow, and the types of its values.
+_OF_SAMPLES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "groups": ("groups", (int,)),
+    "roles": ("roles", (str, type(None))),
+    "labels": ("sample_labels", (list, type(None))),
+}
 _IGNORE = -100  # label of a token that is not a target, as torch.nn.CrossEntropyLoss ignores it
 
 
@@ -55,6 +62,9 @@ class TokenRow:
         loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
         columns: columns of the tokens by name, (T,) or (T, k) each; None without columns.
         media: media of each sample.
+        groups: index of the group of each sample in the pack; None without groups.
+        roles: role of each sample in its group, or None; None without roles.
+        sample_labels: label of each sample, or None; None without labels.
     """
 
     ids: Sequence[str | None]
@@ -64,18 +74,24 @@ class TokenRow:
     loss_weights: Float32 | None
     columns: Columns | None
     media: Sequence[SampleMedia]
+    groups: Sequence[int] | None = None
+    roles: Sequence[str | None] | None = None
+    sample_labels: Sequence[tuple[float, ...] | None] | None = None
 
     def samples(self) -> list[StoredSample]:
         """Return the samples."""
         samples = []
         bounds = pairwise(self.cu_seqlens.tolist())
-        for ident, (start, end), media in zip(self.ids, bounds, self.media, strict=True):
+        for place, (ident, (start, end), media) in enumerate(zip(self.ids, bounds, self.media, strict=True)):
             conversation = Conversation(
                 id=ident,
                 input_ids=self.input_ids[start:end].astype(np.int64),
                 labels=self.labels[start:end].astype(np.int64),
                 loss_weights=None if self.loss_weights is None else self.loss_weights[start:end],
                 columns=cut_columns(self.columns, slice(start, end)),
+                group=None if self.groups is None else str(self.groups[place]),
+                role=None if self.roles is None else self.roles[place],
+                label=None if self.sample_labels is None else self.sample_labels[place],
                 **media.references(),
             )
             samples.append(StoredSample(conversation, end - start, None, False, *media))
@@ -120,6 +136,7 @@ class TokensCodec(Codec):
             value["audio_files"] = media.audios
         if media.settings:
             value["image_settings"] = media.settings
+        value |= _of_samples([sample.conversation for sample in samples])
         # Labels repeat the ids, so a few spans replace 4 bytes per token. Records with custom labels need the array.
         supervised = labels != _IGNORE
         targets: list[Part] = []
@@ -169,8 +186,13 @@ class TokensCodec(Codec):
                 labels[start:end] = input_ids[start:end]
         files = value.get("video_files"), value.get("audio_files"), value.get("image_settings")
         media = read_media(raw, value["images"], value.get("patch_positions"), *files)
+        of_samples = {}
+        if not value.keys().isdisjoint(_OF_SAMPLES):
+            of_samples = _read_of_samples(value, len(value["ids"]))
         columns = _columns(raw, len(input_ids))
-        return TokenRow(value["ids"], input_ids, labels, _load(raw, "cu_seqlens.npy"), weights, columns, media)
+        return TokenRow(
+            value["ids"], input_ids, labels, _load(raw, "cu_seqlens.npy"), weights, columns, media, **of_samples
+        )
 
     def lengths(self, raw: RawPack) -> list[int | None]:
         """Return the tokens of each sample, from the boundaries."""
@@ -179,6 +201,40 @@ class TokensCodec(Codec):
     def part_filter(self, part: str) -> bool:
         """Return whether a part is an array of the row, the json or a media file."""
         return part in _ARRAYS or part.startswith(_COLUMN) or super().part_filter(part)
+
+
+def _of_samples(conversations: Sequence[Conversation]) -> dict[str, list[Any]]:
+    """Groups, roles and labels of the samples of a pack, as in its json; only those that a sample has."""
+    values: dict[str, list[Any]] = {}
+    if any([conversation.group is not None for conversation in conversations]):
+        # A sample without a group is a group of its own.
+        keys = [place if own.group is None else own.group for place, own in enumerate(conversations)]
+        index = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        values["groups"] = [index[key] for key in keys]
+    if any([conversation.role is not None for conversation in conversations]):
+        values["roles"] = [conversation.role for conversation in conversations]
+    if any([conversation.label is not None for conversation in conversations]):
+        values["labels"] = [None if own.label is None else list(own.label) for own in conversations]
+    return values
+
+
+def _read_of_samples(value: dict[str, Any], count: int) -> dict[str, Any]:
+    """Read groups, roles and labels of `count` samples, by the names in TokenRow.
+
+    Raises:
+        ValueError: a list has another length, or values of another type.
+    """
+    read: dict[str, Any] = {}
+    for name, (attribute, types) in _OF_SAMPLES.items():
+        values = value.get(name)
+        if values is None:
+            continue
+        if len(values) != count or not all(isinstance(entry, types) for entry in values):
+            raise ValueError(f"{name} of the json must be a list with a value for each of {count} samples")
+        read[attribute] = values
+    if "sample_labels" in read:
+        read["sample_labels"] = [None if own is None else tuple(map(float, own)) for own in read["sample_labels"]]
+    return read
 
 
 def spans_from_mask(mask: npt.NDArray[np.bool_]) -> Int32:

@@ -477,10 +477,13 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
         yield "padding", f"every sample is rounded up to a multiple of {m.pad_multiple:,} tokens"
     overlong = f"samples longer than seq_len: {m.overlong}"
     if m.records_split:
-        overlong += f"; {m.records_split:,} records were split into {m.fragments:,} fragments"
+        done = "are stored as" if m.groups else "were split into"
+        overlong += f"; {m.records_split:,} records {done} {m.fragments:,} {'samples' if m.groups else 'fragments'}"
     if m.truncated:
         overlong += f"; {m.truncated:,} samples were truncated, {m.tokens_cut:,} tokens were removed"
     yield "overlong", overlong
+    if m.groups:
+        yield "groups", f"{m.groups:,} groups of at least two samples share a row"
     yield "input fingerprint", m.input_fingerprint[:_DIGITS] or "none"
 
 

@@ -17,7 +17,7 @@ from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.files import open_regular
 from energon_packed.system import raise_resource_error
 
-_STRINGS, _NUMBERS = ("source", "id", "status", "pack", "shard"), ("row", "line", "length", "sample")
+_STRINGS, _NUMBERS = ("source", "id", "status", "pack", "shard"), ("row", "line", "length", "sample", "group")
 _REQUIRED = ("source", "row", "id", "status")  # not null
 _BATCH_ROWS = 1 << 14
 _BUFFER = 1 << 20  # bytes of each column that are read at a time: a row group may be the whole file

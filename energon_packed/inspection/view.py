@@ -190,6 +190,9 @@ class SampleView:
         videos: videos in order.
         audios: audio files in order.
         truncated_to: number of tokens that it was truncated to, or None. The end of its text is not in the row.
+        group: index of its group in the pack, or None.
+        role: its role in the group, or None.
+        label: its label, or None.
     """
 
     id: str | None
@@ -202,6 +205,9 @@ class SampleView:
     videos: tuple[VideoView, ...] = ()
     audios: tuple[AudioView, ...] = ()
     truncated_to: int | None = None
+    group: str | None = None
+    role: str | None = None
+    label: tuple[float, ...] | None = None
 
     @property
     def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView | AudioView]]]:
@@ -254,10 +260,10 @@ class PackView:
         return None if None in lengths else sum(length for length in lengths if length is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Convert to plain types, for JSON; samples without videos or audio have no such key."""
+        """Convert to plain types, for JSON; samples without videos, audio or a group have no such key."""
         value = asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
         for sample in value["samples"]:
-            for name in ("videos", "audios"):
+            for name in ("videos", "audios", "group", "role", "label"):
                 if not sample[name]:
                     del sample[name]
         return value
@@ -312,6 +318,9 @@ def _view(
         videos=tuple(_video(video, encoder, located) for video in sample.videos),
         audios=_audios(sample.audios, encoder, located),
         truncated_to=sample.truncate if sample.is_truncated else None,
+        group=conversation.group,
+        role=conversation.role,
+        label=conversation.label,
     )
 
 

@@ -19,13 +19,18 @@ import numpy as np
 import torch
 
 from energon_packed.encoding import EncodedRow, EncodedSample, Processor, SampleSource
-from energon_packed.errors import EnergonPackedError, FormatError, RecordError, Reject
+from energon_packed.errors import EnergonPackedError, FormatError, Reason, RecordError, Reject
 from energon_packed.flavors import PackSample
 from energon_packed.formats import StoredSample
 from energon_packed.loading.collation.features import from_features, is_features
 from energon_packed.records import Conversation, normalize
 from energon_packed.records.media import in_line
 from energon_packed.records.record_formats import find_record_format
+
+_GROUP = (
+    "its samples must share a row, and records that are packed while they are read do not stay together; pack them "
+    "with `energon-packed pack`, or set `streaming` to false"
+)
 
 
 def encode_pack(
@@ -57,20 +62,50 @@ def encode_pack(
             encoded_row = encoder.encode_row(row.ids, input_ids, labels, row.cu_seqlens, row.loss_weights)
             encoded_row.columns = row.columns
             encoded_row.sources = [source] * len(encoded_row)
+            encoded_row.roles, encoded_row.sample_labels = row.roles, row.sample_labels
+            if row.groups is not None:
+                encoded_row.groups = [f"{pack.__key__}/{group}" for group in row.groups]
             return encoded_row
         except EnergonPackedError:
             pass  # encode sample by sample below: only the bad sample is skipped, and its error names it
     encoded = []
+    failed: dict[str, tuple[str | None, EnergonPackedError]] = {}  # key of a group -> id and error of its bad sample
     samples = pack.stored_samples()
     results = encoder.encode_many([sample.conversation for sample in samples])
     for sample, result in zip(samples, results, strict=True):
         try:
-            encoded.append(checked_sample(sample, result, pack.__key__, check_lengths=check_lengths).of(source))
+            checked = checked_sample(sample, result, pack.__key__, check_lengths=check_lengths).of(source)
+            encoded.append(_in_group(checked, sample.conversation, pack.__key__))
         except EnergonPackedError as error:  # a bad sample is skipped, the rest of its pack is kept
             if on_failure is None:
                 raise
+            if sample.conversation.group is not None:
+                failed[f"{pack.__key__}/{sample.conversation.group}"] = sample.conversation.id, error
             on_failure(error, pack)
-    return encoded
+    return _whole_groups(encoded, failed, lambda error: on_failure(error, pack)) if failed and on_failure else encoded
+
+
+def _whole_groups(
+    samples: Sequence[EncodedSample],
+    failed: Mapping[str, tuple[str | None, EnergonPackedError]],
+    on_failure: Callable[[Exception], None],
+) -> list[EncodedSample]:
+    """Leave out the samples of groups with a bad sample, and report each of them with the error of that sample."""
+    whole = []
+    for sample in samples:
+        if sample.group is None or sample.group not in failed:
+            whole.append(sample)
+            continue
+        ident, error = failed[sample.group]
+        detail = in_line(f"sample {sample.id} is left out, as sample {ident} of its group cannot be used")
+        on_failure(RecordError(error.reason, detail) if isinstance(error, RecordError) else FormatError(detail))
+    return whole
+
+
+def _in_group(sample: EncodedSample, conversation: Conversation, key: str) -> EncodedSample:
+    """Return a sample of a pack with the group, role and label of its conversation."""
+    group = None if conversation.group is None else f"{key}/{conversation.group}"
+    return sample.in_group(group, conversation.role, conversation.label)
 
 
 def _source_of(pack: PackSample) -> SampleSource | None:
@@ -206,6 +241,9 @@ def encode_items(values: Sequence[Any], processor: Processor, *, check_lengths: 
         elif _is_encoded(item):
             results[i] = Encoded(item)
         elif isinstance(item, Conversation) and processor.reads != "raw":
+            if item.members or item.group is not None:
+                results[i] = Encoded.failed(RecordError(Reason.UNSUPPORTED_FIELD, _GROUP))
+                continue
             conversations[i] = item
         elif isinstance(item, PackSample | Packs):
             packs = item if isinstance(item, Packs) else (item,)

@@ -105,6 +105,7 @@ def pack_lengths(
     max_samples: int | None = None,
     multiple: int = 1,
     seed: int | None = None,
+    groups: npt.ArrayLike | None = None,
 ) -> PackPlan:
     """Plan which samples share a row of `capacity` tokens.
 
@@ -120,12 +121,15 @@ def pack_lengths(
         max_samples: maximum number of samples per pack; None for no limit.
         multiple: sample lengths are rounded up to a multiple of this many tokens to compute free space.
         seed: shuffles the order of the packs; None keeps the order in which they were opened.
+        groups: integers (n,), key of the group of each sample. The samples with a key are in one pack, in their order,
+            or all of them in `overlong`. A window of `window_N` has N groups. With `max_samples`, groups of different
+            numbers of samples do not share a pack. None without groups.
 
     Uses about 60 bytes per sample. `energon_packed.packing.plan_counts` plans any number of samples in little memory.
 
     Raises:
         ConfigError: an argument is out of range, or the algorithm is unknown (the message lists the valid names).
-        ValueError: `lengths` is not an array of integers >= 1 with one dimension.
+        ValueError: `lengths` is not an array of integers >= 1 with one dimension, or `groups` has another shape.
     """
     for name, value in (("capacity", capacity), ("multiple", multiple), ("max_samples", max_samples)):
         if value is not None and (not isinstance(value, int | np.integer) or value < 1):
@@ -136,8 +140,12 @@ def pack_lengths(
     array = _checked_lengths(lengths)
     usable = int(capacity) // multiple * multiple
     cost = array if multiple == 1 else round_up(array.astype(np.int64), multiple)
-    indices, offsets = _packs(cost, usable, algorithm, max_samples or len(array) or 1)
-    overlong = np.flatnonzero(cost > usable)
+    limit = max_samples or len(array) or 1
+    if groups is None:
+        indices, offsets = _packs(cost, usable, algorithm, limit)
+        overlong = np.flatnonzero(cost > usable)
+    else:
+        indices, offsets, overlong = _packs_of_groups(groups, cost, usable, algorithm, limit)
     plan = PackPlan(
         indices=indices,
         offsets=offsets,
@@ -198,6 +206,50 @@ def _packs(cost: Int64 | Int32, capacity: int, algorithm: str, max_samples: int)
         steps += placed.steps
         packs = placed.packs
     return _indices(order, steps, packs)
+
+
+def _packs_of_groups(
+    groups: npt.ArrayLike, cost: Int64 | Int32, capacity: int, algorithm: str, max_samples: int
+) -> tuple[Int64, Int64, Int64]:
+    """Place groups like samples, and return `indices`, `offsets` and `overlong` of the PackPlan.
+
+    Args:
+        groups: integers (n,), key of the group of each sample.
+        cost, capacity, algorithm, max_samples: as for `_packs`.
+    """
+    keys = np.asarray(groups)
+    if keys.shape != cost.shape or (keys.size and keys.dtype.kind not in "iu"):
+        raise ValueError(f"`groups` must be integers of shape {cost.shape}, got {keys.dtype} of {keys.shape}.")
+    # Units, in the order of their first samples: unit u is samples members[starts[u]:starts[u] + sizes[u]].
+    members = np.arange(len(keys)) if (keys[1:] >= keys[:-1]).all() else np.argsort(keys, kind="stable")
+    is_start = np.ones(len(keys), dtype=bool)
+    is_start[1:] = keys[members[1:]] != keys[members[:-1]]
+    starts = np.flatnonzero(is_start)
+    sizes = np.diff(starts, append=len(keys))
+    tokens = np.add.reduceat(cost[members], starts, dtype=np.int64) if len(keys) else np.zeros(0, dtype=np.int64)
+    order = np.argsort(members[starts])
+    starts, sizes, tokens = starts[order], sizes[order], tokens[order]
+    # The algorithms count units, not their samples: with a limit, the units of each size are placed on their own.
+    parts = [np.arange(len(sizes))]
+    if max_samples < len(cost):
+        parts = [np.flatnonzero(sizes == size) for size in np.unique(sizes[sizes <= max_samples]).tolist()]
+    units, bounds = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
+    for part in parts:
+        limit = max_samples // int(sizes[part[0]]) if max_samples < len(cost) else max_samples
+        indices, offsets = _packs(tokens[part], capacity, algorithm, limit)
+        bounds.append(offsets[1:] + sum(map(len, units)))
+        units.append(part[indices])
+    placed, ends = np.concatenate(units), np.concatenate(bounds)
+    is_placed = np.zeros(len(sizes), dtype=bool)
+    is_placed[placed] = True
+    samples = _ranges(starts[placed], sizes[placed])
+    overlong = np.sort(members[_ranges(starts[~is_placed], sizes[~is_placed])])
+    return members[samples], np.concatenate([[0], np.cumsum(sizes[placed])])[ends], overlong
+
+
+def _ranges(starts: Int64, sizes: Int64) -> Int64:
+    """The integers of all ranges, int64 (sum of sizes,): `starts[i]` to `starts[i] + sizes[i]`."""
+    return np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
 
 
 def _indices(order: Int64, steps: list[Step], packs: int) -> tuple[Int64, Int64]:

@@ -19,7 +19,8 @@ NAME.frames  for every measured record with videos or audio the selected frames 
              planned again for another `seq_len`.
 
 NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, those of AUDIO_COLUMNS
-only if one has audio, and `columns_bytes` only if one has columns.
+only if one has audio, `columns_bytes` only if one has columns, and those of GROUP_COLUMNS only if one is in a group or
+is a group. The tokens of a record that is a group are those of its samples, end to end.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -99,6 +100,14 @@ AUDIO_COLUMNS = {
 TOKEN_COLUMNS = {
     "columns_bytes": pa.int64(),  # of the record in NAME.columns
 }
+GROUP_COLUMNS = {
+    "group": pa.int64(),  # hash of its source and the key of its group; 0 without a group
+    "members": pa.int32(),  # samples of a record that is a group; 0 for others
+}
+_MEMBERS = b"members"  # key of the metadata: `MEMBER` of all members of the chunk, in order
+MEMBER = np.dtype([("length", "<i4"), ("supervised", "<i4"), ("images", "<i4")])
+"""Tokens, targets and images of a sample of a record that is a group."""
+Members = npt.NDArray[np.void]
 COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that are lists of strings; a chunk file has the number of records with each string."""
 StringCounts = dict[str, Counter[str]]
@@ -117,7 +126,10 @@ NUMERIC = {
     name: pa.array([], kind).to_numpy().dtype.type  # `to_pandas_dtype` of PyArrow 18 needs pandas
     for name, kind in (
         *zip(SCHEMA.names, SCHEMA.types, strict=True),
-        *(*VIDEO_COLUMNS.items(), *AUDIO_COLUMNS.items(), *TOKEN_COLUMNS.items()),
+        *VIDEO_COLUMNS.items(),
+        *AUDIO_COLUMNS.items(),
+        *TOKEN_COLUMNS.items(),
+        *GROUP_COLUMNS.items(),
     )
     if name not in ("id", "detail")
 }
@@ -329,9 +341,16 @@ def read_frames(refs: "RecordOffsets", index: int) -> tuple[tuple[FrameSelection
 
 
 def write_rows(
-    file: Path, columns: Mapping[str, Sequence[Any]], counts: StringCounts, media: MediaFiles, entries: int = 0
+    file: Path,
+    columns: Mapping[str, Sequence[Any]],
+    counts: StringCounts,
+    media: MediaFiles,
+    entries: int = 0,
+    members: Members | None = None,
 ) -> None:
-    """Write the columns of `SCHEMA`, and of media and tokens if there are any; the file appears when it is complete.
+    """Write the columns of `SCHEMA`, and of media, tokens and groups if there are any.
+
+    The file appears when it is complete.
 
     Args:
         file: file of the chunk.
@@ -339,16 +358,24 @@ def write_rows(
         counts: result of `count_strings` for all records of the chunk.
         media: files of all images and .npy files of the chunk.
         entries: result of `MediaInMemory.write`.
+        members: of all records that are groups, in order; None without such a record.
     """
     metadata = {name.encode(): orjson.dumps(counts[name]) for name in COUNTED}
     metadata[_ENTRIES] = str(entries).encode()
     if media:
         metadata |= {_MEDIA: media.dump(), _MEDIA_DIGEST: media.digest()}
+    if members is not None:
+        metadata[_MEMBERS] = members.tobytes()
     schema = SCHEMA
     has_audio = any(columns["num_audios"])
     more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
-    of_tokens = TOKEN_COLUMNS if any(columns["columns_bytes"]) else {}
-    for name, kind in {**more, **(AUDIO_COLUMNS if has_audio else {}), **of_tokens}.items():
+    has_groups = any(columns["group"]) or members is not None
+    for name, kind in {
+        **more,
+        **(AUDIO_COLUMNS if has_audio else {}),
+        **(TOKEN_COLUMNS if any(columns["columns_bytes"]) else {}),
+        **(GROUP_COLUMNS if has_groups else {}),
+    }.items():
         schema = schema.append(pa.field(name, kind))
     schema = schema.with_metadata(metadata)
     arrays = [
@@ -366,6 +393,11 @@ def write_rows(
 def read_rows(file: Path) -> Any:
     """Map the Arrow table of a chunk file into memory."""
     return pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+
+
+def read_members(rows: Any) -> Members:
+    """Return the members that `write_rows` stored, from the table of a chunk file."""
+    return np.frombuffer(rows.schema.metadata.get(_MEMBERS, b""), dtype=MEMBER)
 
 
 def read_counts(rows: Any) -> StringCounts:

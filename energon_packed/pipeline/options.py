@@ -326,6 +326,10 @@ class InputOptions(EncoderSettings):
         "refuse", help="How to use a weight, sample_weight, loss_weight or loss_scale of a record: refuse rejects the "
         "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
     )  # fmt: skip
+    group_field: str | None = option(
+        None, help="Field with a string or an integer: records of a file with equal values share a row, in their "
+        "order.", group=INPUT, decides="lengths", metavar="NAME",
+    )  # fmt: skip
     media_root: Mapping[str, str] = option(
         dict, help="Folder of images and videos that packs in the input refer to, and its new place; repeatable.",
         group=INPUT, parse=parse_media_root, metavar="OLD=NEW", shown_default="the recorded paths",
@@ -344,8 +348,9 @@ class InputOptions(EncoderSettings):
         group=IMAGES, choices=("header", "full"), decides="tars",
     )  # fmt: skip
     sample_class: str = option(
-        AUTO, help="Flavor to write; auto chooses PackedCaptioningSample if it can store every record, otherwise "
-        "PackedMultiMixQASample.", group=OUTPUT, choices=lambda: (AUTO, *CODECS), decides="tars",
+        AUTO, help="Flavor to write; auto chooses PackedTokensSample if samples are in groups, PackedCaptioningSample "
+        "if it can store every record, otherwise PackedMultiMixQASample.", group=OUTPUT,
+        choices=lambda: (AUTO, *CODECS), decides="tars",
     )  # fmt: skip
     unpacked: bool = option(
         False, help="Write one sample per tar key (MultiMixQASample), for packing while training.", group=OUTPUT
@@ -411,7 +416,8 @@ class InputOptions(EncoderSettings):
 
     def reader_fingerprint(self) -> list[Any]:
         """Values that determine how records are read, for fingerprints."""
-        return [[config.key(self.seed) for config in self.source_configs], self.record_weight, self.no_links]
+        values = [[config.key(self.seed) for config in self.source_configs], self.record_weight, self.no_links]
+        return values if self.group_field is None else [*values, self.group_field]
 
     @property
     def written(self) -> Mapping[str, tuple[Path, ...]]:
@@ -423,15 +429,16 @@ class InputOptions(EncoderSettings):
         """The codec of `sample_class`; before `auto` is resolved, the codec of PackedMultiMixQASample."""
         return codec_for(MULTI_MIX if self.sample_class == AUTO else self.sample_class, self.layout or "")
 
-    def resolved(self, fits_captioning: bool) -> Self:
+    def resolved(self, fits_captioning: bool, has_groups: bool = False) -> Self:
         """Return the options with the flavor that `auto` selects.
 
         Args:
             fits_captioning: PackedCaptioningSample can store every record that can be packed.
+            has_groups: samples of a group share a row, which only PackedTokensSample stores.
         """
         if self.sample_class != AUTO:
             return self
-        return replace(self, sample_class=CAPTIONING if fits_captioning else MULTI_MIX)
+        return replace(self, sample_class=TOKENS if has_groups else CAPTIONING if fits_captioning else MULTI_MIX)
 
     @property
     def image_check(self) -> ImageCheck:

@@ -16,10 +16,11 @@ import numpy as np
 from energon_packed.errors import IgnoredEntries, Reason, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MediaRoot, moved_folders, moved_here, moved_path
-from energon_packed.pipeline.options import AUTO, CAPTIONING, InputOptions, part_suffix
+from energon_packed.pipeline.options import AUTO, CAPTIONING, TOKENS, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
 from energon_packed.records.columns import check_stored
+from energon_packed.records.groups import read_group, with_group
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
 from energon_packed.system import announced
@@ -43,6 +44,7 @@ class RecordReader:
         media_root: folders that moved since a pack stored the location of its images, as (old, new).
         stores_columns: per-token columns are used, whatever the flavor: conversations are encoded, and not written.
         unbounded: sources whose absolute media paths may be outside `image_root`; a note counts such records.
+        group_field: field with the key of the group of a record, or None.
     """
 
     sources: Sequence[Source]
@@ -55,6 +57,7 @@ class RecordReader:
     media_root: MediaRoot = ()
     unbounded: Collection[int] = ()
     stores_columns: bool = False
+    group_field: str | None = None
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
         """Convert a record to a conversation, whose `id` is None if the record has no id.
@@ -87,6 +90,8 @@ class RecordReader:
             conversation = normalize(
                 record, image_root=self.sources[source].media_folder, record_weight=self.record_weight
             )
+            if self.group_field is not None and isinstance(record, Mapping):
+                conversation = with_group(conversation, record, self.group_field)
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
         if self.media_root and any(file.packed for file in conversation.media_files):
@@ -94,12 +99,15 @@ class RecordReader:
         if source in self.unbounded and (outside := _with_media(conversation, _without_root)) != conversation:
             conversation = replace(outside, notes=(*conversation.notes, OUTSIDE))
         if conversation.patch_positions and not self.use_patch_positions:
-            conversation = replace(conversation, patch_positions=())
+            members = tuple([replace(member, patch_positions=()) for member in conversation.members])
+            conversation = replace(conversation, patch_positions=(), members=members)
         if not self.stores_columns and (self.sample_class == AUTO or not self._codec.stores_tokens):
             check_stored(conversation.columns, [turn.values for turn in conversation.messages], self.sample_class)
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
-            self._codec.check(conversation)
-            conversation = self._codec.fitted(conversation)
+            codec = self._codec
+            _check_group(conversation, codec)
+            codec.check(conversation)
+            conversation = codec.fitted(conversation)
         return conversation
 
     @property
@@ -115,11 +123,20 @@ class RecordReader:
         """Whether PackedCaptioningSample can store the conversation; True after `auto` is resolved."""
         if self.sample_class != AUTO:
             return True
+        if conversation.members:
+            return False
         try:
             codec_for(CAPTIONING).check(conversation)
         except RecordError:
             return False
         return True
+
+    def group_of(self, record: Any) -> str | None:
+        """Key of the group of a rejected record; None if it has none, or has it only after an adapter."""
+        try:
+            return read_group(record, self.group_field) if isinstance(record, Mapping) and self.group_field else None
+        except RecordError:
+            return None
 
     def read(self, source: int, address: int, size: int) -> Conversation:
         """Read the record at an address as a conversation."""
@@ -178,7 +195,23 @@ def _with_media(conversation: Conversation, change: Callable[[MediaReference], M
         ),
         audios=tuple([replace(audio, file=change(audio.file)) for audio in conversation.audios]),
         patch_positions=tuple([change(file) for file in conversation.patch_positions]),
+        members=tuple([_with_media(member, change) for member in conversation.members]),
     )
+
+
+def _check_group(conversation: Conversation, codec: Codec) -> None:
+    """Reject a sample of a group, or with a role or label, for a flavor that does not store them."""
+    if codec.stores_tokens:
+        return
+    found: dict[str, Any] = {
+        "several samples": conversation.members,
+        "a group": conversation.group,
+        "a role": conversation.role,
+    }
+    found["a label"] = conversation.label
+    if named := next((name for name, value in found.items() if value), None):
+        detail = f"the record has {named}, which {codec.sample_class} does not store; set `sample_class` to {TOKENS}"
+        raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
 
 
 def _without_root(file: MediaReference) -> MediaReference:
@@ -232,4 +265,5 @@ def open_reader(options: InputOptions, work_dir: Path, part: tuple[int, int] | N
         layout=options.layout or "",
         part=part[0] if part else None,
         record_weight=options.record_weight,
+        group_field=options.group_field,
     )

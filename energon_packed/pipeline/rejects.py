@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from energon_packed.errors import REQUESTED_REJECTS, Reason, RejectLimitError
+from energon_packed.errors import REQUESTED_REJECTS, TOO_LONG, Reason, RejectLimitError
 
 MOST_ROWS = 1000
 """Rejected records that are kept in memory; the counts are always exact."""
@@ -34,6 +34,7 @@ _ADVICE = {
     Reason.OVERLONG: "raise `seq_len` (`energon-packed lengths` compares values), or set `overlong` to 'truncate' "
     "(documents: 'split')",
     Reason.NOT_SAMPLED: "raise its weight",
+    Reason.OVERLONG_GROUP: "raise `seq_len`; groups are neither truncated nor split",
 }
 
 
@@ -99,9 +100,10 @@ class RejectLimits:
         if rejected.reason in REQUESTED_REJECTS:
             return
         record = f"record {rejected.id} of {rejected.source} is rejected: {rejected.reason}: {rejected.detail}"
-        if rejected.reason == Reason.OVERLONG and self.overlong == "error":
+        if rejected.reason in TOO_LONG and self.overlong == "error":
+            remedy = "drop" if rejected.reason == Reason.OVERLONG_GROUP else "drop or truncate"
             raise RejectLimitError(
-                f"{record}{more} (`overlong` is 'error'); raise `seq_len`, or set `overlong` to drop or truncate"
+                f"{record}{more} (`overlong` is 'error'); raise `seq_len`, or set `overlong` to {remedy}"
             )
         if self.strict:
             raise RejectLimitError(f"{record} (`strict` stops at the first)")
@@ -178,7 +180,7 @@ class RejectLimits:
 
 def is_failure(reason: str) -> bool:
     """Whether `max_failures` counts a reason: records that the settings leave out do not count."""
-    return reason not in REQUESTED_REJECTS and reason != Reason.OVERLONG
+    return reason not in (*REQUESTED_REJECTS, *TOO_LONG)
 
 
 def overlong_detail(length: int, seq_len: int, multiple: int = 1) -> str:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from energon_packed.encoding.fragments import Fragments, fragment_id
-from energon_packed.errors import Reason
+from energon_packed.errors import TOO_LONG, Reason
 from energon_packed.files import atomic_path
 from energon_packed.pipeline.chunks import (
     FRAGMENT,
@@ -171,9 +171,11 @@ class TableRejects:
             RejectLimitError: more records are rejected than allowed, or all are.
         """
         counts = self.counts
-        if limits.overlong == "error" and (overlong := counts.get(Reason.OVERLONG.value)):
-            more = f", the first of {overlong} such records{self._longest()}" if overlong > 1 else ""
-            limits.check_record(next(self.rows(Reason.OVERLONG.value)), more=more)
+        for reason in TOO_LONG if limits.overlong == "error" else ():
+            if overlong := counts.get(reason.value):
+                longest = self._longest() if reason is Reason.OVERLONG else ""
+                more = f", the first of {overlong} such records{longest}" if overlong > 1 else ""
+                limits.check_record(next(self.rows(reason.value)), more=more)
         if limits.strict:
             for rejected in self.rows():
                 limits.check_record(rejected)
@@ -262,14 +264,17 @@ def write_reports(
     usable_len: int,
     output: Folder,
     places: SamplePlaces,
+    groups: npt.NDArray[np.int64] | None = None,
 ) -> None:
     """Write lengths.parquet and rejects.jsonl.
 
     lengths.parquet has source, row, line (null if it is not known), id, length (tokens, null if unknown), num_images
     and status of every record, pack (its key), sample (index in the pack) and shard of packed records, and num_videos
-    and num_audios if any record has videos or audio; rejects.jsonl has source, row, line, id, reason and detail of the
+    and num_audios if any record has videos or audio; `group`, equal for the samples of a group and null for others, if
+    there are groups; rejects.jsonl has source, row, line, id, reason and detail of the
     rejected records.
-    The fragments of a record follow the records of its chunk in lengths.parquet.
+    The fragments of a record follow the records of its chunk in lengths.parquet, and so do the samples of a record
+    that is a group.
 
     Args:
         rejects: the measured records and their rejects.
@@ -277,11 +282,14 @@ def write_reports(
         usable_len: tokens of a row; packed records with more tokens get the status `truncated`.
         output: paths of both files.
         places: place of each record, then of each fragment.
+        groups: number of the group of each record, then of each fragment, -1 for none; None without groups.
     """
     table, reader, status = rejects.table, rejects.reader, rejects.status
     listed = max(_ALWAYS_LISTED, int(status.max(initial=0)) + 1)
     names_of = (*STATUSES[:listed], TRUNCATED, SPLIT, FRAGMENT)
-    cut = names_of.index(TRUNCATED if fragments is None else SPLIT)  # a packed record that is longer than a row
+    split = np.zeros(len(table), dtype=bool)
+    if fragments is not None:
+        split[fragments["record"]] = True
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
@@ -289,6 +297,8 @@ def write_reports(
     schema = _SCHEMA
     for name in more:
         schema = schema.append(pa.field(name, pa.int32()))
+    if groups is not None:
+        schema = schema.append(pa.field("group", pa.int64()))
     with (
         atomic_path(output.lengths) as lengths_file,
         atomic_path(output.rejects) as rejects_file,
@@ -299,7 +309,9 @@ def write_reports(
         # A row group per chunk file: the ids of all records need not fit in memory.
         for chunk in record_names(table, reader):
             chunk_status, measured = status[chunk.rows], table.length[chunk.rows]
-            shown = np.where((chunk_status == 0) & (measured > usable_len), cut, chunk_status)
+            is_cut = (chunk_status == 0) & (measured > usable_len)
+            shown = np.where(is_cut, names_of.index(TRUNCATED), chunk_status)
+            shown = np.where(split[chunk.rows] & (chunk_status == 0), names_of.index(SPLIT), shown)
             source, local, names, images = chunk.source, chunk.local, chunk.names, table.num_images[chunk.rows]
             rows, lines = chunk.rows, rejects.lines[chunk.rows]
             if fragments is not None:
@@ -325,6 +337,8 @@ def write_reports(
             for name in more:
                 files = getattr(table, name)[chunk.rows]  # fragments have neither videos nor audio
                 columns.append(numeric_column(np.append(files, [0] * (len(names) - len(files))), np.int32))
+            if groups is not None:
+                columns.append(numeric_column(groups[rows], np.int64, valid=groups[rows] >= 0))
             writer.write_table(pa.Table.from_arrays(columns, schema=schema))
             for index in np.flatnonzero(chunk_status).tolist():
                 record = int(chunk.rows[index])

@@ -27,9 +27,9 @@ from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.folder import Folder, work_folder
 from energon_packed.pipeline.locks import FolderLock, lock_holder
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
-from energon_packed.pipeline.options import PackOptions
+from energon_packed.pipeline.options import AUTO, PackOptions
 from energon_packed.pipeline.reader import open_reader
-from energon_packed.pipeline.run_state import Fingerprints, RunState, compute_fingerprints
+from energon_packed.pipeline.run_state import COUNTERS, Fingerprints, RunState, compute_fingerprints
 from energon_packed.pipeline.stages.index import write_index
 from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import make_plan
@@ -256,10 +256,15 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     )
     with clock.stage("measure"), _watched(inputs, output, keys):
         table = measure.run()
+        if (
+            options.sample_class == AUTO and table.has_groups
+        ):  # their tokens are stored; those of some chunks are known
+            measure = replace(measure, keep_tokens=True, counters=dict.fromkeys(COUNTERS, 0))
+            table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
     # The runs of input parts do not see each other's records, but must choose the same flavor.
     fits_captioning = options.part is None and bool(table.narrow[table.status == 0].all())
-    options = options.resolved(fits_captioning)
+    options = options.resolved(fits_captioning, table.has_groups)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage("plan"):

@@ -106,7 +106,8 @@ def _reading(options: InputOptions) -> dict[str, object]:
         values[f"`{name}`"] = [getattr(config, name) for config in configs]
     values["code of the adapter"] = [digest(Adapter(c.adapter).source) if c.adapter else None for c in configs]
     named: dict[str, object] = {name: each[0] if len(each) == 1 else each for name, each in values.items()}
-    return named | {"`record_weight`": options.record_weight, "`no_links`": options.no_links}
+    named |= {"`record_weight`": options.record_weight, "`no_links`": options.no_links}
+    return named if options.group_field is None else named | {"`group_field`": options.group_field}
 
 
 def digest(*values: object) -> str:

@@ -6,7 +6,7 @@ RecordRefs (arrays of selected records) for the tasks that read them again.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,17 @@ import numpy.typing as npt
 from energon_packed.encoding.fragments import FRAGMENT, Fragments
 from energon_packed.pipeline.chunks import (
     COUNTED,
+    MEMBER,
     NUMERIC,
     PACKED,
     STATUSES,
     Chunk,
+    Members,
     StringCounts,
     as_numpy,
     measured_records,
     read_counts,
+    read_members,
     read_rows,
 )
 
@@ -85,12 +88,15 @@ class RecordTable:
         status: int8 (n,), index into STATUSES; 0 means packed.
         narrow: int8 (n,), 1 if PackedCaptioningSample can store the record.
         divisible: int8 (n,), 1 for documents and token records without videos and audio, which can be split.
+        group: int64 (n,), hash of the key of its group in its source; 0 without a group.
+        members: int32 (n,), samples of a record that is a group; 0 for others.
         source_starts: int64 (sources + 1,), index of the first record of each source, and n.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), index of the first record of each file.
         counts: by the names in `COUNTED`, the number of records with each unused field or note.
+        samples: structured (m,) of dtype `FRAGMENT`, the samples of all records that are groups, in order.
         fragments: structured (f,) of dtype `FRAGMENT`, fragments that follow the records as separate entries; None
-            if no record is split.
+            if no record is split or is a group.
     """
 
     address: Int64
@@ -114,14 +120,40 @@ class RecordTable:
     status: npt.NDArray[np.int8]
     narrow: npt.NDArray[np.int8]
     divisible: npt.NDArray[np.int8]
+    group: Int64
+    members: npt.NDArray[np.int32]
     source_starts: Int64
     files: list[Path]
     file_starts: Int64
     counts: StringCounts
+    samples: Fragments = field(default_factory=lambda: np.zeros(0, dtype=FRAGMENT))
     fragments: Fragments | None = None
 
     def __len__(self) -> int:
         return len(self.status)
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether a record is a group, or in a group."""
+        return len(self.samples) > 0 or bool(self.group.any())
+
+    def units(self) -> Int64 | None:
+        """Key of the group of each entry: int64 (n,), the index of the first entry of the group; None without groups.
+
+        An entry without a group is a group of its own.
+        """
+        if not self.has_groups:
+            return None
+        units = np.arange(len(self))
+        grouped = np.flatnonzero(self.group)
+        _, first, inverse = np.unique(self.group[grouped], return_index=True, return_inverse=True)
+        units[grouped] = grouped[first[inverse]]
+        if self.fragments is not None:
+            start = len(self) - len(self.fragments)
+            is_other = self.fragments["member"] * self.fragments["number"] == 0
+            place = np.arange(len(self.fragments))
+            units[start:] = start + np.maximum.accumulate(np.where(is_other, place, 0))
+        return units
 
     def with_fragments(self, fragments: Fragments) -> "RecordTable":
         """Append fragments; the records that they are of are not packed themselves."""
@@ -138,6 +170,15 @@ class RecordTable:
         for name in ("num_decoded", "weight_checksum"):
             columns[name][count:][fragments["number"] > 0] = 0  # counted with the first fragment
         return replace(self, **columns, fragments=fragments)
+
+    def group_numbers(self) -> Int64 | None:
+        """Number of the group of each entry: int64 (n,), -1 for an entry in no group; None without groups."""
+        if (units := self.units()) is None:
+            return None
+        is_grouped = self.group != 0
+        if self.fragments is not None:
+            is_grouped[len(self) - len(self.fragments) :] = self.fragments["member"] == 1
+        return np.where(is_grouped, units, -1)
 
     def records(self, rows: Int64) -> Int64:
         """Index of the record of each entry, which is a record or a fragment: int64 (k,)."""
@@ -185,6 +226,7 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
     listed: StringCounts = {name: Counter() for name in COUNTED}
+    members: list[Members] = [np.zeros(0, dtype=MEMBER)]
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items():
@@ -193,6 +235,7 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
                 column[start : start + count] = values
         for name, counter in read_counts(table).items():
             listed[name].update(counter)
+        members.append(read_members(table))
         per_source[chunk.source + 1] += count
         start += count
     return RecordTable(
@@ -201,7 +244,31 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
         files=[chunk.file for chunk in chunks],
         file_starts=np.cumsum([0, *counts], dtype=np.int64)[:-1],
         counts=listed,
+        samples=_samples(columns["members"], np.concatenate(members)),
     )
+
+
+def _samples(counts: npt.NDArray[np.int32], members: Members) -> Fragments:
+    """Return the samples of the records that are groups, as fragments of these records.
+
+    Args:
+        counts: int32 (n,), samples of each record; 0 for a record that is not a group.
+        members: of dtype `MEMBER`, all of them in order.
+    """
+    samples = np.zeros(len(members), dtype=FRAGMENT)
+    groups = np.flatnonzero(counts)
+    sizes = counts[groups]
+    samples["record"], samples["member"] = np.repeat(groups, sizes), 1
+    first = np.repeat(np.cumsum(sizes) - sizes, sizes)  # of the record of each sample
+    samples["number"] = np.arange(len(members)) - first
+    for name, start, stop in (("length", "start", "stop"), ("images", "first_image", "last_image")):
+        ends = np.cumsum(np.append(0, members[name]), dtype=np.int64)
+        samples[start], samples[stop] = ends[:-1] - ends[first], ends[1:] - ends[first]
+    if len(members):
+        ends = np.cumsum(np.append(0, members["length"]), dtype=np.int64)
+        samples["total"] = np.repeat(ends[np.cumsum(sizes)] - ends[np.cumsum(sizes) - sizes], sizes)
+    samples["supervised"] = members["supervised"]
+    return samples
 
 
 def most_common(counts: Counter[str]) -> dict[str, int]:

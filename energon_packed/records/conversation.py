@@ -132,6 +132,7 @@ class Conversation:
 
     def __post_init__(self) -> None:
         if self.members:
+            self._take_media()
             return  # each member has been checked
         if not self.messages and not self.text and (self.input_ids is None or len(self.input_ids) == 0):
             raise RecordError(Reason.EMPTY, "no message, text or token")
@@ -202,6 +203,27 @@ class Conversation:
             return self.images
         videos = [file for video in self.videos for file in video.files]
         return (*self.images, *videos, *[audio.file for audio in self.audios])
+
+    def _take_media(self) -> None:
+        """Set the media to those of the members.
+
+        Raises:
+            RecordError: `unsupported_media` for videos and audio, `unsupported_field` for a group in a group.
+        """
+        for name in ("images", "videos", "audios", "patch_positions"):
+            object.__setattr__(self, name, tuple([file for member in self.members for file in getattr(member, name)]))
+        object.__setattr__(self, "video", any([member.video for member in self.members]))
+        if self.videos or self.audios:
+            raise RecordError(
+                Reason.UNSUPPORTED_MEDIA,
+                "a record with several samples has videos or audio; pass frames as images, or write a record for each "
+                "sample and set `group_field`",
+            )
+        if self.group is not None or any([member.members for member in self.members]):
+            raise RecordError(
+                Reason.UNSUPPORTED_FIELD,
+                "a record with several samples is a group, and in a group; write a record for each sample",
+            )
 
     def _check_placeholders(self, texts: Sequence[str]) -> None:
         """Compare placeholders and media: a missing placeholder would shift all later media, an extra one is text."""

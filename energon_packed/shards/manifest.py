@@ -82,8 +82,8 @@ class SourceEntry:
 class PackingManifest:
     """Counts and settings of a packed dataset.
 
-    packing.json has every field; without audio, it has no fields of audio. The other defaults are of datasets without
-    packing.json, whose packs are counted.
+    packing.json has every field; without audio, it has no fields of audio, and without groups no `groups`. The other
+    defaults are of datasets without packing.json, whose packs are counted.
 
     Attributes:
         sample_class: flavor in `energon_packed.flavors`.
@@ -96,7 +96,9 @@ class PackingManifest:
         ignored_entries: entries of input folders that are not read, by reason.
         max_samples_per_pack: maximum samples per pack, or None.
         truncated: packed samples that were truncated to seq_len; `tokens_cut` tokens were removed.
-        records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
+        records_split: packed records that are several samples, `fragments` in sum: longer than seq_len and split, or a
+            group of samples.
+        groups: groups of at least two samples that share a row; not written without groups.
         packs, tokens, images: totals over all shards; frames of videos are not images, and tokens exclude padding.
         videos, frames: video files, and their selected frames, over all shards.
         audios, audio_seconds: audio files, and the sum of their durations, over all shards; not written without audio.
@@ -148,6 +150,7 @@ class PackingManifest:
     tokens_cut: int = 0
     records_split: int = 0
     fragments: int = 0
+    groups: int = 0
     rejects: dict[str, int]
     unused_fields: dict[str, int] = field(default_factory=dict)
     notes: dict[str, int] = field(default_factory=dict)
@@ -198,8 +201,10 @@ class PackingManifest:
         return sum(shard.packs for shard in self.shards if shard.split == split)
 
     def as_dict(self) -> dict[str, Any]:
-        """Content of packing.json; a dataset without audio has no fields of audio."""
-        return {name: value for name, value in asdict(self).items() if self.audios or not name.startswith("audio")}
+        """Content of packing.json; a dataset without audio has no fields of audio, and without groups no `groups`."""
+        absent = [] if self.audios else ["audios", "audio_seconds"]
+        absent += [] if self.groups else ["groups"]
+        return {name: value for name, value in asdict(self).items() if name not in absent}
 
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""
@@ -240,7 +245,8 @@ class PackingManifest:
                     f"{file} has format version {written}, and this release reads version {FORMAT_VERSION}. Use the "
                     "release of energon-packed that packed the data, or pack the data again."
                 )
-            manifest = _typed(cls, {"audios": 0, "audio_seconds": 0.0, **value})  # not written without audio
+            # Not written without audio, or without groups.
+            manifest = _typed(cls, {"audios": 0, "audio_seconds": 0.0, "groups": 0, **value})
             check_inner(shard.name for shard in manifest.shards)
         except (KeyError, ValueError) as error:
             if isinstance(error, FormatError):  # a ValueError, too: it has its message already

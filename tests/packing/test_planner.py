@@ -189,6 +189,55 @@ def test_lengths_are_rounded_up_to_a_multiple() -> None:
     assert [pack.tolist() for pack in pack_lengths([3, 3, 1], 7)] == [[0, 1, 2]]
 
 
+@given(
+    samples=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=60),
+    algorithm=st.sampled_from(ALGORITHMS),
+    multiple=st.integers(1, 5),
+    max_samples=st.none() | st.integers(1, 5),
+    is_sorted=st.booleans(),
+)
+def test_groups_are_whole_and_in_order_in_one_pack_or_overlong(
+    samples: list[tuple[int, int]], algorithm: str, multiple: int, max_samples: int | None, is_sorted: bool
+) -> None:
+    samples = sorted(samples, key=lambda sample: sample[1]) if is_sorted else samples
+    lengths, keys = [length for length, _ in samples], np.array([key for _, key in samples], dtype=np.int64)
+    plan = pack_lengths(lengths, 40, algorithm=algorithm, multiple=multiple, max_samples=max_samples, groups=keys)
+    padded = np.array([-(-length // multiple) * multiple for length in lengths], dtype=np.int64)
+    placed = []
+    for pack in [*plan, plan.overlong]:
+        for key in dict.fromkeys(keys[pack].tolist()):
+            members = pack[keys[pack] == key]
+            assert members.tolist() == np.flatnonzero(keys == key).tolist()
+            fits = padded[members].sum() <= 40 // multiple * multiple and len(members) <= (max_samples or 60)
+            assert fits == (pack is not plan.overlong)
+        placed += pack.tolist()
+    assert sorted(placed) == list(range(len(samples)))
+    for pack in plan:
+        assert padded[pack].sum() <= 40
+        assert len(pack) <= (max_samples or 60)
+        runs = [key for place, key in enumerate(keys[pack]) if place == 0 or keys[pack][place - 1] != key]
+        assert len(runs) == len(set(runs))  # adjacent
+    assert plan.tokens == sum(lengths) - sum(lengths[i] for i in plan.overlong)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_groups_of_one_sample_change_nothing(algorithm: str) -> None:
+    lengths = np.random.default_rng(0).integers(1, 120, 500)
+    for keys in (np.arange(500), np.arange(500)[::-1]):
+        for options in ({}, {"max_samples": 3}, {"multiple": 8}):
+            plain = pack_lengths(lengths, 100, algorithm=algorithm, **options)
+            grouped = pack_lengths(lengths, 100, algorithm=algorithm, groups=keys, **options)
+            assert np.array_equal(plain.indices, grouped.indices)
+            assert np.array_equal(plain.offsets, grouped.offsets)
+            assert np.array_equal(plain.overlong, grouped.overlong)
+
+
+def test_groups_of_another_shape_are_refused() -> None:
+    for groups in ([0], [0.5, 1.0], [[0, 1]]):
+        with pytest.raises(ValueError, match=r"`groups` must be integers of shape \(2,\)"):
+            pack_lengths([1, 2], 4, groups=groups)
+
+
 def test_empty_input_gives_an_empty_plan() -> None:
     plan = pack_lengths([], 8)
     assert (plan.num_packs, plan.tokens, plan.utilization, list(plan)) == (0, 0, 1.0, [])

@@ -126,8 +126,8 @@ class Input:
         for record, one in enumerate(self.records):
             if one["status"] == "packed" and one["length"] > 50 and not one["num_videos"]:
                 middle = one["length"] - 40
-                found.append((record, 0, 0, 50, 0, 0, 1, 50, one["length"]))
-                found.append((record, 1, middle, one["length"], 1, 1, one["num_images"], 40, one["length"]))
+                found.append((record, 0, 0, 50, 0, 0, 1, 50, one["length"], 0))
+                found.append((record, 1, middle, one["length"], 1, 1, one["num_images"], 40, one["length"], 0))
         self.fragments = np.array(found, dtype=FRAGMENT)
 
 
@@ -158,7 +158,7 @@ def test_reports_list_every_record(tmp_path: Path, seed: int, is_split: bool, vi
         parts: list[tuple[dict[str, Any], int]] = []
         for record in range(start, end):
             one = data.records[record]
-            long_status = "split" if is_split else "truncated"
+            long_status = "split" if is_split and not one["num_videos"] else "truncated"
             is_long = one["status"] == "packed" and one["length"] > 50
             parts.append(({**one, "status": long_status if is_long else one["status"]}, record))
         for index, part in enumerate(data.fragments.tolist() if is_split else ()):

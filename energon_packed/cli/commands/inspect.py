@@ -218,6 +218,12 @@ def _show_sample(console: Console, index: int, sample: SampleView) -> None:
         span += f", {sample.supervised:,} supervised"
     if sample.truncated_to is not None:
         span += f", truncated to {sample.truncated_to:,}: the end of its text is not in the row"
+    if sample.group is not None:
+        span += f", group {sample.group}"
+    if sample.role is not None:
+        span += f", {sample.role}"
+    if sample.label is not None:
+        span += f", label {' '.join(f'{value:g}' for value in sample.label)}"
     console.print(f"── {index}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
     for image in sample.images:
         size = image.problem or f"{image.width} x {image.height}"

@@ -58,7 +58,8 @@ class TarContents:
         checksums: checksum of its text or tokens, uint32 (n,).
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         changed: packs with a referenced image that changed, by file and change.
-        packs, images, videos, audios, fit, encoded: checks of this tar.
+        groups: hash of pack, first sample and size of each group of at least two samples, uint64 (g,).
+        packs, images, videos, audios, fit, encoded, whole: checks of this tar.
     """
 
     name: str
@@ -67,6 +68,8 @@ class TarContents:
     checksums: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     shortest: dict[str, list[int]] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
+    groups: UInt64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    whole: Check = field(default_factory=lambda: Check("groups are whole, each in one row"))
     packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
     images: Check = field(default_factory=lambda: Check("images decode"))
     videos: Check = field(default_factory=lambda: Check("videos have the selected frames"))
@@ -97,6 +100,7 @@ class PackChecker:
         contents = TarContents(tar.name)
         ids: list[str] = []
         checksums: list[int] = []
+        groups: list[str] = []
         for key, samples, changes in self.packs(tar, contents):
             contents.counts["packs"] += 1
             contents.counts["samples"] += len(samples)
@@ -107,10 +111,12 @@ class PackChecker:
             contents.counts["audios"] += sum(len(sample.audios) for sample in samples)
             ids += [str(sample.conversation.id) for sample in samples]
             checksums += [_checksum(sample.conversation) for sample in samples]
+            groups += _groups_of(contents, key, samples)
             contents.changed.update(changes)
             contents.counts["changed packs"] += bool(changes)
             self._check_pack(contents, key, samples, has_images=not changes)
         contents.ids, contents.checksums = name_hashes(ids), np.array(checksums, dtype=np.uint32)
+        contents.groups = name_hashes(groups)
         return contents
 
     def packs(self, tar: Path, contents: TarContents) -> Iterator[tuple[str, list[StoredSample], set[str]]]:
@@ -212,6 +218,20 @@ class PackChecker:
         contents.counts["supervised tokens"] += checked.num_supervised
         contents.counts["weights"] += checked.weight_checksum
         return len(checked)
+
+
+def _groups_of(contents: TarContents, key: str, samples: Sequence[StoredSample]) -> list[str]:
+    """Return `PACK FIRST SIZE` of each group of at least two samples; its samples must be adjacent."""
+    if not samples or samples[0].conversation.group is None:  # of a pack, all samples or none
+        return []
+    places: dict[str | None, list[int]] = {}
+    for place, sample in enumerate(samples):
+        places.setdefault(sample.conversation.group, []).append(place)
+    for group, own in places.items():
+        if own[-1] - own[0] >= len(own):
+            contents.whole.fail(f"{contents.name}: {key}: samples of another group are between those of group {group}")
+    contents.counts["groups"] += sum([len(own) > 1 for own in places.values()])
+    return [f"{key} {own[0]} {len(own)}" for own in places.values() if len(own) > 1]
 
 
 def _check_video(video: VideoReference) -> None:
@@ -320,6 +340,8 @@ def contents_checks(
         yield joined.videos
     if total["audios"]:
         yield joined.audios
+    if total["groups"] or (manifest is not None and manifest.groups):
+        yield _groups_whole(folder, contents, total["groups"], unread)
     yield joined.fit
     yield joined.encoded
     if manifest is None:
@@ -422,6 +444,55 @@ def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: lis
     return check
 
 
+def _groups_whole(folder: PackedFolder, contents: list[TarContents], groups: int, unread: str) -> Check:
+    """Check that the samples of each group in lengths.parquet follow each other in one pack, as a group."""
+    check = Check("groups are whole, each in one row", summary=f"{groups:,} groups", not_checked=unread)
+    for tar in contents:
+        check.add(tar.whole)
+    file = folder.path.parent / "lengths.parquet"
+    if not file.exists():
+        check.not_checked = check.not_checked or "there is no lengths.parquet"
+        return check
+    columns = [tuple(np.zeros(0, dtype=np.int64) for _ in range(3))]
+    keys: dict[str | None, int] = {}
+    try:
+        with open_lengths(file) as table:
+            for batch in read_lengths(table, ["group", "pack", "sample"]):
+                rows = batch.filter(batch["group"].is_valid())
+                packs = [keys.setdefault(pack, len(keys)) for pack in rows["pack"].to_pylist()]
+                samples = [-1 if sample is None else sample for sample in rows["sample"].to_pylist()]
+                columns.append(
+                    tuple(np.array(own, dtype=np.int64) for own in (rows["group"].to_pylist(), packs, samples))
+                )
+    except FormatError as error:
+        check.fail(str(error))
+        return check
+    number, pack, sample = (np.concatenate(own) for own in zip(*columns, strict=True))
+    order = np.lexsort((sample, number))  # of equal numbers: in the order of the row
+    number, pack, sample = number[order], pack[order], sample[order]
+    names = list(keys)
+    first = np.flatnonzero(np.diff(number, prepend=-1))
+    sizes = np.diff(np.append(first, len(number)))
+    place = np.arange(len(number)) - np.repeat(first, sizes)
+    is_apart = (pack != np.repeat(pack[first], sizes)) | (
+        (sample - np.repeat(sample[first], sizes) != place) & (sample >= 0)
+    )
+    for entry in np.flatnonzero(is_apart).tolist():
+        check.fail(
+            f"a sample of the group {number[entry]} of lengths.parquet is in {names[pack[entry]]}, apart from others"
+        )
+    packed = (sizes > 1) & (sample[first] >= 0)
+    listed = [f"{names[pack[at]]} {sample[at]} {size}" for at, size in zip(first[packed], sizes[packed], strict=True)]
+    stored = joined(tar.groups for tar in contents)
+    if not check.not_checked and (wrong := differing(stored, joined([name_hashes(listed)]))).size:
+        shown = [
+            name for name, own in zip(listed, name_hashes(listed).tolist(), strict=True) if own in set(wrong.tolist())
+        ]
+        example = f": {' '.join(shown[0].split()[:2])} (pack and first sample)" if shown else ""
+        check.fail(f"{len(wrong):,} groups of the packs and of lengths.parquet differ{example}")
+    return check
+
+
 def _checksum(conversation: Conversation) -> int:
     """CRC-32 of the tokens or the text: enough to distinguish samples with equal ids."""
     if conversation.input_ids is not None:
@@ -448,6 +519,7 @@ def _sums(
     # Totals are compared as well: a shard that is missing changes only them.
     totals = {"packs": manifest.packs, "samples": manifest.packed, "images": manifest.images}
     totals |= {"videos": manifest.videos, "frames": manifest.frames, "audios": manifest.audios}
+    totals["groups"] = manifest.groups
     if not unknown:
         totals["tokens"] = manifest.tokens
     if not not_encoded and manifest.supervised_tokens is not None:

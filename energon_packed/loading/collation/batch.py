@@ -13,6 +13,7 @@
 `PaddingFreeCollator` makes them; `to` and `pin_memory` move them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import field, fields
@@ -374,6 +375,7 @@ class PackedBatch(Batch):
         """
         starts, lengths = self._bounds().tolist(), self.cu_seqlens.diff().tolist()
         types, weights, columns = self.token_type_ids, self.loss_weights, self.columns
+        groups, labels = self._group_keys(), self._labels()
         images = _media_slices(self.image_grid_thw, self.num_images, len(self.ids))
         videos = _media_slices(self.video_grid_thw, self.num_videos, len(self.ids))
         samples = []
@@ -402,9 +404,25 @@ class PackedBatch(Batch):
                     loss_weights=None if weights is None else weights[0, row].cpu().numpy(),
                     columns={name: column[0, row].cpu().numpy() for name, column in columns.items()} or None,
                     source=self.sources[index],
-                )
+                ).in_group(groups[index], self.roles[index] if self.roles else None, labels[index])
             )
         return samples
+
+    def _group_keys(self) -> list[str | None]:
+        """Key of the group of each sample: its index, and the name of its first sample."""
+        if self.groups is None:
+            return [None] * len(self.ids)
+        first: dict[int, str] = {}
+        return [
+            first.setdefault(group, f"{ident}/{group}")
+            for group, ident in zip(self.groups.tolist(), self.ids, strict=True)
+        ]
+
+    def _labels(self) -> list[tuple[float, ...] | None]:
+        if self.sample_labels is None:
+            return [None] * len(self.ids)
+        rows = self.sample_labels.reshape(len(self.ids), -1).tolist()
+        return [None if all(map(math.isnan, row)) else tuple(row) for row in rows]
 
     def _vision_inputs_of(self, index: int) -> VisionInputs | None:
         """Arguments of the vision tower for the images of one sample."""

@@ -281,6 +281,9 @@ class PaddingFreeCollator(Collator):
             audio_token_id=row.audio_token_id,
             token_type_ids=_token_types(row, real, dummy, bounds),
             needs=row.needs or (None if dummy is None else dummy.needs),
+            groups=None if row.groups is None else _groups(row.groups),
+            roles=[] if row.roles is None else list(row.roles),
+            sample_labels=None if row.sample_labels is None else _sample_labels(row.sample_labels),
         )
 
     def _inputs(self, batch: PackedBatch) -> dict[str, Any]:
@@ -327,6 +330,30 @@ class PaddingFreeCollator(Collator):
         rows = np.stack([text] * (1 + len(row.position_ids)))
         rows[1:, real] = row.position_ids
         return torch.from_numpy(rows).unsqueeze(1)
+
+
+def _groups(keys: Sequence[str | None]) -> torch.Tensor:
+    """int32 (S,), index of the group of each sample, in order of their first samples."""
+    index: dict[Any, int] = {}
+    own = [place if key is None else key for place, key in enumerate(keys)]
+    return torch.tensor([index.setdefault(key, len(index)) for key in own], dtype=torch.int32)
+
+
+def _sample_labels(labels: Sequence[tuple[float, ...] | None]) -> torch.Tensor:
+    """float32 (S,), or (S, C) with C classes, NaN for samples without a label.
+
+    Raises:
+        BatchError: labels have different numbers of classes.
+    """
+    classes = sorted({len(label) for label in labels if label is not None})
+    if len(classes) > 1:
+        raise BatchError(
+            f"All labels of a row must have the same number of values, got {' and '.join(map(str, classes))}. Write "
+            "lists of the same length, one value for each class."
+        )
+    rows = [[float("nan")] * classes[0] if label is None else label for label in labels]
+    values = torch.tensor(rows, dtype=torch.float32)
+    return values[:, 0].contiguous() if classes[0] == 1 else values
 
 
 def _token_types(

@@ -42,6 +42,7 @@ from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import plan_rejects
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
+from energon_packed.seqlens import round_up
 
 _log = logging.getLogger(__name__)
 _KEPT_BYTES = 1 << 26  # of encoded documents; the last document is kept whatever its size
@@ -135,11 +136,12 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         names = [conversation.id for conversation in self.conversations(index)]
         if fragments is None:
             return names
-        numbers = [int(fragments[record]["number"]) for record in records]
+        # `conversations` has the samples of groups, with their ids.
+        numbers = [-1 if fragments[record]["member"] else int(fragments[record]["number"]) for record in records]
         return [name if k < 0 else fragment_id(str(name), k) for k, name in zip(numbers, names, strict=True)]
 
     def conversations(self, index: int) -> list[Conversation]:
-        """Records of the samples of one row; of a fragment, its whole document."""
+        """Records of the samples of one row; of a fragment, its whole document; of a group, its samples."""
         return [self._read(record) for record in self._records(index)]
 
     def to_hf(self) -> Any:
@@ -160,6 +162,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         encoded: dict[int, EncodedSample | Reject] = {key: self._kept[key] for key in documents if key in self._kept}
         missing = {key: record for key, record in zip(documents, records, strict=True) if key not in encoded}
         conversations = [self._read(record) for record in missing.values()]
+        grouped = {k: c for k, c in zip(missing, conversations, strict=True) if c.group is not None}
         encoded |= zip(missing, self._encoder.load().encode_many(conversations), strict=True)
         for key, record in zip(documents, records, strict=True):
             sample = encoded[key]
@@ -176,7 +179,10 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
                     f"{len(sample)}: its file changed after planning. Plan again."
                 )
             path = self._reader.sources[int(self._refs.source[record])].path
-            samples.append(sample.of(SampleSource(str(path), {})))
+            sample = sample.of(SampleSource(str(path), {}))
+            if (own := grouped.get(key)) is not None:
+                sample = sample.in_group(own.group, own.role, own.label)
+            samples.append(sample)
         return samples
 
     def _records(self, index: int) -> list[int]:
@@ -190,7 +196,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def _document(self, record: int) -> int:
         """Key of a record: the same for all fragments of a document, and negative for complete records."""
         fragments = self._refs.fragments
-        if fragments is None or fragments[record]["number"] < 0:
+        if fragments is None or fragments[record]["number"] < 0 or fragments[record]["member"]:
             return ~record
         return int(fragments[record]["record"])
 
@@ -203,13 +209,24 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
             self._kept_bytes -= _num_bytes(self._kept.pop(next(iter(self._kept))))
 
     def _read(self, record: int) -> Conversation:
-        """Read a record of `refs`."""
+        """Read a record of `refs`, or a sample of a record that is a group."""
         # By address: a record of a large file is read without the records before it.
         refs, source = self._refs, int(self._refs.source[record])
         conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
         if conversation.id is None:
-            conversation = replace(conversation, id=self._reader.default_id(source, int(refs.row[record])))
-        return conversation
+            conversation = conversation.named(self._reader.default_id(source, int(refs.row[record])))
+        if conversation.group is not None:
+            return replace(conversation, group=f"{source} {conversation.group}")
+        if refs.fragments is None or not refs.fragments[record]["member"]:
+            return conversation
+        number, row = int(refs.fragments[record]["number"]), int(refs.row[record])
+        if number >= len(conversation.members):
+            raise ConfigError(
+                f"Record {conversation.id} must have a sample {number}, as measured, got "
+                f"{len(conversation.members)} samples: its file changed after planning. Plan again."
+            )
+        ident = fragment_id(str(conversation.id), number)
+        return replace(conversation.members[number], id=ident, group=f"{source}:{row}")
 
 
 def _num_bytes(sample: EncodedSample) -> int:
@@ -270,7 +287,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
         refs = replace(refs, length=np.minimum(refs.length, config.truncate))
     lengths = refs.length.astype(np.int64)
     sizes = Sizes(lengths, entries.num_images[usable].astype(np.int64), np.zeros_like(lengths))
-    groups = config.packer().groups_of(sizes, entries.kind[usable].astype(np.int64))
+    groups = _rows(config, sizes, entries.kind[usable].astype(np.int64), entries.units(), usable)
     # Loaders shuffle each epoch anyway; this mixes the planner's order for samplers that read in order.
     order = np.random.default_rng(config.seed).permutation(len(groups)) if config.shuffle else range(len(groups))
     return PlannedDataset(
@@ -283,6 +300,36 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
         truncate=config.truncate,
         fingerprint=digest(keys.input, keys.encoder, config.reader_fingerprint()),
     )
+
+
+def _rows(config: DataflowConfig, sizes: Sizes, kinds: Int64, units: Int64 | None, usable: Int64) -> list[Int64]:
+    """Plan the rows of n samples: indices of the samples of each row.
+
+    Args:
+        config: has the packer.
+        sizes, kinds: of the samples.
+        units: key of the group of each entry; None without groups.
+        usable: int64 (n,), entries of the samples.
+
+    Raises:
+        ConfigError: a maximum of samples in a row is set, and there are groups.
+    """
+    if units is None:
+        return config.packer().groups_of(sizes, kinds)
+    if config.max_samples_per_pack is not None:
+        raise ConfigError(
+            "`max_samples_per_pack` must be None with groups and `streaming: false`, got "
+            f"{config.max_samples_per_pack}: a packer counts groups. Pack them with `energon-packed pack`."
+        )
+    _, first, unit_of = np.unique(units[usable], return_index=True, return_inverse=True)
+    joined = [np.zeros(len(first), dtype=np.int64) for _ in range(4)]
+    columns = (round_up(sizes.lengths, config.pad_multiple), sizes.images, sizes.patches)
+    for column, sums in zip(columns, joined, strict=False):
+        np.add.at(sums, unit_of, column)
+    np.maximum.at(joined[3], unit_of, kinds)
+    members = np.split(np.argsort(unit_of, kind="stable"), np.cumsum(np.bincount(unit_of))[:-1])
+    rows = config.packer().groups_of(Sizes(*joined[:3]), joined[3])
+    return [np.concatenate([members[unit] for unit in row.tolist()]) for row in rows]
 
 
 class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any]):

@@ -128,6 +128,7 @@ def _manifest(
         tokens_cut=int(cut.sum(dtype=np.int64)),
         records_split=0 if fragments is None else int(np.count_nonzero(fragments["number"] == 0)),
         fragments=0 if fragments is None else len(fragments),
+        groups=_groups(plan),
         rejects=reject_counts(plan.status),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
@@ -167,6 +168,14 @@ def _manifest(
         sources=_sources(state, table, plan),
         shards=entries,
     )
+
+
+def _groups(plan: Plan) -> int:
+    """Number of groups of at least two samples."""
+    units = plan.entries.units()
+    if units is None:
+        return 0
+    return int(np.count_nonzero(np.bincount(units[plan.packs.indices]) > 1))
 
 
 def _supervised(plan: Plan) -> int | None:

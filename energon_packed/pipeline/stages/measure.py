@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ import numpy as np
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
 from energon_packed.encoding.audio.audio_file import check_audio, decode_audio, is_cut
+from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
@@ -28,7 +30,9 @@ from energon_packed.formats.references import MOST_BYTES
 from energon_packed.pipeline.chunks import (
     AUDIO_COLUMNS,
     COUNTED,
+    GROUP_COLUMNS,
     KINDS,
+    MEMBER,
     SCHEMA,
     STATUSES,
     TOKEN_COLUMNS,
@@ -52,7 +56,7 @@ from energon_packed.pipeline.chunks import (
 )
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine, Progress
-from energon_packed.pipeline.options import InputOptions, PackOptions
+from energon_packed.pipeline.options import AUTO, InputOptions, PackOptions
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS
@@ -103,6 +107,7 @@ class MeasureStage:
             encoder=self.options.encoder_loader,
             check_media=self.options.image_check,
             check_frames=isinstance(self.options, PackOptions) and self.options.extract_frames,
+            keep_groups=isinstance(self.options, PackOptions) and self.options.sample_class == AUTO,
         )
 
     def chunks(self) -> list[Chunk]:
@@ -230,12 +235,14 @@ class Measurer:
         check_media: images to decode, as in `check_pixels`; `full` also compares the selected frames of video files
             with all frames.
         check_frames: decode the selected frames of videos, and estimate their bytes as images.
+        keep_groups: store the tokens of chunks with groups, as their flavor does.
     """
 
     reader: RecordReader
     encoder: EncoderLoader
     check_media: ImageCheck = "header"
     check_frames: bool = False
+    keep_groups: bool = False
 
     def __call__(self, chunk: Chunk) -> ChunkReport:
         """Measure a chunk in batches of records and write its files."""
@@ -244,6 +251,8 @@ class Measurer:
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         while batch := list(islice(rows, _BATCH)):
             records = [self._read(chunk.source, row, content.media) for row in batch]
+            if self.keep_groups and not chunk.keep_tokens and any([record.is_grouped for record in records]):
+                return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch
             self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
             content.add(records)
         content.write()
@@ -257,15 +266,22 @@ class Measurer:
             stamp = media.stamp((*conversation.media_files, *conversation.patch_positions))  # before a file is read
             decoded = check_pixels(conversation, self.check_media)
         except RecordError as error:
-            return _Record(row, None, Measurement.rejected(error.reject), stamp)
-        narrow = self.reader.fits_captioning(conversation)
-        return _Record(row, conversation, Measurement(0, decoded=decoded), stamp, narrow)
+            group = _hashed(source, self.reader.group_of(row.record))
+            return _Record(row, None, Measurement.rejected(error.reject), stamp, group=group)
+        narrow, group = self.reader.fits_captioning(conversation), _hashed(source, conversation.group)
+        return _Record(row, conversation, Measurement(0, decoded=decoded), stamp, narrow, group)
 
     def _measure(self, encoder: Processor, records: list["_Record"], *, keep_tokens: bool) -> None:
         """Set the measurements of the conversations, which are encoded together."""
         conversations = {i: record.conversation for i, record in enumerate(records) if record.conversation is not None}
-        measurements = encoder.measure(list(conversations.values()), keep_tokens=keep_tokens)
-        for (i, conversation), measurement in zip(conversations.items(), measurements, strict=True):
+        samples = [sample for own in conversations.values() for sample in own.members or (own,)]
+        measured = iter(encoder.measure(samples, keep_tokens=keep_tokens))
+        for i, conversation in conversations.items():
+            if conversation.members:
+                members = list(islice(measured, len(conversation.members)))
+                measurement = Measurement.joined(members, [member.role for member in conversation.members])
+            else:
+                measurement = next(measured)
             result = self._with_videos(conversation, measurement)
             # The check and the encoder may both have decoded the images of a record: not the sum.
             if decoded := max(records[i].result.decoded, result.decoded):
@@ -317,6 +333,7 @@ class _Record(NamedTuple):
         result: its measurement, perhaps a reject.
         stamp: of its media files, from before any of them is read.
         narrow: PackedCaptioningSample can store it.
+        group: hash of its source and the key of its group; 0 without a group.
     """
 
     row: SourceRecord
@@ -324,6 +341,12 @@ class _Record(NamedTuple):
     result: Measurement
     stamp: int
     narrow: bool = True
+    group: int = 0
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is a group, or in a group."""
+        return self.conversation is not None and bool(self.group or self.conversation.members)
 
 
 class _ChunkContent:
@@ -339,13 +362,14 @@ class _ChunkContent:
         self._chunk = chunk
         self._encoder = encoder if isinstance(encoder, ChatEncoder) else None
         self._columns: dict[str, list[Any]] = {
-            name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS, *TOKEN_COLUMNS)
+            name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS, *TOKEN_COLUMNS, *GROUP_COLUMNS)
         }
         self._counts: StringCounts = {name: Counter() for name in COUNTED}
         self._tokens: list[EncodedSample] = []
         self._tokenized = 0
         self._frames: list[bytes] = []
         self._token_columns: list[bytes] = []
+        self._members: list[tuple[int, int, int]] = []  # of `MEMBER`
         self._in_memory = MediaInMemory(chunk)
         self._first_reject: tuple[int, str | None, str, str] | None = None
 
@@ -361,7 +385,12 @@ class _ChunkContent:
         self._token_columns += filter(None, columns)
         self._tokens += [record.result.sample for record in records if record.result.sample is not None]
         conversations = [record.conversation for record in records if record.conversation is not None]
-        self._tokenized += sum([conversation.input_ids is None for conversation in conversations])
+        samples = [sample for own in conversations for sample in own.members or (own,)]
+        self._tokenized += sum([sample.input_ids is None for sample in samples])
+        for record in records:
+            if record.conversation is not None and record.result.members:
+                pairs = zip(record.result.members, record.conversation.members, strict=True)
+                self._members += [(measured.length, measured.supervised, len(own.images)) for measured, own in pairs]
         # Only of accepted records: the counts describe what is trained on.
         accepted = [record for record in records if record.result.reject is None]
         for row, conversation, *_ in accepted:
@@ -379,7 +408,9 @@ class _ChunkContent:
         """Count the notes and unused fields of accepted records."""
         if self._encoder is not None:
             renderer = self._encoder.renderer
-            self._counts["notes"].update(note for c in conversations for note in renderer.notes(c))
+            self._counts["notes"].update(
+                note for own in conversations for note in dict.fromkeys(_notes(renderer, own.members or (own,)))
+            )
             conversations = [self._encoder.noted(conversation) for conversation in conversations]
         for name, counted in count_strings(conversations).items():
             self._counts[name].update(counted)
@@ -390,8 +421,11 @@ class _ChunkContent:
         if self._chunk.keep_tokens:
             write_tokens(self._chunk.tokens, self._tokens)
             write_columns(self._chunk, self._token_columns)
+        else:
+            self._chunk.tokens.unlink(missing_ok=True)  # of a run that found groups, which it stores as tokens
         write_frames(self._chunk, self._frames)
-        write_rows(self._chunk.file, self._columns, self._counts, self.media, self._in_memory.write())
+        members = np.array(self._members, dtype=MEMBER) if self._members else None
+        write_rows(self._chunk.file, self._columns, self._counts, self.media, self._in_memory.write(), members)
 
     def report(self) -> ChunkReport:
         """Return the report of the chunk."""
@@ -403,6 +437,18 @@ class _ChunkContent:
             first_reject=self._first_reject,
             tokenizer_engine="" if tokenizer is None else tokenizer.engine,
         )
+
+
+def _notes(renderer: Renderer, samples: Sequence[Conversation]) -> list[str]:
+    return [note for sample in samples for note in renderer.notes(sample)]
+
+
+def _hashed(source: int, group: str | None) -> int:
+    """Hash the key of a group: int64 other than 0; 0 without a group. Groups of two sources are different."""
+    if group is None:
+        return 0
+    digest = blake2b(f"{source} {group}".encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
 
 
 def _unrequested_reject(record: _Record) -> tuple[int, str | None, str, str] | None:
@@ -433,8 +479,8 @@ def _check_size(file: MediaReference, remedy: str = "set `extract_frames`, or cu
 
 
 def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA`, `VIDEO_COLUMNS` and `AUDIO_COLUMNS`, without sizes of files."""
-    rows, conversations, results, stamps, narrow = map(list, zip(*records, strict=True))
+    """Build the columns of `SCHEMA` and of videos, audio and groups, without sizes of files."""
+    rows, conversations, results, stamps, narrow, groups = map(list, zip(*records, strict=True))
     rejects = [result.reject for result in results]
     return {
         "address": [row.address for row in rows],
@@ -454,7 +500,9 @@ def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
         "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],
         "narrow": narrow,
-        "divisible": [c is not None and not (c.messages or c.videos or c.audios) for c in conversations],
+        "divisible": [c is not None and _is_divisible(c) for c in conversations],
+        "group": groups,
+        "members": [len(result.members) for result in results],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
         "id": [_id(record) for record in records],
         "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],
@@ -465,8 +513,14 @@ def _id(record: _Record) -> str | None:
     return raw_id(record.row.record) if record.conversation is None else record.conversation.id
 
 
+def _is_divisible(conversation: Conversation) -> bool:
+    return not (conversation.messages or conversation.videos or conversation.audios or conversation.members)
+
+
 def _text_bytes(conversation: Conversation) -> int:
     """Estimated bytes of a conversation in JSON, from which the planner cuts shards."""
+    if conversation.members:
+        return sum(map(_text_bytes, conversation.members))
     overhead = _JSON_OVERHEAD + len(conversation.id or "")
     if conversation.input_ids is not None:
         # an id and a label, each of 6 digits and a comma, and a weight

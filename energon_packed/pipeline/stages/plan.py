@@ -32,6 +32,7 @@ from energon_packed.pipeline.chunks import (
 )
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
+from energon_packed.pipeline.groups import check_complete, reject_groups
 from energon_packed.pipeline.options import PackOptions, RejectOptions
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.reports import SamplePlaces, TableRejects, write_reports
@@ -82,11 +83,20 @@ def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
     """
     rows = np.flatnonzero(table.status == 0)
     lengths = table.length if options.truncate is None else np.minimum(table.length, options.truncate)
-    groups = [rows]
+    units, groups = table.units(), [rows]
     if options.group_by == "media":
-        groups = [rows[table.kind[rows] == kind] for kind in range(len(KINDS))]
+        kinds = table.kind
+        if units is not None:  # a group is of the last of its kinds in KINDS
+            kinds = np.zeros_like(kinds)
+            np.maximum.at(kinds, units[rows], table.kind[rows])
+            kinds = kinds[units]
+        groups = [rows[kinds[rows] == kind] for kind in range(len(KINDS))]
+
+    def plan(rows: Int64) -> PackPlan:
+        return _plan_group(lengths[rows], options, None if units is None else units[rows])
+
     with ThreadPoolExecutor(len(groups)) as pool:  # in parallel: the kernels release the GIL
-        plans = list(pool.map(lambda group: _plan_group(lengths[group], options), groups))
+        plans = list(pool.map(plan, groups))
     # Join the plans: offsets of a group are shifted by the samples of the groups before it.
     shift = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
     joined = PackPlan(
@@ -103,7 +113,7 @@ def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
     return joined.reordered(order)
 
 
-def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions) -> PackPlan:
+def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions, units: Int64 | None) -> PackPlan:
     single = not options.codec.packed
     return pack_lengths(
         lengths,
@@ -111,6 +121,7 @@ def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions) -> PackPla
         algorithm="sequential" if single else options.algorithm,
         max_samples=1 if single else options.max_samples_per_pack,
         multiple=options.pad_multiple,
+        groups=units,
     )
 
 
@@ -272,7 +283,14 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     options, output = state.options, state.output
     state.progress.start("plan", len(table), "records")
     rejects, entries = plan_rejects(table, options, state.reader, state.engine, kept=kept_tokens(state, table))
-    report = partial(write_reports, rejects, entries.fragments, usable_len=options.usable_len, output=output)
+    report = partial(
+        write_reports,
+        rejects,
+        entries.fragments,
+        usable_len=options.usable_len,
+        output=output,
+        groups=entries.group_numbers(),
+    )
     try:
         rejects.check(options.limits, str(output.rejects))
     except RejectLimitError:
@@ -338,17 +356,20 @@ def plan_rejects(
     rejects = TableRejects(
         table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
     )
-    is_overlong = (status == 0) & (table.length > options.usable_len)
     if max_images is not None:
         status[(status == 0) & (table.num_images > max_images)] = OVERLONG
+    is_overlong = (table.status == 0) & (table.length > options.usable_len)
+    if table.has_groups:
+        check_complete(table, reader)
+        reject_groups(table, options, status, details, max_images)
+        is_overlong &= (table.members == 0) & (table.group == 0)
     entries = replace(table, status=status, supervised=supervised, weight_checksum=checksums)
+    fragments = [table.samples[status[table.samples["record"]] == 0]]
     if options.overlong == "split":
         status[is_overlong & (table.divisible == 0)] = OVERLONG
     elif options.truncate is None:
         status[is_overlong] = OVERLONG
-        return rejects, entries
     overlong = np.flatnonzero(is_overlong & (status == 0))
-    fragments: list[Fragments] = []
     if options.overlong == "split":
         # The fragments of text whose tokens are all targets follow from its length; the other records are read.
         is_text = (table.num_images[overlong] == 0) & (supervised[overlong] == table.length[overlong] - 1)
@@ -356,6 +377,8 @@ def plan_rejects(
             fragments.append(text_fragments(length, options.usable_len, options.split_overlap))
             fragments[-1]["record"] = row
         overlong = overlong[~is_text]
+    if len(overlong) == 0:
+        return rejects, _with_fragments(entries, fragments)
     check = OverlongCheck(
         reader=reader,
         encoder=options.encoder_loader,
@@ -381,11 +404,14 @@ def plan_rejects(
                 supervised[row], checksums[row] = result
             else:
                 fragments.append(result)
-    if fragments:
-        # Tasks end in any order; the plan must not depend on it.
-        joined = np.concatenate(sorted(fragments, key=lambda found: int(found["record"][0])))
-        entries = entries.with_fragments(joined)
-    return rejects, entries
+    return rejects, _with_fragments(entries, fragments)
+
+
+def _with_fragments(entries: RecordTable, fragments: Sequence[Fragments]) -> RecordTable:
+    """Append the fragments of records; itself without fragments."""
+    joined = np.concatenate(fragments)
+    # Tasks end in any order; the plan must not depend on it.
+    return entries.with_fragments(joined[np.argsort(joined["record"], kind="stable")]) if len(joined) else entries
 
 
 def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:

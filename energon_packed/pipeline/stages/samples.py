@@ -93,6 +93,8 @@ class SampleReader:
     # The split records without images that were read, without their content, by source and index: a long document has
     # thousands of fragments, so it is not read again for each.
     _split: dict[tuple[int, int], Conversation] = field(default_factory=dict)
+    # The last record that is a group, with its media: its samples follow each other.
+    _group: dict[tuple[int, int], StoredSample] = field(default_factory=dict)
 
     def read(self, record: RecordEntry) -> StoredSample:
         """Read a record or fragment and its media again, and its tokens if the flavor stores tokens.
@@ -102,6 +104,8 @@ class SampleReader:
         """
         truncate = self.settings.truncate
         try:
+            if self.tokens is not None and (group := self._group.get((record.source, record.row))) is not None:
+                return self._with_tokens(replace(group, length=record.length), record, self.tokens)
             sample = StoredSample(
                 conversation=self._conversation(record),
                 length=min(record.length, truncate or record.length),
@@ -112,6 +116,9 @@ class SampleReader:
                 sample = self._with_media(sample, record)
             elif record.media_bytes:
                 raise self._changed(record, f"it has no media any more, but had {record.media_bytes} bytes")
+            if sample.conversation.members:
+                self._group.clear()
+                self._group[record.source, record.row] = sample
             if self.tokens is not None:
                 return self._with_tokens(sample, record, self.tokens)
             conversation = sample.conversation
@@ -129,7 +136,8 @@ class SampleReader:
         conversation = self.reader.read(source, record.address, record.size)
         if conversation.id is None:
             conversation = conversation.named(self.reader.default_id(source, row))
-        if record.fragment is not None and not conversation.images:  # records with videos are not split
+        # Records with videos are not split.
+        if record.fragment is not None and not (conversation.images or conversation.members):
             self._split[source, row] = Conversation(id=conversation.id, input_ids=_NO_CONTENT)
         return conversation
 
@@ -171,10 +179,19 @@ class SampleReader:
         encoded = tokens.read(record.entry, record.length, record.fragment)
         if self.settings.truncate:
             encoded = encoded.truncated(self.settings.truncate)
-        ident, shown = sample.conversation.id, slice(None)
+        own = sample.conversation
+        ident, shown, placed = own.id, slice(None), slice(None)
+        key = None if own.group is None else f"{record.source} {own.group}"
         if (fragment := record.fragment) is not None:
             ident = fragment_id(str(ident), int(fragment["number"]))
-            shown = slice(int(fragment["first_image"]), int(fragment["last_image"]))
+            shown = placed = slice(int(fragment["first_image"]), int(fragment["last_image"]))
+        if fragment is not None and fragment["member"]:
+            members, number = sample.conversation.members, int(fragment["number"])
+            if number >= len(members):
+                raise self._changed(record, f"it has {len(members)} samples, and had more")
+            own, key = members[number], f"{record.source}:{record.row}"
+            files = sum([len(member.patch_positions) for member in members[:number]])
+            placed = slice(files, files + len(own.patch_positions))
         conversation = Conversation(
             id=ident,
             input_ids=encoded.input_ids,
@@ -184,8 +201,11 @@ class SampleReader:
             images=sample.conversation.images[shown],
             videos=sample.conversation.videos,
             audios=sample.conversation.audios,
+            group=key,
+            role=own.role,
+            label=own.label,
         )
-        images, positions = sample.images[shown], sample.patch_positions[shown]
+        images, positions = sample.images[shown], sample.patch_positions[placed]
         return replace(sample, conversation=conversation, images=images, patch_positions=positions)
 
     def _stored_file(self, file: MediaReference, *, is_audio: bool = False) -> StoredImage:
