@@ -29,7 +29,7 @@ from energon_packed.encoding.sample import (
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import AudioClip, Conversation, FrameSelection
-from energon_packed.records.columns import Columns
+from energon_packed.records.columns import Columns, check_columns
 
 Int64 = npt.NDArray[np.int64]
 Reads = Literal["conversations", "any", "raw"]
@@ -415,6 +415,8 @@ class Processor(ABC):
 
     def _weighted(self, conversation: Conversation, sample: EncodedSample) -> EncodedSample:
         """Return a sample; reject a text with loss weights, and columns, that a subclass does not apply."""
+        if sample.columns:
+            check_columns(sample.columns, len(sample))
         if sample.columns is None and (conversation.columns or any([turn.values for turn in conversation.messages])):
             raise RecordError(
                 Reason.UNSUPPORTED_FIELD,

@@ -55,6 +55,7 @@ from energon_packed.system import most_open
 Int64 = npt.NDArray[np.int64]
 _TOKEN = 8  # bytes: an id and a label
 _WEIGHT = 4  # bytes
+_HEADER = 1 << 16  # bytes of a .npy header, which names all columns
 _MAX_OPEN = 128  # files that a TokenReader keeps open
 
 
@@ -657,7 +658,7 @@ class TokenReader:
             try:
                 stream.seek(offset)
                 np.lib.format.read_magic(stream)
-                shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+                shape, _, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=_HEADER)
                 if stream.tell() + shape[0] * dtype.itemsize != offset + size or start + count > shape[0]:
                     raise ValueError(f"{shape[0]} tokens")
                 stream.seek(start * dtype.itemsize, os.SEEK_CUR)

@@ -3,12 +3,12 @@
     record ──map, adapter──► record ──record format──► PartialConversation ──system, media──► Conversation
 
 conversation.py: Conversation, Message. normalize.py: the path above, with mapping.py (field maps, adapters) and
-record_formats/. turns.py: a turn in any spelling -> Message. tools.py: function schemas. exact_json.py: JSON without
-loss. fields.py: checked values of fields. unused_fields.py: fields that nothing reads. media_fields.py: images and
-videos that a record lists, with video_fields.py for the values of video fields; unlisted_media.py: media in fields
-that are not read. media.py: MediaReference, the address of the bytes of an image or video, and the only code that
-reads them. groups.py: records with a common field. video.py: VideoReference, a video file and its selected frames.
-audio.py: AudioReference, an audio file.
+record_formats/. columns.py: values of each token. groups.py: records with a common field. turns.py: a turn in any
+spelling -> Message. tools.py: function schemas. exact_json.py: JSON without loss. fields.py: checked values of fields.
+unused_fields.py: fields that nothing reads. media_fields.py: images and videos that a record lists, with
+video_fields.py for the values of video fields; unlisted_media.py: media in fields that are not read. media.py:
+MediaReference, the address of the bytes of an image or video, and the only code that reads them. video.py:
+VideoReference, a video file and its selected frames. audio.py: AudioReference, an audio file.
 """
 
 from energon_packed.records.audio import AUDIO_PLACEHOLDER, AudioClip, AudioReference

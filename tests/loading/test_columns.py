@@ -511,6 +511,43 @@ def test_values_of_turns_alone_and_beside_others(encoder: ChatEncoder) -> None:
     assert [bool(one.columns) for one in together] == [False, True, False, True, True]  # type: ignore[union-attr]
 
 
+def image_of(demo: Any) -> str:
+    lines = map(json.loads, demo.jsonl.read_text().splitlines())
+    return str(next(one["images"][0] for one in lines if one.get("images") and "broken" not in one["id"]))
+
+
+def test_values_of_a_conversation_with_images_stay_at_their_tokens(encoder: ChatEncoder, demo: Any) -> None:
+    image = image_of(demo)
+    one = talk((None, 3), (0.5, -1), images=[image])
+    one["messages"][0] = {"role": "user", "content": "<image>Is <|im_end|> an Ünïcode token?"}
+    conversation = normalize(one, image_root=str(demo.jsonl.parent))
+    found, measured = encoder.encode(conversation), encoder.measure([conversation], keep_tokens=True)[0].sample
+    assert (found.input_ids == encoder.image_token_id).sum() > 1
+    assert found.loss_weights is not None
+    for sample_of in (found, measured):
+        assert sample_of is not None
+        assert sample_of.columns is not None
+        # The turns have the weights 1 and 0.5.
+        by_weight = np.select([found.loss_weights == 1, found.loss_weights == 0.5], [3, -1], 0)
+        assert np.array_equal(sample_of.columns["advantage"], np.where(found.labels != -100, by_weight, 0))
+
+
+def test_columns_of_tokens_with_images_are_packed(
+    options: dict[str, Any], encoder: ChatEncoder, demo: Any, tmp_path: Path
+) -> None:
+    image = image_of(demo)
+    turns = talk((None, None), images=[image])
+    turns["messages"][0] = {"role": "user", "content": "<image>What?"}
+    ids = encoder.encode(normalize(turns, image_root=str(demo.jsonl.parent))).input_ids
+    column = np.arange(1, len(ids) + 1).astype(np.int32)
+    one = {"id": "a", "input_ids": ids.tolist(), "state": column.tolist(), "images": [image]}
+    data = write_lines(tmp_path / "data.jsonl", [one])
+    result = pack(data, output_dir=tmp_path / "out", image_root=demo.jsonl.parent, **{**options, "seq_len": 1024})
+    (batch,) = get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)
+    assert batch.num_images == [1]
+    check(columns_of([batch]), {"a": {"state": column}})
+
+
 def test_values_of_turns_are_packed(options: dict[str, Any], encoder: ChatEncoder, tmp_path: Path) -> None:
     records = [talk((None, 3), (None, -1), id="a"), talk((0.5, 2), id="b"), talk((None, None), id="c")]
     result = pack(
@@ -530,6 +567,19 @@ def test_values_other_than_numbers_are_unused() -> None:
         normalize({"messages": [USER, {**turn, "advantage": float("nan")}]})
 
 
+class Doubles(Processor):
+    """Returns a column of a dtype that is not stored."""
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        ids = np.arange(9)
+        return EncodedSample(id=conversation.id, input_ids=ids, labels=ids, columns={"x": np.zeros(9)})
+
+
+def test_columns_of_a_custom_processor_are_checked() -> None:
+    reject = Doubles().measure([normalize({"text": "A."})])[0].reject
+    assert "the column x has dtype float64 and shape (9,) for 9 tokens; use float32" in str(reject)
+
+
 class Words(Processor):
     """Applies no columns."""
 
@@ -544,7 +594,8 @@ def test_a_custom_processor_does_not_drop_columns_without_a_sign() -> None:
         assert "Words applies no per-token values" in str(Words().measure([normalize(one)])[0].reject)
 
 
-def test_inspect_shows_the_columns(stored: Path) -> None:
+def test_inspect_shows_the_columns(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     arguments = ("inspect", stored, "--pack", "out_00000000", "--tokens")
     rows = [json.loads(line) for line in invoke(*arguments, "--json").output.splitlines()]
     first = [row for row in rows if row["segment"] == 0]
