@@ -299,6 +299,7 @@ class ChatEncoder(Processor):
                     decoded=size.decoded,
                     frames=size.frames,
                     clips=audio.clips,
+                    track_clips=audio.track_clips,
                     weighted=checksums[slot] != 0,
                     weight_checksum=checksums[slot],
                     notes=(*size.notes, *audio.notes),

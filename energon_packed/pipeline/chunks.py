@@ -17,7 +17,7 @@ NAME.frames  for every measured record with videos or audio the selected frames 
              planned again for another `seq_len`.
 
 NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, and those of
-AUDIO_COLUMNS only if one has audio.
+AUDIO_COLUMNS only if one has audio, or a track of a video that is used.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -90,7 +90,7 @@ VIDEO_COLUMNS = {
 }
 AUDIO_COLUMNS = {
     "num_audios": pa.int32(),
-    "audio_ms": pa.int64(),  # duration of its audio files in milliseconds
+    "audio_ms": pa.int64(),  # duration of its audio files and used tracks in milliseconds
 }
 COUNTED = ("unused_fields", "notes")
 """Attributes of a conversation that are lists of strings; a chunk file has the number of records with each string."""
@@ -335,7 +335,7 @@ def write_rows(
     if media:
         metadata |= {_MEDIA: media.dump(), _MEDIA_DIGEST: media.digest()}
     schema = SCHEMA
-    has_audio = any(columns["num_audios"])
+    has_audio = any(columns["num_audios"]) or any(columns["audio_ms"])  # of tracks of videos
     more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
     for name, kind in {**more, **(AUDIO_COLUMNS if has_audio else {})}.items():
         schema = schema.append(pa.field(name, kind))

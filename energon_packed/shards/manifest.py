@@ -99,7 +99,8 @@ class PackingManifest:
         records_split: packed records that were split into `fragments` samples, because they were longer than seq_len.
         packs, tokens, images: totals over all shards; frames of videos are not images, and tokens exclude padding.
         videos, frames: video files, and their selected frames, over all shards.
-        audios, audio_seconds: audio files, and the sum of their durations, over all shards; not written without audio.
+        audios, audio_seconds: audio files, and seconds of audio with the tracks of videos that are used, over all
+            shards; not written without audio.
         extract_frames: packs have the frames of the videos as images, in place of the files.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
             and structure.
@@ -199,7 +200,8 @@ class PackingManifest:
 
     def as_dict(self) -> dict[str, Any]:
         """Content of packing.json; a dataset without audio has no fields of audio."""
-        return {name: value for name, value in asdict(self).items() if self.audios or not name.startswith("audio")}
+        has_audio = self.audios or self.audio_seconds
+        return {name: value for name, value in asdict(self).items() if has_audio or not name.startswith("audio")}
 
     def save(self, folder: Path) -> None:
         """Write `.nv-meta/packing.json` of a shard folder."""

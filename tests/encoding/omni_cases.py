@@ -246,18 +246,19 @@ def heard(folder: Path, question: str, seed: int) -> Conversation:
     return replace(conversation, videos=tuple(videos))
 
 
-def add_track(path: Path, target: Path, samples: Any) -> None:
-    """Copy the video track of a file, and add samples as a track of 16-bit PCM."""
+def add_track(path: Path, target: Path, samples: Any, *, is_float: bool = False) -> None:
+    """Copy the video track of a file, and add samples as a track of 16-bit PCM, or of float32."""
     with av.open(str(path)) as source, av.open(str(target), "w") as container:
         video = container.add_stream_from_template(source.streams.video[0])
-        audio = container.add_stream("pcm_s16le", rate=RATE, layout="mono")
+        audio = container.add_stream("pcm_f32le" if is_float else "pcm_s16le", rate=RATE, layout="mono")
         for packet in list(source.demux(video=0)):
             if packet.dts is not None:
                 packet.stream = video
                 container.mux(packet)
         for start in range(0, len(samples), 1600):
-            part = (samples[start : start + 1600] * 32767).astype(np.int16)
-            frame = av.AudioFrame.from_ndarray(part[None], format="s16", layout="mono")
+            part = samples[start : start + 1600]
+            part = part.astype(np.float32) if is_float else (part * 32767).astype(np.int16)
+            frame = av.AudioFrame.from_ndarray(part[None], format="flt" if is_float else "s16", layout="mono")
             frame.sample_rate, frame.pts = RATE, start
             container.mux(audio.encode(frame))
         container.mux(audio.encode(None))
@@ -323,7 +324,26 @@ def test_audio_tracks_of_a_pack_are_read_from_the_stored_videos(omni: Omni, tmp_
     assert torch.equal(row.input_features, expected.audio_inputs.values["input_features"])
     files = [path.stat().st_size for path in (tmp_path / "out").rglob("*.tar")]
     assert sum(files) < Path(record["videos"][0]).stat().st_size + 20_000  # no second copy of the track
-    assert result is not None
+    assert abs(result.manifest.audio_seconds - (2.8 + 1 / RATE)) < 1e-3
+    arguments = ["lengths", str(tmp_path / "data.jsonl"), "--tokenizer", str(omni.folder), "--load-audio-from-video"]
+    assert "0 audio files, 0.00 hours of audio" in CliRunner().invoke(cli, arguments).output
+
+
+def test_full_checks_decode_the_tracks_that_are_used(omni: Omni, tmp_path: Path) -> None:
+    samples = signal(2 * RATE, RATE, 1)
+    samples[RATE] = np.nan  # found by decoding alone
+    add_track(clip(tmp_path, 24, 8, 112, 160), tmp_path / "track.mkv", samples, is_float=True)
+    turns = [{"role": "user", "content": "<video>hello"}, {"role": "assistant", "content": "It is."}]
+    records: list[Any] = [{"messages": turns, "videos": [str(tmp_path / "track.mkv")]}, {"text": "hello world"}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    for number, (uses_tracks, check, rejects) in enumerate(
+        ((True, "full", {"corrupt_audio": 1}), (True, "header", {}), (False, "full", {}))
+    ):
+        options: Any = {"tokenizer": omni.folder, "load_audio_from_video": uses_tracks, "check_media": check}
+        paths: Any = {"inputs": [tmp_path / "data.jsonl"], "output_dir": tmp_path / f"out{number}"}
+        result = pack(PackOptions(seq_len=512, max_reject_rate=1, **paths, **options))
+        assert result.manifest.rejects == rejects
+        assert (result.manifest.audio_seconds == 2) == (uses_tracks and not rejects)
 
 
 def test_inspect_counts_the_tokens_of_a_short_clip_beside_a_longer_clip(omni: Omni, tmp_path: Path) -> None:
