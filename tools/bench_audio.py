@@ -5,9 +5,10 @@
 `read_audio_info` is compared with demultiplexing of the same files by PyAV alone; `decode_audio` with decoding and
 resampling of the same files by PyAV alone, which returns the same samples.
 
-Measuring of records (`ChatEncoder.measure`) is compared with the processor of Qwen2-Audio, which trainers call for each
-clip to know the length of a record: decode, compute features, and tokenize. Its samples are from PyAV. With `--peers`,
-ms-swift and LLaMA-Factory prepare the same records by their own code, in their environments of `bench_compare.py`.
+Measuring of records (`ChatEncoder.measure`) is compared with the processor of Qwen2-Audio, which trainers call for
+each clip to know the length of a record: decode, compute features, and tokenize. Its samples are from PyAV. With
+`--peers`, ms-swift and LLaMA-Factory prepare the same records by their own code, in their environments of
+`bench_compare.py`.
 
 Ratios are of CPU time, the least of several runs.
 """
