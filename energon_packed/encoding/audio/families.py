@@ -53,6 +53,7 @@ class AudioRules:
             not a multiple of a frame depend on it.
         shortest: (processor) -> samples that the longest clip of a sample must have: the encoder pads shorter clips
             to the other clips of a row, and convolves the padding.
+        call: (processor, clips) -> (tensors, text of each clip), for a processor without a call for text with audio.
         has_tracks: the processor writes the tokens of the audio track of a video among the tokens of the video.
     """
 
@@ -62,6 +63,7 @@ class AudioRules:
     after: str = ""
     pads_to_longest: bool = False
     shortest: Callable[[Any], int] | None = None
+    call: Callable[[Any, Sequence[Samples]], tuple[dict[str, Any], list[str]]] | None = None
     has_tracks: bool = False
 
 
@@ -98,6 +100,22 @@ def _windows(processor: Any) -> int:
     return int(processor.max_audio_len // extractor.chunk_length * extractor.chunk_length * extractor.sampling_rate)
 
 
+def _voxtral_tokens(processor: Any, samples: int) -> int:
+    """Tokens of whole windows; four positions of the encoder are a token, which have two frames each."""
+    extractor = processor.feature_extractor
+    return int(-(-samples // extractor.n_samples) * extractor.nb_max_frames // 8)
+
+
+def _call_voxtral(processor: Any, clips: Sequence[Samples]) -> tuple[dict[str, Any], list[str]]:
+    """Features and text of VoxtralProcessor, whose `apply_chat_template` alone takes audio, with mistral-common."""
+    extractor = processor.feature_extractor
+    options = {"sampling_rate": extractor.sampling_rate, "pad_to_multiple_of": extractor.n_samples}
+    options |= {"padding": True, "truncation": False, "return_tensors": "pt"}
+    features = processor._retrieve_input_features(clips, extractor.nb_max_frames, **options)
+    texts = ["[BEGIN_AUDIO]" + processor.audio_token * _voxtral_tokens(processor, len(clip)) for clip in clips]
+    return {"input_features": features}, texts
+
+
 _IN_WINDOWS = AudioRules(
     tokens=lambda processor, samples: _of_frames(processor, _whisper_frames(processor, samples)), limit=_windows
 )
@@ -128,6 +146,7 @@ RULES: dict[str, AudioRules] = {
         shortest=lambda processor: int(100 * processor.feature_extractor.hop_length),  # a whole chunk of the encoder
         has_tracks=True,
     ),
+    "VoxtralProcessor": AudioRules(tokens=_voxtral_tokens, call=_call_voxtral),
     "Qwen3ASRProcessor": AudioRules(
         tokens=lambda processor, samples: _of_frames(
             processor,
@@ -139,9 +158,6 @@ RULES: dict[str, AudioRules] = {
     ),
 }
 """Rules by the class of a processor, for those that need any."""
-_REFUSED = {
-    "VoxtralProcessor": "it has no call for text with audio, only `apply_chat_template` with Mistral's own tokenizer"
-}
 
 
 class AudioFamily:
@@ -193,8 +209,8 @@ class AudioFamily:
         self.extractor = next((part for part in parts if part is not None), None)
         if self.extractor is None or not getattr(processor, "audio_token", None):
             raise self._unsupported("its text has no audio token")
-        if self.name in _REFUSED:
-            raise self._unsupported(_REFUSED[self.name])
+        if not getattr(processor.tokenizer, "is_fast", False):  # as of mistral-common
+            raise self._unsupported("its folder has no tokenizer.json")
         if duration := getattr(processor, "audio_duration_token", None):
             raise self._unsupported(f"it writes the seconds of each clip in place of {duration}, and adds noise")
         self.rate = int(self.extractor.sampling_rate)
@@ -365,6 +381,8 @@ class AudioFamily:
 
     def _process(self, clips: Sequence[Samples]) -> "tuple[dict[str, Any], list[str]]":
         """Return the tensors of the processor, and its text of each clip."""
+        if self.rules.call is not None:
+            return self.rules.call(self.processor, clips)
         with _quiet():
             out = self.processor(
                 text=[self.token] * len(clips),
