@@ -572,6 +572,10 @@ def model_inputs(
     for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
         if name in inputs:
             inputs[name] = inputs[name][:, head : length - tail]
+    if model_type == "qwen2_5_omni_thinker" and clips:  # the model reads the frames of the mask only
+        frames = int(inputs["feature_attention_mask"].any(0).nonzero().max()) + 1
+        for name in ("input_features", "feature_attention_mask"):
+            inputs[name] = inputs[name][..., :frames]
     floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return {name: value.float() if name in floats else value for name, value in inputs.items()}
 

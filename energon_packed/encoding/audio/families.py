@@ -54,6 +54,8 @@ class AudioRules:
         shortest: (processor) -> samples that the longest clip of a sample must have: the encoder pads shorter clips
             to the other clips of a row, and convolves the padding.
         call: (processor, clips) -> (tensors, text of each clip), for a processor without a call for text with audio.
+        is_cut: the model reads only the frames of `feature_attention_mask`, so that frames after the longest clip of a
+            sample are cut.
         has_tracks: the processor writes the tokens of the audio track of a video among the tokens of the video.
     """
 
@@ -64,6 +66,7 @@ class AudioRules:
     pads_to_longest: bool = False
     shortest: Callable[[Any], int] | None = None
     call: Callable[[Any, Sequence[Samples]], tuple[dict[str, Any], list[str]]] | None = None
+    is_cut: bool = False
     has_tracks: bool = False
 
 
@@ -137,6 +140,7 @@ RULES: dict[str, AudioRules] = {
         limit=lambda processor: int(processor.feature_extractor.n_samples),
         before="audio_bos_token",
         after="audio_eos_token",
+        is_cut=True,  # 15 MB for each file
         has_tracks=True,
     ),
     "Qwen3OmniMoeProcessor": AudioRules(
@@ -399,7 +403,9 @@ class AudioFamily:
         if types is not None and (types != 0).any():
             self.token_type = int(types[types != 0][0])
         names = [name for name in out if name not in OF_TEXT and name not in OF_TYPES]
-        return {name: out[name] for name in names}, texts
+        frames = int(out["feature_attention_mask"].sum(-1).max()) if self.rules.is_cut else None
+        # A copy, as a view would keep the padding in memory.
+        return {name: out[name] if frames is None else out[name][..., :frames].clone() for name in names}, texts
 
     def _takes_one_clip(self) -> bool:
         """Whether the processor takes one clip per text; it pads several, and counts other frames."""
