@@ -1,17 +1,21 @@
 """Benchmark reading of audio files: lengths without decoding, decoding, and preparation by the model's processor.
 
-    python tools/bench_audio.py [--seconds N] [--json audio.json]
+    python tools/bench_audio.py [--seconds N] [--peers] [--json audio.json]
 
 `read_audio_info` is compared with demultiplexing of the same files by PyAV alone; `decode_audio` with decoding and
 resampling of the same files by PyAV alone, which returns the same samples.
 
-Measuring of records (`ChatEncoder.measure`) is compared with the processor of Qwen2-Audio, which ms-swift and
-LLaMA-Factory call for each clip to know the length of a record: decode, compute features, and tokenize. Their code is
-not run: the processor is called here with samples from PyAV.
+Measuring of records (`ChatEncoder.measure`) is compared with the processor of Qwen2-Audio, which trainers call for
+each clip to know the length of a record: decode, compute features, and tokenize. Its samples are from PyAV. With
+`--peers`, ms-swift and LLaMA-Factory prepare the same records by their own code, in their environments of
+`bench_compare.py`.
 
 Ratios are of CPU time, the least of several runs.
 """
 
+import json
+import os
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +26,9 @@ from typing import Any
 import av
 import numpy as np
 import torch
+from bench_compare import PEERS, ROOT, Peer, media_packages, python_of
 from benchlib import Report, arguments
+from transformers import Qwen2AudioConfig
 
 from energon_packed import AudioClip, ChatEncoder, Conversation, MediaReference, normalize
 from energon_packed.demo import write_tokenizer
@@ -38,6 +44,7 @@ _FILES: dict[str, tuple[str, str | None, int]] = {  # name -> codec, container a
 }
 _RATE = 16_000
 _TEXT = "the old red clock sings under the quiet river "
+_QUESTION = "Transcribe the audio."
 _RUNS = 7
 _BATCH = 32  # records that are measured at once; `pack` measures more
 
@@ -96,21 +103,50 @@ def main() -> None:
     """Run the benchmark."""
     parser = arguments(__doc__, "audio")
     parser.add_argument("--seconds", type=int, default=20, help="length of the files, at most 29")
+    parser.add_argument("--peers", action="store_true", help="run ms-swift and LLaMA-Factory; installed if missing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     report = Report("Audio files", options.json)
-    folder = write_tokenizer(options.work / "tokenizer-audio", [_TEXT, "Transcribe the audio. Audio 1:"], audio=True)
+    folder = write_tokenizer(options.work / "tokenizer-audio", [_TEXT, f"{_QUESTION} Audio 1:"], audio=True)
     encoder = ChatEncoder.from_pretrained(folder)
     totals: Counter[str] = Counter()
-    for path in write_files(options.work / "audio", options.seconds):
-        totals += bench_file(report, encoder, path)
+    paths = write_files(options.work / "audio", options.seconds)
+    of_files = {path: bench_file(report, encoder, path) for path in paths}
+    for costs in of_files.values():
+        totals += costs
     report.add("all files: read_audio_info / demux", totals["info"] / totals["demux"], "x")
     report.add("all files: decode_audio / PyAV", totals["ours"] / totals["plain"], "x", "<= 1.2")
     report.add("all files: processor / ChatEncoder.measure", totals["processor"] / totals["measure"], "x")
     for name in ("measure", "processor"):
         hours = options.seconds * len(_FILES) / totals[name] / 3600
         report.add(f"hours of audio per CPU second, {name}", hours, "h")
+    if options.peers:
+        Qwen2AudioConfig(vocab_size=len(encoder.tokenizer)).save_pretrained(folder)
+        for peer in PEERS:
+            if peer.script in ("ms_swift", "llamafactory"):
+                measured = {path: costs["measure"] for path, costs in of_files.items()}
+                bench_peer(report, peer, folder, options.work, options.seconds, measured)
     report.finish()
+
+
+def bench_peer(
+    report: Report, peer: Peer, folder: Path, work: Path, seconds: int, measured: dict[Path, float]
+) -> None:
+    """Compare the preparation of a peer with the CPU seconds of `ChatEncoder.measure`, for the files that it reads."""
+    script = ROOT / "tools" / "compare" / "peer_audio.py"
+    paths = {str(path.resolve()): path for path in measured}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(media_packages(work, "audio").resolve())}
+    command = [python_of(peer), str(script), peer.script, str(folder.resolve()), _QUESTION, _TEXT, *paths]
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, tuple[float, int]] = json.loads(done.stdout.splitlines()[-1])
+    for path, (cost, tokens) in found.items():
+        ours = measured[paths[path]]
+        name = f"{paths[path].name}: {peer.name} / ChatEncoder.measure"
+        report.add(name, cost / ours, "x", cpu=cost, other=ours, tokens=tokens)
+    cost, ours = sum(cost for cost, _ in found.values()), sum(measured[paths[path]] for path in found)
+    report.add(f"{len(found)} files that {peer.name} reads: {peer.name} / ChatEncoder.measure", cost / ours, "x")
+    for name, total in (("measure", ours), (peer.name, cost)):
+        report.add(f"seconds of these files per CPU second, {name}", seconds * len(found) / total, "s")
 
 
 def bench_file(report: Report, encoder: ChatEncoder, path: Path) -> Counter[str]:
@@ -122,7 +158,7 @@ def bench_file(report: Report, encoder: ChatEncoder, path: Path) -> Counter[str]
     assert np.abs(decode(path)[: len(samples)] - samples[: len(decode(path))]).max() < 1e-3, path
     parts: list[dict[str, Any]] = [
         {"type": "audio", "audio": str(path)},
-        {"type": "text", "text": "Transcribe the audio."},
+        {"type": "text", "text": _QUESTION},
     ]
     messages: list[dict[str, Any]] = [{"role": "user", "content": parts}, {"role": "assistant", "content": _TEXT}]
     conversation: Conversation = normalize({"messages": messages})

@@ -107,13 +107,15 @@ def python_of(peer: Peer) -> str:
     return str(folder / "bin" / "python")
 
 
-def image_packages(work: Path) -> Path:
-    """Return a folder with the packages of requirements-images.txt, installed if missing."""
-    folder = work / "image-packages"
+def media_packages(work: Path, media: str) -> Path:
+    """Return a folder with the packages of requirements-images.txt or requirements-audio.txt, installed if missing."""
+    folder = work / f"{media}-packages"
     if not folder.exists():
-        requirements = ROOT / "tools" / "compare" / "requirements-images.txt"
+        requirements = ROOT / "tools" / "compare" / f"requirements-{media}.txt"
         install = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
         subprocess.run([*install, "--target", str(folder), "-r", str(requirements)], check=True)
+        for library in folder.glob("torchaudio/lib/*.so"):  # for CUDA; its Python part resamples
+            library.unlink()
     return folder
 
 
@@ -239,7 +241,7 @@ class Runner:
         script = ROOT / "tools" / "compare" / f"peer_{self.peer.script}.py"
         environment = ["HF_HUB_OFFLINE=1", "TOKENIZERS_PARALLELISM=true", "RAYON_NUM_THREADS=2", "OMP_NUM_THREADS=1"]
         if self.peer.torchvision and self.common["images"]:
-            environment.append(f"PYTHONPATH={image_packages(self.work.parents[1])}")
+            environment.append(f"PYTHONPATH={media_packages(self.work.parents[1], 'images')}")
         log = self.work / f"{rows}-{phase}.log"
         command = f'exec env {" ".join(environment)} "$0" "$1" "$2" 2>"$3"'
         try:

@@ -6,7 +6,9 @@ of the model that must fit them. Run `python tools/tiny_families.py [TYPE ...]` 
 
 import argparse
 import ast
+import base64
 import inspect
+import json
 import logging
 import re
 import tempfile
@@ -232,6 +234,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glmasr": _WHISPER,
     "musicflamingo": {**_WHISPER, "parts": {"feature_extractor": "WhisperFeatureExtractor"}},
     "qwen2_audio": _WHISPER,
+    "voxtral": _WHISPER,
     "gemma3": _GEMMA3,
     "gemma3n": {
         "config": {"vision_config.hidden_size": 2048, "vision_config.architecture": "mobilenetv5_300m_enc"}
@@ -555,6 +558,8 @@ def model_inputs(
     """
     family = _processor_family(model_type)
     settings, (head, tail) = family.get("call", {}), family.get("added", (0, 0))
+    if model_type == "voxtral" and clips:
+        return _voxtral_inputs(processor, text, clips)
     media: dict[str, Any] = {"images": images} if images else {}
     if videos:
         media |= {"videos": [frames for frames, _ in videos], "do_sample_frames": True, "return_metadata": True}
@@ -567,8 +572,22 @@ def model_inputs(
     for name in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
         if name in inputs:
             inputs[name] = inputs[name][:, head : length - tail]
+    if model_type == "qwen2_5_omni_thinker" and clips:  # the model reads the frames of the mask only
+        frames = int(inputs["feature_attention_mask"].any(0).nonzero().max()) + 1
+        for name in ("input_features", "feature_attention_mask"):
+            inputs[name] = inputs[name][..., :frames]
     floats = {name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return {name: value.float() if name in floats else value for name, value in inputs.items()}
+
+
+def _voxtral_inputs(processor: Any, text: str, clips: list[Any]) -> dict[str, Any]:
+    """Inputs of Voxtral: as its `apply_chat_template` with mistral-common, 375 tokens for each 30 s."""
+    for clip in clips:
+        text = text.replace(processor.audio_token, "[BEGIN_AUDIO]" + "\0" * 375 * -(-len(clip) // 480_000), 1)
+    text = text.replace("\0", processor.audio_token)
+    options = dict(processor.audio_kwargs)
+    features = processor._retrieve_input_features(clips, options.pop("max_source_positions"), **options)
+    return {**processor.tokenizer(text, add_special_tokens=False, return_tensors="pt"), "input_features": features}
 
 
 def _metadata(frames: Any, fps: float) -> VideoMetadata:
@@ -624,6 +643,8 @@ def _part_class(part: str, model_type: str, processor_name: str) -> str:
 
 def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenizer: Path) -> Any:
     """Create a tokenizer with the special tokens in the source of the processor, and those that it reads by name."""
+    if processor_class.__name__ == "VoxtralProcessor":
+        return mistral_tokenizer()
     tree = ast.parse(inspect.getsource(inspect.getmodule(processor_class)))  # type: ignore[arg-type]
     texts, names = [], []
     optional = set()
@@ -646,6 +667,44 @@ def _tokenizer(processor_class: type[Any], family: dict[str, Any], text_tokenize
         if getattr(tokenizer, name) is None:
             setattr(tokenizer, name, "<|im_end|>")
     return tokenizer
+
+
+def mistral_tokenizer() -> Any:
+    """Convert a Mistral tokenizer of bytes: VoxtralProcessor reads the audio token by its id."""
+    from transformers.integrations.mistral import convert_tekken_tokenizer
+
+    special = [f"<SPECIAL_{rank}>" for rank in range(34)]
+    named = {
+        0: "<unk>",
+        1: "<s>",
+        2: "</s>",
+        3: "[INST]",
+        4: "[/INST]",
+        11: "<pad>",
+        24: "[AUDIO]",
+        25: "[BEGIN_AUDIO]",
+    }
+    for rank, token in named.items():
+        special[rank] = token
+    content = {
+        "config": {"pattern": r"\s?\p{L}+|.", "default_vocab_size": 256 + len(special), "version": "v7"}
+        | {"num_vocab_tokens": 256, "default_num_special_tokens": len(special)},
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(bytes([rank])).decode(), "token_str": None}
+            for rank in range(256)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(special)
+        ],
+    }
+    template = (
+        "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}[INST]{{ message['content'] }}"
+        "[/INST]{% else %}{{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "tekken.json")
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return convert_tekken_tokenizer(str(path), chat_template=template)
 
 
 def _model_class(model_type: str) -> Any:

@@ -54,9 +54,10 @@ def result_table(result: PackResult, steps: int | None, ranks: Mapping[str, int]
         table.add_row("videos", f"{manifest.videos:,}")
         table.add_row("  selected frames", f"{manifest.frames:,}")
         table.add_row(f"  {_video_check(manifest)}", f"{manifest.videos:,}")
-    if manifest.audios:
+    if manifest.audio_seconds:  # of audio files, and of tracks of videos
         table.add_row("audio files", f"{manifest.audios:,}")
-        table.add_row("  hours", f"{manifest.audio_seconds / 3600:,.2f}")
+        table.add_row("  hours" if manifest.audios else "  hours of tracks", f"{manifest.audio_seconds / 3600:,.2f}")
+    if manifest.audios:
         table.add_row(f"  {_audio_check(manifest)}", f"{manifest.audios:,}")
     if stored := manifest.media_stored:
         table.add_row("  stored in media", f"{stored['images']:,} ({format_bytes(stored['bytes'])})")

@@ -308,6 +308,7 @@ class ChatEncoder(Processor):
                     decoded=size.decoded,
                     frames=size.frames,
                     clips=audio.clips,
+                    track_clips=audio.track_clips,
                     weighted=weighted[slot],
                     weight_checksum=checksums[slot],
                     notes=(*size.notes, *audio.notes),

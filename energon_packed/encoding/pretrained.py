@@ -56,7 +56,11 @@ class TokenizerParts:
                 "ChatEncoder.from_pretrained(DIR)."
             )
         if not getattr(tokenizer, "is_fast", False):
-            raise ConfigError(f"{type(tokenizer).__name__} is a slow tokenizer; a tokenizer.json is needed")
+            name = type(tokenizer).__name__
+            remedy = (
+                ". Write it with `convert_tekken_tokenizer` of Transformers." if name.startswith("Mistral") else ""
+            )
+            raise ConfigError(f"{name} is a slow tokenizer; a tokenizer.json is needed{remedy}")
         template = None
         if tokenizer.chat_template is not None:
             try:

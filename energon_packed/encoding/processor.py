@@ -232,6 +232,7 @@ class Measurement:
         decoded: images whose pixels were decoded; the others were checked by header and structure.
         frames: the selected frames of each video file.
         clips: the samples of each audio file.
+        track_clips: the samples of the audio track of each video file; empty if tracks are not used.
         weighted: its targets have loss weights other than 1.
         weight_checksum: checksum of these weights and of its columns, as `EncodedSample.weight_checksum`.
         notes: what was decided for its media, for the counts of a run.
@@ -253,6 +254,7 @@ class Measurement:
     decoded: int = 0
     frames: Sequence[FrameSelection] = ()
     clips: Sequence[AudioClip] = ()
+    track_clips: Sequence[AudioClip] = ()
     weighted: bool = False
     weight_checksum: int = 0
     notes: tuple[str, ...] = ()

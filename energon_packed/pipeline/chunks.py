@@ -19,8 +19,9 @@ NAME.frames  for every measured record with videos or audio the selected frames 
              planned again for another `seq_len`.
 
 NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, those of AUDIO_COLUMNS
-only if one has audio, `columns_bytes` only if one has columns, and those of GROUP_COLUMNS only if one is in a group or
-is a group. The tokens of a record that is a group are those of its samples, end to end.
+only if one has audio or a track of a video that is used, `columns_bytes` only if one has columns, and those of
+GROUP_COLUMNS only if one is in a group or is a group. The tokens of a record that is a group are those of its samples,
+end to end.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -96,7 +97,7 @@ VIDEO_COLUMNS = {
 }
 AUDIO_COLUMNS = {
     "num_audios": pa.int32(),
-    "audio_ms": pa.int64(),  # duration of its audio files in milliseconds
+    "audio_ms": pa.int64(),  # duration of its audio files and used tracks in milliseconds
 }
 TOKEN_COLUMNS = {
     "columns_bytes": pa.int64(),  # of the record in NAME.columns
@@ -368,7 +369,7 @@ def write_rows(
     if members is not None:
         metadata[_MEMBERS] = members.tobytes()
     schema = SCHEMA
-    has_audio = any(columns["num_audios"])
+    has_audio = any(columns["num_audios"]) or any(columns["audio_ms"])  # of tracks of videos
     more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
     has_groups = any(columns["group"]) or members is not None
     for name, kind in {

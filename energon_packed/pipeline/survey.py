@@ -181,7 +181,7 @@ class Survey:
         notes: number of records with each note of the reader.
         ignored_entries: entries of input folders that are not read, by reason.
         videos, frames: video files of these records, and their selected frames.
-        audios, audio_seconds: audio files of these records, and the sum of their durations.
+        audios, audio_seconds: audio files of these records, and the seconds of audio, with the tracks that are used.
     """
 
     lengths: npt.NDArray[np.int32]

@@ -78,7 +78,7 @@ class RecordTable:
         num_videos: int32 (n,).
         num_frames: int32 (n,), selected frames of its videos.
         num_audios: int32 (n,).
-        audio_ms: int64 (n,), duration of its audio files in milliseconds.
+        audio_ms: int64 (n,), duration of its audio files and used tracks in milliseconds.
         extracted_bytes: int64 (n,), estimate of `media_bytes` with these frames as images in place of the video files;
             0 if they are stored as files.
         frames_bytes: int32 (n,), bytes of the selected frames and clips in JSON.

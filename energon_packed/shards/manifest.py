@@ -101,7 +101,8 @@ class PackingManifest:
         groups: groups of at least two samples that share a row; not written without groups.
         packs, tokens, images: totals over all shards; frames of videos are not images, and tokens exclude padding.
         videos, frames: video files, and their selected frames, over all shards.
-        audios, audio_seconds: audio files, and the sum of their durations, over all shards; not written without audio.
+        audios, audio_seconds: audio files, and seconds of audio with the tracks of videos that are used, over all
+            shards; not written without audio.
         extract_frames: packs have the frames of the videos as images, in place of the files.
         images_decoded: images whose pixels were decoded when they were measured; other images were checked by header
             and structure.
@@ -202,7 +203,7 @@ class PackingManifest:
 
     def as_dict(self) -> dict[str, Any]:
         """Content of packing.json; a dataset without audio has no fields of audio, and without groups no `groups`."""
-        absent = [] if self.audios else ["audios", "audio_seconds"]
+        absent = [] if self.audios or self.audio_seconds else ["audios", "audio_seconds"]
         absent += [] if self.groups else ["groups"]
         return {name: value for name, value in asdict(self).items() if name not in absent}
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_families import write_folder
+from tiny_families import model_inputs, write_folder
 from transformers import AutoProcessor, AutoTokenizer
 
 from energon_packed import BatchError, ChatEncoder, ConfigError, Conversation, PaddingFreeCollator, normalize
@@ -81,6 +81,40 @@ def test_tokens_and_tensors_are_as_the_processor_makes_them(model_type: str, fol
                 input_ids=sample.input_ids, labels=sample.labels, audios=conversation.audios, images=[]
             )
             assert encoder.encode(stored).input_ids.tolist() == sample.input_ids.tolist()
+
+
+def test_voxtral_is_as_its_chat_function(folder: Any, tmp_path: Path) -> None:
+    """Its processor has no call for text with audio; `model_inputs` writes the tokens of mistral-common 1.13.1."""
+    path = folder("voxtral")
+    encoder, processor = ChatEncoder.from_pretrained(path), AutoProcessor.from_pretrained(path)
+    assert encoder.audio is not None
+    assert encoder.audio.warnings == ()
+    for samples, tokens in (((1,), 375), ((LIMIT,), 375), ((LIMIT + 1,), 750), ((16_000, 800_000, 8000), 1500)):
+        conversation, clips = record(tmp_path, *samples)
+        question = conversation.messages[0].content.replace("<audio>", "[AUDIO]")
+        theirs = model_inputs("voxtral", processor, f"<s>[INST]{question}[/INST]It is.</s>", [], clips=clips)
+        sample = encoder.encode(conversation)
+        assert sample.input_ids.tolist() == theirs["input_ids"][0].tolist()
+        assert (sample.input_ids == 24).sum() == tokens
+        assert (sample.input_ids == 25).sum() == len(clips)
+        assert encoder.length(conversation) == len(sample)
+        assert sample.audio_inputs is not None
+        assert torch.equal(sample.audio_inputs.values["input_features"], theirs["input_features"])
+        assert len(theirs["input_features"]) == tokens // 375
+        assert encoder.audio.positions(samples[0]) == 1500 * -(-samples[0] // LIMIT)
+
+
+def test_tokenizers_of_mistral_common_are_refused(folder: Any) -> None:
+    processor = AutoProcessor.from_pretrained(folder("voxtral"))
+
+    class MistralCommonBackend:
+        is_fast = False
+
+    processor.tokenizer = MistralCommonBackend()
+    with pytest.raises(ConfigError, match="VoxtralProcessor .* its folder has no tokenizer.json"):
+        AudioFamily(processor)
+    with pytest.raises(ConfigError, match="MistralCommonBackend is a slow tokenizer.*convert_tekken_tokenizer"):
+        ChatEncoder(processor.tokenizer)
 
 
 def test_limits_and_the_shortest_clips_are_found(folder: Any, tmp_path: Path) -> None:

@@ -138,12 +138,76 @@ def test_samples_are_truncated_before_or_after_their_audio(samples: list[Encoded
 
 
 def test_layouts_of_megatron_refuse_audio_by_name(samples: list[EncodedSample]) -> None:
+    from dataclasses import replace
+
     from energon_packed import ConfigError
 
     batch = PaddingFreeCollator().collate(samples)
     for layout in ("bridge", "megatron-lm", "megatron-gpt"):
-        with pytest.raises(ConfigError, match=f"layout '{layout}' has no place for audio"):
+        with pytest.raises(ConfigError, match=f"layout '{layout}' has no place for audio. Use layout 'bridge-audio'"):
             megatron_batch(batch, layout)
+    for other in (
+        replace(batch, position_ids=batch.position_ids.expand(4, 1, -1)),
+        replace(batch, image_token_id=5),
+        replace(batch, audio_inputs={"input_features": batch.audio_inputs["input_features"]}),
+    ):
+        with pytest.raises(
+            ConfigError, match="layout 'bridge-audio' is for Qwen2-Audio.*got samples of another model"
+        ):
+            megatron_batch(other, "bridge-audio")
+
+
+@pytest.mark.parametrize("collator", [{}, {"pad_multiple": 8, "pad_to": 1600}, {"loss_weighting": "sqrt"}])
+def test_the_step_of_bridge_gets_a_row_for_each_sample(samples: list[EncodedSample], collator: dict[str, Any]) -> None:
+    """`audio_lm_step` drops sample boundaries, and packs padded rows with a mask, shifted labels and all features."""
+    batch = PaddingFreeCollator(**collator).collate(samples)
+    inputs = megatron_batch(batch, "bridge-audio")
+    assert set(inputs) == {
+        "tokens", "input_ids", "labels", "loss_mask", "position_ids", "attention_mask", "audio_inputs",
+    }  # fmt: skip
+    longest = max(map(len, samples))
+    for row, one in enumerate(samples):
+        length = len(one)
+        labels = np.append(one.labels[1:], -100)
+        for name, expected, fill in (
+            ("tokens", one.input_ids, 0), ("input_ids", one.input_ids, 0), ("labels", labels, -100),
+            ("position_ids", np.arange(length), 0), ("attention_mask", np.ones(length), 0),
+        ):  # fmt: skip
+            assert inputs[name].shape == (len(samples), longest), name
+            assert inputs[name].dtype == torch.int64, name
+            assert inputs[name][row, :length].tolist() == expected.tolist(), name
+            assert set(inputs[name][row, length:].tolist()) <= {fill}, name
+        weights = inputs["loss_mask"][row]
+        assert (weights[: length - 1] != 0).tolist() == (one.labels[1:] != -100).tolist()
+        assert not weights[length - 1 :].any()
+    assert float(inputs["loss_mask"].sum()) == pytest.approx(float(batch.loss_mask.sum()), rel=1e-4)
+    arguments = inputs["audio_inputs"].normalized_for_model()
+    assert {name: tuple(value.shape) for name, value in arguments.items()} == {
+        "input_features": (4, 128, 3000), "feature_attention_mask": (4, 3000),
+    }  # fmt: skip
+    assert torch.equal(arguments["input_features"], batch.input_features)
+    assert vars(inputs["audio_inputs"]).keys() == arguments.keys()  # which the step moves to the device
+    assert megatron_batch(batch, "bridge-audio", with_pixels=False)["audio_inputs"] is None
+
+
+def test_rows_of_bridge_without_audio(encoder: ChatEncoder, samples: list[EncodedSample]) -> None:
+    text = [samples[1], encoder.encode(normalize({"text": "hello"}))]
+    inputs = megatron_batch(PaddingFreeCollator(pad_to=500).collate(text), "bridge-audio")
+    assert inputs["audio_inputs"] is None
+    assert inputs["attention_mask"].sum(1).tolist() == list(map(len, text))
+    dummy = encoder.dummy
+    assert dummy is not None
+    inputs = megatron_batch(PaddingFreeCollator(pad_to=500, dummy_images="always").collate(text), "bridge-audio")
+    assert inputs["audio_inputs"].input_features.shape[0] == 1
+    assert inputs["attention_mask"].sum(1).tolist()[:2] == list(map(len, text))
+    own = int(inputs["attention_mask"][2].sum())
+    assert own <= len(dummy)
+    assert inputs["tokens"][2, :own].tolist() == dummy.input_ids[:own].tolist()
+    assert (inputs["tokens"] == encoder.rules.audio_token_id).sum() == (
+        dummy.input_ids == encoder.rules.audio_token_id
+    ).sum()
+    assert not (inputs["labels"][2] != -100).any()
+    assert not inputs["loss_mask"][2].any()
 
 
 def test_audio_of_two_families_cannot_share_a_row(samples: list[EncodedSample]) -> None:

@@ -92,7 +92,7 @@ def command(
             "notes": dict(survey.notes),
             "videos": survey.videos,
             "frames": survey.frames,
-            **({"audios": survey.audios, "audio_seconds": survey.audio_seconds} if survey.audios else {}),
+            **({"audios": survey.audios, "audio_seconds": survey.audio_seconds} if survey.audio_seconds else {}),
             "ignored_entries": [asdict(entries) for entries in survey.ignored_entries],
             "percentiles": {f"{percent:g}": length for percent, length in percentiles(survey.lengths).items()},
             "candidates": [asdict(candidate) for candidate in compared],
@@ -129,7 +129,11 @@ def _show(console: Console, survey: Survey, compared: list[Candidate]) -> None:
         + (f" ({', '.join(f'{name} {count:,}' for name, count in survey.rejects.items())})" if rejected else "")
         + f"; {tokens:,} tokens"
         + (f"; {survey.videos:,} videos with {survey.frames:,} selected frames" if survey.videos else "")
-        + (f"; {survey.audios:,} audio files of {survey.audio_seconds / 3600:,.2f} hours" if survey.audios else "")
+        + (
+            f"; {survey.audios:,} audio files, {survey.audio_seconds / 3600:,.2f} hours of audio"
+            if survey.audio_seconds
+            else ""
+        )
         + "\n",
         soft_wrap=True,
     )

@@ -53,6 +53,9 @@ class AudioRules:
             not a multiple of a frame depend on it.
         shortest: (processor) -> samples that the longest clip of a sample must have: the encoder pads shorter clips
             to the other clips of a row, and convolves the padding.
+        call: (processor, clips) -> (tensors, text of each clip), for a processor without a call for text with audio.
+        is_cut: the model reads only the frames of `feature_attention_mask`, so that frames after the longest clip of a
+            sample are cut.
         has_tracks: the processor writes the tokens of the audio track of a video among the tokens of the video.
     """
 
@@ -62,6 +65,8 @@ class AudioRules:
     after: str = ""
     pads_to_longest: bool = False
     shortest: Callable[[Any], int] | None = None
+    call: Callable[[Any, Sequence[Samples]], tuple[dict[str, Any], list[str]]] | None = None
+    is_cut: bool = False
     has_tracks: bool = False
 
 
@@ -98,6 +103,22 @@ def _windows(processor: Any) -> int:
     return int(processor.max_audio_len // extractor.chunk_length * extractor.chunk_length * extractor.sampling_rate)
 
 
+def _voxtral_tokens(processor: Any, samples: int) -> int:
+    """Tokens of whole windows; four positions of the encoder are a token, which have two frames each."""
+    extractor = processor.feature_extractor
+    return int(-(-samples // extractor.n_samples) * extractor.nb_max_frames // 8)
+
+
+def _call_voxtral(processor: Any, clips: Sequence[Samples]) -> tuple[dict[str, Any], list[str]]:
+    """Features and text of VoxtralProcessor, whose `apply_chat_template` alone takes audio, with mistral-common."""
+    extractor = processor.feature_extractor
+    options = {"sampling_rate": extractor.sampling_rate, "pad_to_multiple_of": extractor.n_samples}
+    options |= {"padding": True, "truncation": False, "return_tensors": "pt"}
+    features = processor._retrieve_input_features(clips, extractor.nb_max_frames, **options)
+    texts = ["[BEGIN_AUDIO]" + processor.audio_token * _voxtral_tokens(processor, len(clip)) for clip in clips]
+    return {"input_features": features}, texts
+
+
 _IN_WINDOWS = AudioRules(
     tokens=lambda processor, samples: _of_frames(processor, _whisper_frames(processor, samples)), limit=_windows
 )
@@ -119,6 +140,7 @@ RULES: dict[str, AudioRules] = {
         limit=lambda processor: int(processor.feature_extractor.n_samples),
         before="audio_bos_token",
         after="audio_eos_token",
+        is_cut=True,  # 15 MB for each file
         has_tracks=True,
     ),
     "Qwen3OmniMoeProcessor": AudioRules(
@@ -128,6 +150,7 @@ RULES: dict[str, AudioRules] = {
         shortest=lambda processor: int(100 * processor.feature_extractor.hop_length),  # a whole chunk of the encoder
         has_tracks=True,
     ),
+    "VoxtralProcessor": AudioRules(tokens=_voxtral_tokens, call=_call_voxtral),
     "Qwen3ASRProcessor": AudioRules(
         tokens=lambda processor, samples: _of_frames(
             processor,
@@ -139,9 +162,6 @@ RULES: dict[str, AudioRules] = {
     ),
 }
 """Rules by the class of a processor, for those that need any."""
-_REFUSED = {
-    "VoxtralProcessor": "it has no call for text with audio, only `apply_chat_template` with Mistral's own tokenizer"
-}
 
 
 class AudioFamily:
@@ -193,8 +213,8 @@ class AudioFamily:
         self.extractor = next((part for part in parts if part is not None), None)
         if self.extractor is None or not getattr(processor, "audio_token", None):
             raise self._unsupported("its text has no audio token")
-        if self.name in _REFUSED:
-            raise self._unsupported(_REFUSED[self.name])
+        if not getattr(processor.tokenizer, "is_fast", False):  # as of mistral-common
+            raise self._unsupported("its folder has no tokenizer.json")
         if duration := getattr(processor, "audio_duration_token", None):
             raise self._unsupported(f"it writes the seconds of each clip in place of {duration}, and adds noise")
         self.rate = int(self.extractor.sampling_rate)
@@ -365,6 +385,8 @@ class AudioFamily:
 
     def _process(self, clips: Sequence[Samples]) -> "tuple[dict[str, Any], list[str]]":
         """Return the tensors of the processor, and its text of each clip."""
+        if self.rules.call is not None:
+            return self.rules.call(self.processor, clips)
         with _quiet():
             out = self.processor(
                 text=[self.token] * len(clips),
@@ -381,7 +403,9 @@ class AudioFamily:
         if types is not None and (types != 0).any():
             self.token_type = int(types[types != 0][0])
         names = [name for name in out if name not in OF_TEXT and name not in OF_TYPES]
-        return {name: out[name] for name in names}, texts
+        frames = int(out["feature_attention_mask"].sum(-1).max()) if self.rules.is_cut else None
+        # A copy, as a view would keep the padding in memory.
+        return {name: out[name] if frames is None else out[name][..., :frames].clone() for name in names}, texts
 
     def _takes_one_clip(self) -> bool:
         """Whether the processor takes one clip per text; it pads several, and counts other frames."""

@@ -49,6 +49,7 @@ class AudioSize:
         runs: tokens of each file, in the order of the text.
         tracks: number of tokens of the audio track of each video by its index, for all videos or none.
         clips: the samples of each file.
+        track_clips: the samples of each of `tracks`.
         num_bytes: bytes of the files, as `stored_bytes`.
         notes: what was decided for them, for the counts of a run.
         inputs: arguments of the model; None if they were only measured.
@@ -57,6 +58,7 @@ class AudioSize:
     runs: Sequence[ImageRun] = ()
     tracks: Mapping[int, int] = field(default_factory=dict)
     clips: Sequence[AudioClip] = ()
+    track_clips: Sequence[AudioClip] = ()
     num_bytes: int = 0
     notes: tuple[str, ...] = ()
     inputs: VisionInputs | None = None
@@ -87,6 +89,7 @@ def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:
         runs=[runs[at] for at in files],
         tracks={video: run.length for (_, video), run in zip(heard, runs, strict=True) if video is not None},
         clips=[clips[at] for at in files],
+        track_clips=[clip for clip, (_, video) in zip(clips, heard, strict=True) if video is not None],
         num_bytes=sum([stored_bytes(*found[at]) for at in files]),
         notes=(TRUNCATED,) if is_cut else (),
     )

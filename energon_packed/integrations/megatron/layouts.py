@@ -1,6 +1,7 @@
 """A PackedBatch to the dictionary of a Megatron training step: megatron_batch.
 
     bridge        Megatron-Bridge's packed steps (`gpt_step`, `vlm_step`): labels already shifted, THD metadata
+    bridge-audio  Megatron-Bridge's `audio_lm_step` of Qwen2-Audio, which packs: a row of padded tokens for each sample
     megatron-lm   Megatron-LM's examples/multimodal/train.py: labels longer by 1 than tokens, shifted by the step
     megatron-gpt  Megatron-LM's pretrain_gpt.py with --sft: text only, labels already shifted, with the loss mask
 
@@ -13,15 +14,17 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.errors import ConfigError
 from energon_packed.loading.collation.batch import PackedBatch
 
-Layout = Literal["bridge", "megatron-lm", "megatron-gpt"]
+Layout = Literal["bridge", "bridge-audio", "megatron-lm", "megatron-gpt"]
 """Name of a layout of `megatron_batch`, by the training step that reads it."""
-LAYOUTS: tuple[Layout, ...] = ("bridge", "megatron-lm", "megatron-gpt")
+LAYOUTS: tuple[Layout, ...] = ("bridge", "bridge-audio", "megatron-lm", "megatron-gpt")
 """All layouts of `megatron_batch`."""
+_AUDIO_LAYOUT: Layout = "bridge-audio"
 _ABOVE_ROUNDING = 1 + 2**-18  # larger than the rounding error of a float32 sum, smaller than one target in 2**18
 
 
@@ -51,6 +54,23 @@ class VisualInputs:
         return {name: value for name, value in self.__dict__.items() if value is not None}
 
 
+@dataclass(slots=False)
+class AudioInputs:
+    """Inputs that Megatron-Bridge moves to the device and passes to the audio encoder of Qwen2-Audio.
+
+    Attributes:
+        input_features: (files, 128, 3000), float32 or the collator's `pixel_dtype`.
+        feature_attention_mask: int64 (files, 3000), 1 for the frames of a file.
+    """
+
+    input_features: torch.Tensor
+    feature_attention_mask: torch.Tensor
+
+    def normalized_for_model(self) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model."""
+        return dict(self.__dict__)
+
+
 def check_layout(layout: str) -> None:
     """Check the name of a layout.
 
@@ -78,14 +98,17 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
 
     Args:
         batch: one row.
-        layout: `bridge`, `megatron-lm` or `megatron-gpt`.
-        with_pixels: False for the middle stages of a pipeline, which have no vision tower (`bridge`).
+        layout: `bridge`, `bridge-audio`, `megatron-lm` or `megatron-gpt`.
+        with_pixels: False for the middle stages of a pipeline, which have no vision tower or audio encoder (`bridge`,
+            `bridge-audio`).
 
     Returns:
         `bridge`: tokens and input_ids, labels, loss_mask, position_ids, cu_seqlens_q/kv, cu_seqlens_q_padded/kv_padded
         if they differ, max_seqlen_q/kv int32 (), total_tokens (int), padding_mask if the collator pads,
         visual_inputs or None; for releases before 0.6, cu_seqlens with padding, max_seqlen, cu_seqlens_unpadded if
         they differ, and the number of boundaries in cu_seqlens_argmin and cu_seqlens_unpadded_argmin, int64 ().
+        `bridge-audio`: tokens and input_ids, labels, loss_mask, position_ids and attention_mask (S, longest sample),
+        padded at their ends, without the padding of the row, which the step adds; audio_inputs or None.
         `megatron-lm`: tokens (1, T), labels (1, T + 1) unshifted, imgs (patches, patch_dim), num_tiles int32
         (images,) patches of each image, cu_lengths int32 (1, S + 1), max_lengths int32 (1, 1); for a row without
         images, imgs and num_tiles are zeros of shape (1, 1), as in that example.
@@ -93,9 +116,9 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
         max_seqlen int32 (1,).
 
     Raises:
-        ConfigError: the layout is unknown, or does not support the row. All refuse audio,
-            `megatron-lm` padding between samples, loss weights and video files, `megatron-gpt` and `bridge` before its
-            release 0.6 images and video files.
+        ConfigError: the layout is unknown, or does not support the row. All but `bridge-audio` refuse audio,
+            `bridge-audio` images and M-RoPE positions, `megatron-lm` padding between samples, loss weights and video
+            files, `megatron-gpt` and `bridge` before its release 0.6 images and video files.
     """
     check_layout(layout)
     if batch.vision_inputs:
@@ -103,8 +126,13 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
             f"layout {layout!r} supports only pixel_values of patches and image_grid_thw, got "
             f"{', '.join(batch.vision_inputs)} of this vision family. Use `transformers_inputs()`."
         )
+    if layout == _AUDIO_LAYOUT:
+        return _bridge_audio(batch, with_features=with_pixels)
     if batch.audio_inputs:
-        raise ConfigError(f"layout {layout!r} has no place for audio. Use `transformers_inputs()`.")
+        raise ConfigError(
+            f"layout {layout!r} has no place for audio. Use layout {_AUDIO_LAYOUT!r} for Qwen2-Audio, or "
+            "`transformers_inputs()`."
+        )
     if layout == "megatron-lm":
         return _megatron_lm(batch)
     if layout == "megatron-gpt":
@@ -134,6 +162,38 @@ def _bridge(batch: PackedBatch, *, with_pixels: bool) -> dict[str, Any]:
             "pass the sample boundaries to the model. Update Megatron-Bridge."
         )
     return inputs
+
+
+def _bridge_audio(batch: PackedBatch, *, with_features: bool) -> dict[str, Any]:
+    features = batch.audio_inputs or {}
+    names = {field.name for field in fields(AudioInputs)}
+    if batch.position_ids.ndim == 3 or batch.image_token_id is not None or (features and set(features) != names):
+        raise ConfigError(
+            f"layout {_AUDIO_LAYOUT!r} is for Qwen2-Audio, the model of Megatron-Bridge's audio_lm_step, got samples "
+            "of another model. Use `transformers_inputs()`."
+        )
+    inputs = batch.megatron_inputs()
+    starts = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
+    places = list(zip(starts.tolist(), batch.cu_seqlens.diff().tolist(), strict=False))[: batch.num_samples]
+    end = int(starts[batch.num_samples])
+    # Of the padding at the end of the row, a dummy alone is needed.
+    if batch.audio_token_id in (tail := batch.input_ids[0, end:].tolist()):
+        places.append((end, len(tail) - tail[::-1].index(batch.audio_token_id)))
+
+    def rows(values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        parts = [values[0, start : start + length] for start, length in places]
+        return pad_sequence(parts, batch_first=True, padding_value=fill)
+
+    tokens = rows(inputs["tokens"])
+    return {
+        "tokens": tokens,
+        "input_ids": tokens,
+        "labels": rows(inputs["labels"], IGNORE_INDEX),
+        "loss_mask": rows(_countable(inputs["loss_mask"])),
+        "position_ids": rows(inputs["position_ids"]),
+        "attention_mask": rows(torch.ones_like(inputs["tokens"])),  # without it, the step omits the pad token's id
+        "audio_inputs": AudioInputs(**features) if features and with_features else None,
+    }
 
 
 def _megatron_lm(batch: PackedBatch) -> dict[str, Any]:

@@ -55,16 +55,16 @@ def train_valid_test_dataloaders_provider(
         provider = train_valid_test_dataloaders_provider("out", encoder, micro_batch_size=2, num_workers=4)
         pretrain(config, provider, ModelType.encoder_or_decoder, forward_step)
 
-    Ranks come from `megatron.core.parallel_state`. In `bridge` layout every rank loads: processes of the same
-    data-parallel rank read the same rows, and middle pipeline stages get everything except pixels. In `megatron-lm`
-    layout the first tensor-parallel rank of the first and last stage loads, in `megatron-gpt` layout the first
-    tensor-parallel rank of every stage, and the step broadcasts. `valid` and `test` are None if the dataset does not
-    have the split.
+    Ranks come from `megatron.core.parallel_state`. In layouts `bridge` and `bridge-audio` every rank loads: processes
+    of the same data-parallel rank read the same rows, and middle pipeline stages get everything except pixels and
+    features of audio. In `megatron-lm` layout the first tensor-parallel rank of the first and last stage loads, in
+    `megatron-gpt` layout the first tensor-parallel rank of every stage, and the step broadcasts. `valid` and `test`
+    are None if the dataset does not have the split.
 
     Args:
         path: a packed dataset, or a Metadataset YAML.
         encoder: the Processor that the dataset was packed with; None as in `get_packed_loader`.
-        layout: `bridge`, `megatron-lm` or `megatron-gpt`.
+        layout: `bridge`, `bridge-audio`, `megatron-lm` or `megatron-gpt`.
         restore: source of the loader state of a restarted run. `auto`: under Megatron-LM, the file in
             `--dataloader-save` of the iteration that `--load` restored; Megatron-Bridge restores the state
             itself. A path: a checkpoint folder (its last complete iteration is used), an iteration folder or a file.

@@ -60,7 +60,7 @@ class MegatronRanks:
         """Return whether the step of this layout reads the iterator on this rank; False if it receives a broadcast."""
         if layout == "megatron-lm":
             return self.is_first_tensor_rank and not self.is_middle_stage
-        return layout == "bridge" or self.is_first_tensor_rank
+        return layout in ("bridge", "bridge-audio") or self.is_first_tensor_rank
 
 
 def megatron_lm_args() -> Any:
@@ -123,6 +123,11 @@ def check_parallelism(ranks: MegatronRanks, layout: Layout, collator: Collator |
                 f"and {stages} pipeline stages needs Megatron-LM core_v0.18 or later, got {megatron_version()}, whose "
                 "pretrain_gpt.py does not pass the sample boundaries to all ranks. Update Megatron-LM."
             )
+    if layout == "bridge-audio" and size > 1:
+        raise ConfigError(
+            f"layout 'bridge-audio' does not support context parallelism, got {size} ranks: the Qwen2-Audio of "
+            "Megatron-Bridge does not divide a row among them. Disable context parallelism."
+        )
     if layout == "bridge" and ranks.is_middle_stage and (version := early_bridge()):
         raise ConfigError(
             f"layout 'bridge' with more than 2 pipeline stages needs Megatron-Bridge 0.6 or later, got {version}, "

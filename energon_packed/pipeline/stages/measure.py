@@ -232,8 +232,8 @@ class Measurer:
     Attributes:
         reader: reads the input.
         encoder: loads the encoder in each process.
-        check_media: images to decode, as in `check_pixels`; `full` also compares the selected frames of video files
-            with all frames.
+        check_media: images to decode, as in `check_pixels`; `full` also decodes audio files and the tracks that are
+            used, and compares the selected frames of video files with all frames.
         check_frames: decode the selected frames of videos, and estimate their bytes as images.
         keep_groups: store the tokens of chunks with groups, as their flavor does.
     """
@@ -315,6 +315,8 @@ class Measurer:
             for video, frames in zip(conversation.videos, measurement.frames, strict=True):
                 if video.file is not None and self.check_media == "full":
                     check_video(video.file, frames)
+                    if measurement.track_clips:
+                        check_audio(video.file)
                 if video.file is not None and self.check_frames:
                     extracted += _extracted_bytes(video.file, frames) - video.file.num_bytes()
                 elif video.file is not None and measurement.media_bytes > MOST_BYTES:
@@ -495,7 +497,9 @@ def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
         "num_videos": [0 if c is None else len(c.videos) for c in conversations],
         "num_frames": [sum([len(frames.indices) for frames in result.frames]) for result in results],
         "num_audios": [0 if c is None else len(c.audios) for c in conversations],
-        "audio_ms": [round(sum([1000 * clip.seconds for clip in result.clips])) for result in results],
+        "audio_ms": [
+            round(sum([1000 * clip.seconds for clip in (*result.clips, *result.track_clips)])) for result in results
+        ],
         "extracted_bytes": [result.extracted_bytes for result in results],
         "num_decoded": [result.decoded for result in results],
         "kind": [0 if c is None else KINDS.index(c.kind) for c in conversations],

@@ -186,7 +186,8 @@ def test_megatron_lm_layout(pack_demo: Packer, encoder: ChatEncoder) -> None:
     weighted = PaddingFreeCollator(loss_weighting="sample").collate(random_samples(np.random.default_rng(0)))
     with pytest.raises(ConfigError, match="does not support loss weights"):
         megatron_batch(weighted, "megatron-lm")
-    with pytest.raises(ConfigError, match="`layout` must be one of bridge, megatron-lm, megatron-gpt, got 'thd'"):
+    message = "`layout` must be one of bridge, bridge-audio, megatron-lm, megatron-gpt, got 'thd'"
+    with pytest.raises(ConfigError, match=message):
         megatron_batch(text, "thd")  # type: ignore[arg-type]
 
 

@@ -218,7 +218,14 @@ def test_early_releases_of_bridge_are_refused_with_middle_stages(monkeypatch: py
         check_parallelism(place(stage="middle"), "bridge", None)
 
 
+def test_context_parallelism_is_refused_for_audio() -> None:
+    check_parallelism(place(), "bridge-audio", None)
+    with pytest.raises(ConfigError, match="'bridge-audio' does not support context parallelism, got 2 ranks"):
+        check_parallelism(place(2), "bridge-audio", None)
+
+
 def test_which_stages_load() -> None:
     assert place(stage="middle").loads("bridge")
+    assert place(stage="middle").loads("bridge-audio")
     assert place(stage="middle").loads("megatron-gpt")  # every stage reads the boundaries with --sft
     assert not place(stage="middle").loads("megatron-lm")
