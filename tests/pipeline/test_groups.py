@@ -29,6 +29,7 @@ from energon_packed import (
     Message,
     PackedDataset,
     PackedIterableDataset,
+    PackOptions,
     PackResult,
     PaddingFreeCollator,
     Reason,
@@ -40,7 +41,7 @@ from energon_packed import (
     pack,
     plan_in_memory,
 )
-from tests.internals import PackedFolder, TarShardWriter, cli, codec_for, plan_stage, scan_tar, verify
+from tests.internals import PackedFolder, TarShardWriter, cli, codec_for, dry_run, plan_stage, scan_tar, verify
 
 Records = list[dict[str, Any]]
 WORDS = ["pack", "row", "token", "image", "model", "loss", "gradient", "worker", "shard", "record"]
@@ -444,6 +445,37 @@ def test_a_rejected_record_rejects_its_group_with_its_reason(grouped: Callable[.
     assert {name: line["reason"] for name, line in lines.items()} == dict.fromkeys(("k3", "k4", "k5"), "bad_role")
     assert lines["k5"]["detail"] == "its group has a record that is rejected, row 4 of the file"
     assert result.manifest.rejects == {"bad_role": 3}
+
+
+def test_packs_are_packed_again_with_their_groups(
+    grouped: Callable[..., PackResult], tmp_path: Path, text_tokenizer_dir: Path
+) -> None:
+    first = grouped(mixed(), group_field="pair")
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "seq_len": 1024, "workers": 1}
+    again = pack(first.shards, output_dir=tmp_path / "again", **options)
+    assert (again.manifest.sample_class, again.manifest.groups) == ("PackedTokensSample", first.manifest.groups)
+    assert again.manifest.packed == first.manifest.packed
+    assert again.manifest.packs < first.manifest.packs
+
+    def pairs(result: PackResult) -> set[tuple[Any, ...]]:
+        found = defaultdict(list)
+        for key, samples in stored(result):
+            for own in samples:
+                found[key, own.conversation.group].append((own.conversation.id, own.conversation.role))
+        return {tuple(own) for own in found.values() if len(own) > 1 and own[0][1]}
+
+    assert pairs(again) == pairs(first)
+
+
+def test_a_dry_run_plans_groups(grouped: Callable[..., PackResult], tmp_path: Path, text_tokenizer_dir: Path) -> None:
+    result = grouped(mixed(), group_field="pair")
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "seq_len": 256, "workers": 1, "adapter": ADAPTER}
+    made = PackOptions(
+        inputs=[str(tmp_path / "out.jsonl")], output_dir=tmp_path / "dry", group_field="pair", **options
+    )
+    planned = dry_run(made)
+    assert (planned.packs, planned.tokens) == (result.manifest.packs, result.manifest.tokens)
+    assert [role for role, _ in planned.example] == ["user", "assistant"]
 
 
 def test_a_field_without_the_option_is_unused(grouped: Callable[..., PackResult]) -> None:
