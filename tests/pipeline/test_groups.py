@@ -467,6 +467,20 @@ def test_packs_are_packed_again_with_their_groups(
     assert pairs(again) == pairs(first)
 
 
+def test_split_documents_are_no_groups(grouped: Callable[..., PackResult]) -> None:
+    rng = random.Random(0)
+    documents = [{"id": f"d{row}", "text": " ".join(rng.choices(WORDS, k=150 + row))} for row in range(6)]
+    result = grouped([*mixed(30), *documents], group_field="pair", overlong="split", max_reject_rate=0)
+    rows = defaultdict(set)
+    for key, samples in stored(result):
+        for own in samples:
+            rows[own.conversation.id.split("#")[0]].add(key)
+    assert all(len(rows[document["id"]]) > 1 for document in documents)
+    assert all(len(rows[record["id"]]) == 1 for record in mixed(30))
+    assert result.manifest.groups == 20
+    assert not any(check.passed is False for check in verify(PackedFolder.open(result.shards), None))
+
+
 def test_a_dry_run_plans_groups(grouped: Callable[..., PackResult], tmp_path: Path, text_tokenizer_dir: Path) -> None:
     result = grouped(mixed(), group_field="pair")
     options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "seq_len": 256, "workers": 1, "adapter": ADAPTER}
