@@ -41,7 +41,17 @@ from energon_packed import (
     pack,
     plan_in_memory,
 )
-from tests.internals import PackedFolder, TarShardWriter, cli, codec_for, dry_run, plan_stage, scan_tar, verify
+from tests.internals import (
+    PackedFolder,
+    TarShardWriter,
+    cli,
+    codec_for,
+    dry_run,
+    measure_stage,
+    plan_stage,
+    scan_tar,
+    verify,
+)
 
 Records = list[dict[str, Any]]
 WORDS = ["pack", "row", "token", "image", "model", "loss", "gradient", "worker", "shard", "record"]
@@ -267,6 +277,20 @@ def test_groups_after_plain_records_are_stored_as_tokens(
     assert not list((tmp_path / "plain").rglob("*.tokens"))
 
 
+def test_records_of_groups_are_tokenized_once(
+    grouped: Callable[..., PackResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, measure = [], measure_stage.Measurer._measure
+
+    def noted(self: Any, encoder: Any, records: Any, *, keep_tokens: bool) -> None:
+        kept.append(keep_tokens)
+        measure(self, encoder, records, keep_tokens=keep_tokens)
+
+    monkeypatch.setattr(measure_stage.Measurer, "_measure", noted)
+    grouped([several(random.Random(row), f"m{row}") for row in range(5)])
+    assert kept == [True]
+
+
 def test_members_are_encoded_as_records_of_their_own(
     grouped: Callable[..., PackResult], text_tokenizer_dir: Path
 ) -> None:
@@ -434,6 +458,8 @@ def test_groups_that_cannot_be_packed(
         result = grouped([*records, filler], overlong, group_field="pair", overlong=overlong, **options)
         (line,) = result.rejects.read_text().splitlines()
         assert message in json.loads(line)["detail"], line
+        is_long = message.startswith(("more than seq_len", "its group has"))
+        assert (json.loads(line)["reason"] == "overlong_group") == is_long
 
 
 def test_a_rejected_record_rejects_its_group_with_its_reason(grouped: Callable[..., PackResult]) -> None:
