@@ -256,9 +256,8 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     )
     with clock.stage("measure"), _watched(inputs, output, keys):
         table = measure.run()
-        if (
-            options.sample_class == AUTO and table.has_groups
-        ):  # their tokens are stored; those of some chunks are known
+        # Groups are stored as tokens, which are known for some of the chunks.
+        if options.sample_class == AUTO and table.has_groups:
             measure = replace(measure, keep_tokens=True, counters=dict.fromkeys(COUNTERS, 0))
             table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)

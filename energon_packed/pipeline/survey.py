@@ -390,6 +390,7 @@ def _example(table: RecordTable, status: npt.NDArray[np.int8], reader: RecordRea
         return ()
     refs = table.refs(rows)
     conversation = reader.read(int(refs.source[0]), int(refs.address[0]), int(refs.size[0]))
+    conversation = next(iter(conversation.members), conversation)
     if conversation.input_ids is not None:
         return (("tokens", f"{len(conversation.input_ids):,} input_ids"),)
     if conversation.text is not None:

@@ -12,6 +12,7 @@ A text part overrides a caption in the json. Other parts become unused fields, s
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -266,9 +267,16 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
         images = references(video.images)
         return VideoReference(file=file, frames=video.frames, images=images, images_before=video.images_before)
 
+    in_group = Counter([sample.conversation.group for sample in samples])
+
+    def key_of(own: str | None) -> str | None:
+        """Key that no other pack has; a sample alone in its group needs none."""
+        return None if own is None or in_group[own] == 1 else f"{group.key}/{own}"
+
     return [
         replace(
             sample.conversation,
+            group=key_of(sample.conversation.group),
             images=references(sample.images),
             videos=tuple([reference(video) for video in sample.videos]),
             audios=tuple(

@@ -29,6 +29,7 @@ from energon_packed import (
     Message,
     PackedDataset,
     PackedIterableDataset,
+    PackOptions,
     PackResult,
     PaddingFreeCollator,
     Reason,
@@ -40,7 +41,17 @@ from energon_packed import (
     pack,
     plan_in_memory,
 )
-from tests.internals import PackedFolder, TarShardWriter, cli, codec_for, plan_stage, scan_tar, verify
+from tests.internals import (
+    PackedFolder,
+    TarShardWriter,
+    cli,
+    codec_for,
+    dry_run,
+    measure_stage,
+    plan_stage,
+    scan_tar,
+    verify,
+)
 
 Records = list[dict[str, Any]]
 WORDS = ["pack", "row", "token", "image", "model", "loss", "gradient", "worker", "shard", "record"]
@@ -266,6 +277,20 @@ def test_groups_after_plain_records_are_stored_as_tokens(
     assert not list((tmp_path / "plain").rglob("*.tokens"))
 
 
+def test_records_of_groups_are_tokenized_once(
+    grouped: Callable[..., PackResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, measure = [], measure_stage.Measurer._measure
+
+    def noted(self: Any, encoder: Any, records: Any, *, keep_tokens: bool) -> None:
+        kept.append(keep_tokens)
+        measure(self, encoder, records, keep_tokens=keep_tokens)
+
+    monkeypatch.setattr(measure_stage.Measurer, "_measure", noted)
+    grouped([several(random.Random(row), f"m{row}") for row in range(5)])
+    assert kept == [True]
+
+
 def test_members_are_encoded_as_records_of_their_own(
     grouped: Callable[..., PackResult], text_tokenizer_dir: Path
 ) -> None:
@@ -433,6 +458,8 @@ def test_groups_that_cannot_be_packed(
         result = grouped([*records, filler], overlong, group_field="pair", overlong=overlong, **options)
         (line,) = result.rejects.read_text().splitlines()
         assert message in json.loads(line)["detail"], line
+        is_long = message.startswith(("more than seq_len", "its group has"))
+        assert (json.loads(line)["reason"] == "overlong_group") == is_long
 
 
 def test_a_rejected_record_rejects_its_group_with_its_reason(grouped: Callable[..., PackResult]) -> None:
@@ -444,6 +471,51 @@ def test_a_rejected_record_rejects_its_group_with_its_reason(grouped: Callable[.
     assert {name: line["reason"] for name, line in lines.items()} == dict.fromkeys(("k3", "k4", "k5"), "bad_role")
     assert lines["k5"]["detail"] == "its group has a record that is rejected, row 4 of the file"
     assert result.manifest.rejects == {"bad_role": 3}
+
+
+def test_packs_are_packed_again_with_their_groups(
+    grouped: Callable[..., PackResult], tmp_path: Path, text_tokenizer_dir: Path
+) -> None:
+    first = grouped(mixed(), group_field="pair")
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "seq_len": 1024, "workers": 1}
+    again = pack(first.shards, output_dir=tmp_path / "again", **options)
+    assert (again.manifest.sample_class, again.manifest.groups) == ("PackedTokensSample", first.manifest.groups)
+    assert again.manifest.packed == first.manifest.packed
+    assert again.manifest.packs < first.manifest.packs
+
+    def pairs(result: PackResult) -> set[tuple[Any, ...]]:
+        found = defaultdict(list)
+        for key, samples in stored(result):
+            for own in samples:
+                found[key, own.conversation.group].append((own.conversation.id, own.conversation.role))
+        return {tuple(own) for own in found.values() if len(own) > 1 and own[0][1]}
+
+    assert pairs(again) == pairs(first)
+
+
+def test_split_documents_are_no_groups(grouped: Callable[..., PackResult]) -> None:
+    rng = random.Random(0)
+    documents = [{"id": f"d{row}", "text": " ".join(rng.choices(WORDS, k=150 + row))} for row in range(6)]
+    result = grouped([*mixed(30), *documents], group_field="pair", overlong="split", max_reject_rate=0)
+    rows = defaultdict(set)
+    for key, samples in stored(result):
+        for own in samples:
+            rows[own.conversation.id.split("#")[0]].add(key)
+    assert all(len(rows[document["id"]]) > 1 for document in documents)
+    assert all(len(rows[record["id"]]) == 1 for record in mixed(30))
+    assert result.manifest.groups == 20
+    assert not any(check.passed is False for check in verify(PackedFolder.open(result.shards), None))
+
+
+def test_a_dry_run_plans_groups(grouped: Callable[..., PackResult], tmp_path: Path, text_tokenizer_dir: Path) -> None:
+    result = grouped(mixed(), group_field="pair")
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "seq_len": 256, "workers": 1, "adapter": ADAPTER}
+    made = PackOptions(
+        inputs=[str(tmp_path / "out.jsonl")], output_dir=tmp_path / "dry", group_field="pair", **options
+    )
+    planned = dry_run(made)
+    assert (planned.packs, planned.tokens) == (result.manifest.packs, result.manifest.tokens)
+    assert [role for role, _ in planned.example] == ["user", "assistant"]
 
 
 def test_a_field_without_the_option_is_unused(grouped: Callable[..., PackResult]) -> None:

@@ -358,11 +358,10 @@ def plan_rejects(
     )
     if max_images is not None:
         status[(status == 0) & (table.num_images > max_images)] = OVERLONG
-    is_overlong = (table.status == 0) & (table.length > options.usable_len)
     if table.has_groups:
         check_complete(table, reader)
         reject_groups(table, options, status, details, max_images)
-        is_overlong &= (table.members == 0) & (table.group == 0)
+    is_overlong = (status == 0) & (table.length > options.usable_len)  # no group: these are rejected by now
     entries = replace(table, status=status, supervised=supervised, weight_checksum=checksums)
     fragments = [table.samples[status[table.samples["record"]] == 0]]
     if options.overlong == "split":
