@@ -96,9 +96,6 @@ GROUPS: dict[str, tuple[dict[str, Any], list[tuple[str | None, Any, Any]], list[
          "chosen": {"from": "gpt", "value": "Hello."}, "rejected": {"from": "gpt", "value": "Bye."}},
         [("chosen", None, [("user", "<image>Hi"), GOOD]), ("rejected", None, [("user", "<image>Hi"), BAD])], [],
     ),
-    "LLaMA-Factory, two outputs": (
-        {"instruction": "Hi", "input": "", "output": ["Hello.", "Bye."]}, PAIRED, [],
-    ),
     "LLaMA-Factory 1.0": ({"chosen_messages": [HI, HELLO], "rejected_messages": [HI, BYE]}, PAIRED, []),
     "ms-swift, rejected_response": ({"messages": [HI, HELLO], "rejected_response": "Bye."}, PAIRED, []),
     "ms-swift, query": ({"query": "Hi", "response": "Hello.", "rejected_response": "Bye."}, PAIRED, []),
