@@ -386,7 +386,7 @@ class Comparison(GroupFormat):
         value = record[fields.choice]
         if fields.values is None:
             number = read_number(value, fields.choice, float)
-            is_first = None if number == 0 else number < 0
+            is_first = number < 0 if number else None
         else:
             is_first = fields.values.index(value) == 0 if value in fields.values else None
         if is_first is None:
