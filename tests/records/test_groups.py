@@ -3,6 +3,7 @@
 The pairs are compared with TRL: its functions that find the prompt, and the tokens of its DPOTrainer.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,6 @@ GROUPS: dict[str, tuple[dict[str, Any], list[tuple[str | None, Any, Any]], list[
         {"conversations": [{"from": "human", "value": "<image>Hi"}], "images": ["a.png"],
          "chosen": {"from": "gpt", "value": "Hello."}, "rejected": {"from": "gpt", "value": "Bye."}},
         [("chosen", None, [("user", "<image>Hi"), GOOD]), ("rejected", None, [("user", "<image>Hi"), BAD])], [],
-    ),
-    "LLaMA-Factory, two outputs": (
-        {"instruction": "Hi", "input": "", "output": ["Hello.", "Bye."]}, PAIRED, [],
     ),
     "LLaMA-Factory 1.0": ({"chosen_messages": [HI, HELLO], "rejected_messages": [HI, BYE]}, PAIRED, []),
     "ms-swift, rejected_response": ({"messages": [HI, HELLO], "rejected_response": "Bye."}, PAIRED, []),
@@ -306,6 +304,19 @@ def test_the_weight_of_a_record_is_that_of_its_members() -> None:
         normalize(record)
 
 
+def test_fields_of_a_group_and_of_its_turns_are_counted_or_cost_the_record() -> None:
+    turns = [HI, {**HELLO, "mood": "good"}]
+    assert normalize({"messages": turns, "rejected_response": "Bye.", "url": "u"}).unused_fields == ("mood", "url")
+    with pytest.raises(RecordError, match="image_id 5 refers to an image, but the record contains none"):
+        normalize({"prompt": "Hi", "chosen": "Hello.", "rejected": "Bye.", "image_id": 5})
+
+
+def test_a_record_with_an_answer_is_not_a_group_of_texts() -> None:
+    for more in ({"positive": "p"}, {"documents": ["d"], "labels": [1]}, {"passage": "p", "label": 1}):
+        found = normalize({"query": "Hi", "response": "Hello.", **more})
+        assert (found.members, content(found)) == ((), [U, GOOD])
+
+
 REJECTED: list[tuple[Any, str]] = [
     ({"prompt": "Hi", "chosen": "Hello.", "rejected": ""}, "empty: rejected is empty"),
     ({"prompt": "Hi", "chosen": "Hello.", "rejected": " "}, r"empty: member 1 \(rejected\): an answer is empty"),
@@ -329,6 +340,7 @@ REJECTED: list[tuple[Any, str]] = [
     ({"prompt": "Hi", "completions": ["a"], "scores": [1]}, "completions has 1 answer; a group has 2 or more"),
     ({"prompt": "Hi", "answers": [{"answer": "a", "rank": 1}, 5]}, "an entry of answers is 5"),
     ({"prompt": "Hi", "response_1": "a", "response_2": "b", "preference_strength": 0}, "0: neither answer is chosen"),
+    ({"prompt": "Hi", "response_1": "a", "response_2": "b", "preference_strength": [None]}, "neither answer"),
     ({"winner": "tie", "conversation_a": [HI, BYE], "conversation_b": [HI, HELLO]}, "'tie': neither answer is chosen"),
     ({"messages": [HI, HELLO], "kto_tag": "true"}, "kto_tag must be true or false, not 'true'"),
     ({"query": "q", "pos": ["p"], "pos_scores": [1, 2]}, "pos_scores has 2 entries for 1 texts"),
@@ -357,6 +369,7 @@ def test_a_wrong_group_is_rejected_in_one_line(record: Any, detail: str | None) 
     assert "\n" not in str(caught.value)
 
 
+EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "400")), 5000)
 BROKEN = st.sampled_from(
     (
         None,
@@ -383,7 +396,7 @@ BROKEN = st.sampled_from(
 
 
 @given(st.data())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 def test_any_value_in_a_group_is_read_or_rejected(data: st.DataObject) -> None:
     record = dict(data.draw(st.sampled_from([record for record, _, _ in GROUPS.values()])))
     for name in data.draw(st.lists(st.sampled_from(sorted(record)), max_size=2)):

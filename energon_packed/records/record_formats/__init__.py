@@ -125,6 +125,8 @@ RECORD_FORMATS: list[RecordFormat] = [
     Members(),
 ]
 
+_MARKS = frozenset(name for record_format in RECORD_FORMATS for name in record_format.marks or ())
+
 
 def register_record_format(record_format: type[RecordFormat]) -> type[RecordFormat]:
     """Class decorator that registers a custom record format; it is tried before the built-in formats."""
@@ -138,8 +140,9 @@ def find_record_format(record: Record) -> RecordFormat:
     Raises:
         RecordError: `missing_field` if no format matches.
     """
+    has_marks = not _MARKS.isdisjoint(record)  # one test for all formats of groups: almost no record is a group
     for record_format in RECORD_FORMATS:
-        if record_format.matches(record):
+        if (has_marks or record_format.marks is None) and record_format.matches(record):
             return record_format
     names = key_names(record)
     raise missing_field(

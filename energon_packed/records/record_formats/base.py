@@ -63,6 +63,7 @@ class RecordFormat(ABC):
         has_roles: the record names the role of each turn, so that an empty user turn is meant.
         reads_images: the format reads `images` and `image` itself.
         reads_system: the format reads `system` itself.
+        marks: a record without any of these fields does not match, and `matches` is not called; None: no such fields.
 
     Examples:
         >>> class Dialog(RecordFormat):
@@ -83,6 +84,7 @@ class RecordFormat(ABC):
     has_roles: ClassVar[bool] = False
     reads_images: ClassVar[bool] = False
     reads_system: ClassVar[bool] = False
+    marks: ClassVar[frozenset[str] | None] = None
 
     def matches(self, record: Record) -> bool:
         """Whether the record has this format: by default, whether `key` has a value."""
@@ -105,9 +107,11 @@ class GroupFormat(RecordFormat):
     """Base class of the formats of groups: implement `expand`, whose members are read like other records.
 
     Attributes:
+        marks: the fields of which a record in the format has at least one.
         shares: each member has the media, system prompt, tools and settings of the record; if false, `expand` decides.
     """
 
+    marks: ClassVar[frozenset[str]]
     shares: ClassVar[bool] = True
 
     @abstractmethod

@@ -9,8 +9,7 @@ Pair: the members `chosen` and `rejected`.
     HH-RLHF         {"chosen": "\\n\\nHuman: ...\\n\\nAssistant: ...", "rejected": "..."}
     Orca DPO        {"system", "question", "chosen", "rejected"}; RLAIF-V also {"image"}
     LLaMA-Factory   {"instruction", "input", "chosen", "rejected"},
-                    {"conversations", "chosen": turn, "rejected": turn},
-                    {"instruction", "input", "output": ["chosen", "rejected"]}
+                    {"conversations", "chosen": turn, "rejected": turn}
     ms-swift        {"messages", "rejected_response": "..." or [turns]}, {"messages", "rejected_messages"}, and
                     `rejected_images`, `rejected_videos`, `rejected_audios`, `rejected_tools`
 
@@ -104,6 +103,7 @@ class Pair(GroupFormat):
     """A chosen and a rejected answer."""
 
     key = "chosen"
+    marks = _PAIR_MARKS
     fields: ClassVar[frozenset[str]] = (
         COMMON_FIELDS
         | _PAIR_MARKS
@@ -125,9 +125,7 @@ class Pair(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether a field of a pair has a value."""
-        if not _PAIR_MARKS.isdisjoint(record):
-            return any(is_given(record.get(name)) for name in _PAIR_MARKS)
-        return _is_two_outputs(record)
+        return any(is_given(record.get(name)) for name in _PAIR_MARKS)
 
     def expand(self, record: Record, media: Media) -> tuple[list[dict[str, Any]], set[str]]:
         """Make the members `chosen` and `rejected`."""
@@ -141,17 +139,6 @@ class Pair(GroupFormat):
             {**member, "role": side, "label": label}
             for member, side, label in zip(members, _SIDES, labels, strict=True)
         ], used
-
-
-def _is_two_outputs(record: Record) -> bool:
-    """Whether `output` is a list of two strings, as in older datasets of LLaMA-Factory."""
-    output = record.get("output")
-    return (
-        isinstance(output, list | tuple)
-        and len(output) == 2
-        and all(isinstance(text, str) for text in output)
-        and is_given(record.get("instruction"))
-    )
 
 
 def _pair_labels(record: Record, used: set[str]) -> tuple[float | None, float | None]:
@@ -198,9 +185,6 @@ def _sides(record: Record, used: set[str]) -> list[dict[str, Any]]:
     """Make the two members of a pair of strings or turns, without roles and labels."""
     chosen, rejected = (_answer(record, side, used) for side in _SIDES)
     prompt = _prompt(record, used)
-    if _is_two_outputs(record) and chosen is None and rejected is None:
-        used.add("output")
-        chosen, rejected = record["output"]
     of_rejected = {
         name: record[f"rejected_{name}"] for name in _OF_REJECTED if is_given(record.get(f"rejected_{name}"))
     }
@@ -378,13 +362,13 @@ _CHOICES = (
     _Choice("response1", "response2", "overall_preference", None, "context"),
     _Choice("conversation_a", "conversation_b", "winner", ("model_a", "model_b"), None),
 )
-_CHOICE_MARKS = frozenset(fields.choice for fields in _CHOICES)
 
 
 class Comparison(GroupFormat):
     """Two answers, and which of them is better."""
 
     key = "choice"
+    marks = frozenset(fields.choice for fields in _CHOICES)
     fields: ClassVar[frozenset[str]] = (
         COMMON_FIELDS
         | {"objects"}
@@ -393,7 +377,7 @@ class Comparison(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has the fields of one of the formats."""
-        return not _CHOICE_MARKS.isdisjoint(record) and _choice(record) is not None
+        return _choice(record) is not None
 
     def expand(self, record: Record, media: Media) -> tuple[list[dict[str, Any]], set[str]]:
         """Make the members `chosen` and `rejected`."""
@@ -402,7 +386,7 @@ class Comparison(GroupFormat):
         value = record[fields.choice]
         if fields.values is None:
             number = read_number(value, fields.choice, float)
-            is_first = None if number == 0 else number < 0
+            is_first = number < 0 if number else None
         else:
             is_first = fields.values.index(value) == 0 if value in fields.values else None
         if is_first is None:
@@ -435,7 +419,6 @@ _LISTS = ("completions", "generations", "responses", "answers", "candidates")
 _LIST_SCORES = ("scores", "ratings", "rewards", "rank", "ranks")
 _ENTRY_TEXTS = ("response", "answer", "completion", "content", "text")
 _ENTRY_SCORES = ("overall_score", "score", "rating", "reward", "rank")
-_LIST_MARKS = frozenset(_LISTS)
 _RANKS = ("rank", "ranks")
 
 
@@ -443,11 +426,12 @@ class Ranking(GroupFormat):
     """Several answers to a prompt, with a score each."""
 
     key = "completions"
+    marks = frozenset(_LISTS)
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | _PROMPT_FIELDS | {*_LISTS, *_LIST_SCORES, "objects"}
 
     def matches(self, record: Record) -> bool:
         """Whether the record has a prompt, a list of answers, and their scores."""
-        return not _LIST_MARKS.isdisjoint(record) and _answers_name(record) is not None
+        return _answers_name(record) is not None
 
     def expand(self, record: Record, media: Media) -> tuple[list[dict[str, Any]], set[str]]:
         """Make a member for each answer."""
@@ -522,6 +506,7 @@ class Members(GroupFormat):
     """A list of records in any record format, with `role` and `label`."""
 
     key = "members"
+    marks = frozenset(("members",))
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"members", "objects"}
 
     def matches(self, record: Record) -> bool:

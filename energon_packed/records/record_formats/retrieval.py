@@ -52,13 +52,13 @@ _NUMBERED = re.compile(r"negative_\d+")  # Sentence Transformers
 _MEDIA = ("images", "videos", "audios")
 _TARGETS = ("response", "answer", "completion", "output")
 _TEXT_FIELDS = ("text", "passage_text", "passage", "content", "document")
-_POSITIVE_MARKS = frozenset(_POSITIVES)
 
 
 class Embedding(GroupFormat):
     """A query, texts that match it, and texts that do not."""
 
     key = "positive"
+    marks = frozenset(_POSITIVES)
     shares = False
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {
         *(*_QUERIES, *_POSITIVES, *_NEGATIVES, "pos_scores", "neg_scores", "prompt", "label", "messages", "objects"),
@@ -67,8 +67,6 @@ class Embedding(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has a query and a positive text."""
-        if _POSITIVE_MARKS.isdisjoint(record):
-            return False
         names = _POSITIVES if not any(is_given(record.get(name)) for name in _TARGETS) else _POSITIVES[len(_WEAK) :]
         texts = any(
             isinstance(record.get(name), str | list | tuple | dict) and is_given(record.get(name)) for name in names
@@ -153,19 +151,19 @@ def _scores(record: Record, name: str, count: int, used: set[str]) -> list[float
 
 _DOCUMENTS = ("documents", "passages", "docs", "candidates")
 _LABELS = ("labels", "scores", "relevance", "label")
-_DOCUMENT_MARKS = frozenset(_DOCUMENTS)
 
 
 class Reranker(GroupFormat):
     """A query and documents, with a label each."""
 
     key = "documents"
+    marks = frozenset(_DOCUMENTS)
     shares = False
     fields: ClassVar[frozenset[str]] = COMMON_FIELDS | {"query", "question", *_DOCUMENTS, *_LABELS, "objects"}
 
     def matches(self, record: Record) -> bool:
         """Whether the record has a query, documents and their labels."""
-        if _DOCUMENT_MARKS.isdisjoint(record) or any(is_given(record.get(name)) for name in _TARGETS):
+        if any(is_given(record.get(name)) for name in _TARGETS):
             return False
         return any(is_given(record.get(name)) for name in ("query", "question")) and _labeled(record) is not None
 
@@ -212,13 +210,13 @@ _PAIRS = (
     ("query", "passage"),
 )
 _PAIR_LABELS = ("label", "score", "labels", "similarity_score", "relatedness_score", "similarity")
-_SECONDS = frozenset(second for _, second in _PAIRS)
 
 
 class SentencePair(GroupFormat):
     """Two texts with a label."""
 
     key = "sentence2"
+    marks = frozenset(second for _, second in _PAIRS)
     shares = False
     fields: ClassVar[frozenset[str]] = (
         COMMON_FIELDS | {*_PAIR_LABELS, "objects"} | {n for pair in _PAIRS for n in pair}
@@ -226,7 +224,7 @@ class SentencePair(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has two texts and a number."""
-        if _SECONDS.isdisjoint(record) or any(is_given(record.get(name)) for name in _TARGETS):
+        if any(is_given(record.get(name)) for name in _TARGETS):
             return False
         return self._pair(record) is not None and self._label(record) is not None
 
