@@ -583,9 +583,14 @@ class ChatEncoder(Processor):
         for index in self._joined_images(conversations, batch):
             detail = "two images without a token between them, which its model cannot separate; add text between them"
             rejects.setdefault(index, Reject(Reason.UNSUPPORTED_MEDIA, detail))
-        for index, reject in rejects.items():
-            roles = [message.role for message in conversations[index].messages]
-            if roles and reject.reason is Reason.NO_SUPERVISED_TOKENS and "assistant" not in roles:
+        for index, reject in list(rejects.items()):
+            if reject.reason is not Reason.NO_SUPERVISED_TOKENS:
+                continue
+            conversation = conversations[index]
+            roles = [message.role for message in conversation.messages]
+            if conversation.role is not None or conversation.label is not None:
+                del rejects[index]  # losses over samples, such as those of embeddings, need no target
+            elif roles and "assistant" not in roles:
                 rejects[index] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects
 

@@ -174,14 +174,16 @@ def test_kto_loss_is_that_of_trl(models: tuple[Any, Any], tokenizer: Any, tmp_pa
     assert_same(gradients(models[0], values.mean()), theirs)
 
 
-@pytest.mark.parametrize("center", [0.0, 0.01])
-def test_reward_loss_is_that_of_trl(tokenizer: Any, tmp_path: Path, center: float) -> None:
+@pytest.mark.parametrize(("center", "margins"), [(0.0, None), (0.01, None), (0.0, [0.5, 0.0, 1.0, 2.0])])
+def test_reward_loss_is_that_of_trl(tokenizer: Any, tmp_path: Path, center: float, margins: Any) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes["num_key_value_heads"] = 2
     config = Qwen2Config(vocab_size=2048, num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes)
     model = Qwen2ForSequenceClassification(config).double().eval()
     data = datasets.Dataset.from_dict({"prompt": PROMPTS, "chosen": CHOSEN, "rejected": REJECTED})
+    if margins:
+        data = data.add_column("margin", margins)
     args = RewardConfig(**arguments(tmp_path, center_rewards_coefficient=center or None))
     trainer = RewardTrainer(model, args, train_dataset=data, processing_class=tokenizer)
     inputs = trainer._prepare_inputs(trainer.data_collator(list(trainer.train_dataset)))
@@ -191,13 +193,14 @@ def test_reward_loss_is_that_of_trl(tokenizer: Any, tmp_path: Path, center: floa
     samples = []
     for index, item in enumerate(trainer.train_dataset):
         for role in ("rejected", "chosen"):
-            samples.append(sample([], item[f"{role}_ids"], group=str(index), role=role))
+            label = (margins[index] if role == "chosen" else 0.0,) if margins else None
+            samples.append(sample([], item[f"{role}_ids"], group=str(index), role=role, label=label))
     batch = row(samples, pad_multiple=4)
     arguments_of_model = batch.transformers_inputs()
     del arguments_of_model["labels"]
     states = model.model(**arguments_of_model).last_hidden_state
     scores = model.score(batch.last_tokens(states))[:, 0]
-    values = reward_loss(batch, scores, center=center)
+    values = reward_loss(batch, scores, center=center, margins=margins is not None)
     torch.testing.assert_close(values.mean(), expected, **EXACT)
     assert_same(gradients(model, values.mean()), theirs)
 

@@ -239,7 +239,7 @@ class PaddingFreeCollator(Collator):
                 input_ids[total - tail : total - tail + len(dummy)] = dummy.input_ids
         labels[bounds[: len(lengths)]] = IGNORE_INDEX  # no token of the same sample predicts the first token
         is_target = labels != IGNORE_INDEX
-        if not is_target.any():
+        if not is_target.any() and row.roles is None and row.sample_labels is None:
             names = ", ".join(map(str, row.ids))
             raise BatchError(f"No token of {names} is a target. Pack with another `loss_on`, or remove these samples.")
         loss_mask, loss_mask_scale = self._weights(is_target, bounds)

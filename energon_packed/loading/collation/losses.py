@@ -126,8 +126,10 @@ def kto_loss(
     return (weight * (1 - torch.sigmoid(beta * sign * (ratios - kl))))[~labels.isnan()]
 
 
-def reward_loss(batch: PackedBatch, scores: torch.Tensor, *, center: float = 0.0) -> torch.Tensor:
-    """Loss of a reward model of each pair of a row: -logsigmoid(score(chosen) - score(rejected)).
+def reward_loss(
+    batch: PackedBatch, scores: torch.Tensor, *, center: float = 0.0, margins: bool = False
+) -> torch.Tensor:
+    """Loss of a reward model of each pair of a row: -logsigmoid(score(chosen) - score(rejected) - margin).
 
     The model of R. Bradley and M. Terry, 1952, as in L. Ouyang et al., "Training language models to follow
     instructions", 2022, equation 1; a list of K ranked samples has all its pairs.
@@ -138,12 +140,19 @@ def reward_loss(batch: PackedBatch, scores: torch.Tensor, *, center: float = 0.0
             of tokens.
         center: factor of (score + score)**2, which keeps the mean of the scores near 0 (J. Eisenstein et al., "Helping
             or Herding?", 2023).
+        margins: the margin of a pair is the difference of its labels (H. Touvron et al., "Llama 2", 2023, equation 2);
+            by default, it is 0.
 
     Returns:
         (P,), one for each pair as `preference_pairs` lists them; empty without a pair.
     """
-    preferred, other = [scores[index.to(scores.device)] for index in preference_pairs(batch)]
-    return -torch.nn.functional.logsigmoid(preferred - other) + center * (preferred + other) ** 2
+    pairs = [index.to(scores.device) for index in preference_pairs(batch)]
+    preferred, other = [scores[index] for index in pairs]
+    difference = preferred - other
+    if margins and batch.sample_labels is not None:
+        labels = batch.sample_labels.to(scores.device)
+        difference = difference - (labels[pairs[0]] - labels[pairs[1]])
+    return -torch.nn.functional.logsigmoid(difference) + center * (preferred + other) ** 2
 
 
 def _reference(name: str, ref_logps: torch.Tensor | None) -> torch.Tensor:
