@@ -532,6 +532,17 @@ def test_values_of_a_conversation_with_images_stay_at_their_tokens(encoder: Chat
         assert np.array_equal(sample_of.columns["advantage"], np.where(found.labels != -100, by_weight, 0))
 
 
+def test_an_image_in_a_turn_with_a_value_has_none(encoder: ChatEncoder, demo: Any) -> None:
+    one = talk((None, 3), images=[image_of(demo)])
+    one["messages"][1]["content"] = "It is <image>, five."
+    found = encoder.encode(normalize(one, image_root=str(demo.jsonl.parent)))
+    assert found.columns is not None
+    is_image = found.input_ids == encoder.image_token_id
+    assert is_image.sum() > 1
+    assert not found.columns["advantage"][is_image].any()
+    assert (found.columns["advantage"] == np.where(found.labels != -100, 3, 0)).all()
+
+
 def test_columns_of_tokens_with_images_are_packed(
     options: dict[str, Any], encoder: ChatEncoder, demo: Any, tmp_path: Path
 ) -> None:
