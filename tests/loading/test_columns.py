@@ -406,6 +406,12 @@ def test_joined_rows_keep_their_columns(stored: Path) -> None:
         assert torch.equal(column, torch.cat([collate(dataset[0]).columns[name]] * 2, dim=1))
 
 
+def test_tokens_encoded_without_a_tokenizer_have_their_columns() -> None:
+    for one in (StoredTokens().encode(normalize(RECORDS[0])), StoredTokens().encode_many([normalize(RECORDS[0])])[0]):
+        assert isinstance(one, EncodedSample)
+        check({"a": dict(one.columns or {})}, {"a": EXPECTED["a"]})
+
+
 def test_features_have_columns() -> None:
     feature = {
         "input_ids": torch.tensor([0, 5, 6]), "attention_mask": [0, 1, 1], "token_type_ids": [0, 0, 0],
