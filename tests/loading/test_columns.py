@@ -406,6 +406,12 @@ def test_joined_rows_keep_their_columns(stored: Path) -> None:
         assert torch.equal(column, torch.cat([collate(dataset[0]).columns[name]] * 2, dim=1))
 
 
+def test_tokens_encoded_without_a_tokenizer_have_their_columns() -> None:
+    for one in (StoredTokens().encode(normalize(RECORDS[0])), StoredTokens().encode_many([normalize(RECORDS[0])])[0]):
+        assert isinstance(one, EncodedSample)
+        check({"a": dict(one.columns or {})}, {"a": EXPECTED["a"]})
+
+
 def test_features_have_columns() -> None:
     feature = {
         "input_ids": torch.tensor([0, 5, 6]), "attention_mask": [0, 1, 1], "token_type_ids": [0, 0, 0],
@@ -530,6 +536,17 @@ def test_values_of_a_conversation_with_images_stay_at_their_tokens(encoder: Chat
         # The turns have the weights 1 and 0.5.
         by_weight = np.select([found.loss_weights == 1, found.loss_weights == 0.5], [3, -1], 0)
         assert np.array_equal(sample_of.columns["advantage"], np.where(found.labels != -100, by_weight, 0))
+
+
+def test_an_image_in_a_turn_with_a_value_has_none(encoder: ChatEncoder, demo: Any) -> None:
+    one = talk((None, 3), images=[image_of(demo)])
+    one["messages"][1]["content"] = "It is <image>, five."
+    found = encoder.encode(normalize(one, image_root=str(demo.jsonl.parent)))
+    assert found.columns is not None
+    is_image = found.input_ids == encoder.image_token_id
+    assert is_image.sum() > 1
+    assert not found.columns["advantage"][is_image].any()
+    assert (found.columns["advantage"] == np.where(found.labels != -100, 3, 0)).all()
 
 
 def test_columns_of_tokens_with_images_are_packed(
