@@ -220,6 +220,7 @@ def test_workers_and_later_runs_write_the_same_bytes(grouped: Callable[..., Pack
     first = grouped(mixed(), **options)
     expected = contents(first)
     assert first.manifest.sample_class == "PackedTokensSample"
+    assert first.manifest.unused_fields == {}
     assert contents(grouped(mixed(), workers=2, resume=False, **options)) == expected
     tars = sorted(first.shards.glob("*.tar"))
     assert len(tars) > 2
