@@ -343,9 +343,8 @@ class _Record(NamedTuple):
     @property
     def is_labeled(self) -> bool:
         """Whether it is a sample with a role or a label."""
-        return self.conversation is not None and not (
-            self.conversation.role is None and self.conversation.label is None
-        )
+        own = self.conversation
+        return own is not None and not (own.role is None and own.label is None)
 
     @property
     def needs_tokens(self) -> bool:
