@@ -252,7 +252,12 @@ def encode_items(values: Sequence[Any], processor: Processor, *, check_lengths: 
             results[i] = _encode_single(item, processor)
     encoded = processor.encode_many(list(conversations.values())) if conversations else []
     for i, sample in zip(conversations, encoded, strict=True):
-        results[i] = Encoded.failed(RecordError.of(sample)) if isinstance(sample, Reject) else Encoded([sample])
+        if isinstance(sample, Reject):
+            results[i] = Encoded.failed(RecordError.of(sample))
+            continue
+        own = conversations[i]
+        is_labeled = not (own.role is None and own.label is None) and isinstance(sample, EncodedSample)
+        results[i] = Encoded([sample.in_group(None, own.role, own.label) if is_labeled else sample])
     return [
         Encoded([s.of(value.source) if isinstance(s, EncodedSample) else s for s in result.samples], result.failures)
         if isinstance(value, WithSource)

@@ -20,8 +20,8 @@ NAME.frames  for every measured record with videos or audio the selected frames 
 
 NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, those of AUDIO_COLUMNS
 only if one has audio or a track of a video that is used, `columns_bytes` only if one has columns, and those of
-GROUP_COLUMNS only if one is in a group or is a group. The tokens of a record that is a group are those of its samples,
-end to end.
+GROUP_COLUMNS only if one is a group, in a group, or labeled. The tokens of a record that is a group are those of its
+samples, end to end.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -105,6 +105,7 @@ TOKEN_COLUMNS = {
 GROUP_COLUMNS = {
     "group": pa.int64(),  # hash of its source and the key of its group; 0 without a group
     "members": pa.int32(),  # samples of a record that is a group; 0 for others
+    "labeled": pa.int8(),  # 1 for a sample with a role or a label
 }
 _MEMBERS = b"members"  # key of the metadata: `MEMBER` of all members of the chunk, in order
 MEMBER = np.dtype([("length", "<i4"), ("supervised", "<i4"), ("images", "<i4")])
@@ -371,7 +372,7 @@ def write_rows(
     schema = SCHEMA
     has_audio = any(columns["num_audios"]) or any(columns["audio_ms"])  # of tracks of videos
     more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
-    has_groups = any(columns["group"]) or members is not None
+    has_groups = any(columns["group"]) or any(columns["labeled"]) or members is not None
     for name, kind in {
         **more,
         **(AUDIO_COLUMNS if has_audio else {}),

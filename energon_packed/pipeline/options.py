@@ -348,8 +348,8 @@ class InputOptions(EncoderSettings):
         group=IMAGES, choices=("header", "full"), decides="tars",
     )  # fmt: skip
     sample_class: str = option(
-        AUTO, help="Flavor to write; auto chooses PackedTokensSample if samples are in groups, PackedCaptioningSample "
-        "if it can store every record, otherwise PackedMultiMixQASample.", group=OUTPUT,
+        AUTO, help="Flavor to write; auto chooses PackedTokensSample for groups and labels, PackedCaptioningSample if "
+        "it can store every record, otherwise PackedMultiMixQASample.", group=OUTPUT,
         choices=lambda: (AUTO, *CODECS), decides="tars",
     )  # fmt: skip
     unpacked: bool = option(
@@ -429,16 +429,16 @@ class InputOptions(EncoderSettings):
         """The codec of `sample_class`; before `auto` is resolved, the codec of PackedMultiMixQASample."""
         return codec_for(MULTI_MIX if self.sample_class == AUTO else self.sample_class, self.layout or "")
 
-    def resolved(self, fits_captioning: bool, has_groups: bool = False) -> Self:
+    def resolved(self, fits_captioning: bool, needs_tokens: bool = False) -> Self:
         """Return the options with the flavor that `auto` selects.
 
         Args:
             fits_captioning: PackedCaptioningSample can store every record that can be packed.
-            has_groups: samples of a group share a row, which only PackedTokensSample stores.
+            needs_tokens: samples have groups, roles or labels, which only PackedTokensSample stores.
         """
         if self.sample_class != AUTO:
             return self
-        return replace(self, sample_class=TOKENS if has_groups else CAPTIONING if fits_captioning else MULTI_MIX)
+        return replace(self, sample_class=TOKENS if needs_tokens else CAPTIONING if fits_captioning else MULTI_MIX)
 
     @property
     def image_check(self) -> ImageCheck:

@@ -123,7 +123,7 @@ class RecordReader:
         """Whether PackedCaptioningSample can store the conversation; True after `auto` is resolved."""
         if self.sample_class != AUTO:
             return True
-        if conversation.members:
+        if conversation.members or conversation.group is not None or conversation.label is not None:
             return False
         try:
             codec_for(CAPTIONING).check(conversation)

@@ -256,14 +256,14 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     )
     with clock.stage("measure"), _watched(inputs, output, keys):
         table = measure.run()
-        # Groups are stored as tokens, which are known for some of the chunks.
-        if options.sample_class == AUTO and table.has_groups:
+        # Groups and labels are stored with tokens, which are known for some of the chunks.
+        if options.sample_class == AUTO and table.needs_tokens:
             measure = replace(measure, keep_tokens=True, counters=dict.fromkeys(COUNTERS, 0))
             table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
     # The runs of input parts do not see each other's records, but must choose the same flavor.
     fits_captioning = options.part is None and bool(table.narrow[table.status == 0].all())
-    options = options.resolved(fits_captioning, table.has_groups)
+    options = options.resolved(fits_captioning, table.needs_tokens)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage("plan"):

@@ -90,6 +90,7 @@ class RecordTable:
         divisible: int8 (n,), 1 for documents and token records without videos and audio, which can be split.
         group: int64 (n,), hash of the key of its group in its source; 0 without a group.
         members: int32 (n,), samples of a record that is a group; 0 for others.
+        labeled: int8 (n,), 1 for a sample with a role or a label.
         source_starts: int64 (sources + 1,), index of the first record of each source, and n.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), index of the first record of each file.
@@ -122,6 +123,7 @@ class RecordTable:
     divisible: npt.NDArray[np.int8]
     group: Int64
     members: npt.NDArray[np.int32]
+    labeled: npt.NDArray[np.int8]
     source_starts: Int64
     files: list[Path]
     file_starts: Int64
@@ -136,6 +138,11 @@ class RecordTable:
     def has_groups(self) -> bool:
         """Whether a record is a group, or in a group."""
         return len(self.samples) > 0 or bool(self.group.any())
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether only a flavor of tokens can store the records: with groups, roles or labels."""
+        return self.has_groups or bool(self.labeled.any())
 
     def units(self) -> Int64 | None:
         """Key of the group of each entry: int64 (n,), the index of the first entry of the group; None without groups.

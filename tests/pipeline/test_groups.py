@@ -1,5 +1,6 @@
 """Groups of samples: whole and in one row, in order, or rejected whole; from records to batches."""
 
+import dataclasses
 import hashlib
 import json
 import random
@@ -37,6 +38,7 @@ from energon_packed import (
     RejectLimitError,
     SimpleBatcher,
     get_packed_loader,
+    get_raw_loader,
     normalize,
     pack,
     plan_in_memory,
@@ -220,6 +222,7 @@ def test_workers_and_later_runs_write_the_same_bytes(grouped: Callable[..., Pack
     first = grouped(mixed(), **options)
     expected = contents(first)
     assert first.manifest.sample_class == "PackedTokensSample"
+    assert first.manifest.unused_fields == {}
     assert contents(grouped(mixed(), workers=2, resume=False, **options)) == expected
     tars = sorted(first.shards.glob("*.tar"))
     assert len(tars) > 2
@@ -289,6 +292,31 @@ def test_records_of_groups_are_tokenized_once(
     monkeypatch.setattr(measure_stage.Measurer, "_measure", noted)
     grouped([several(random.Random(row), f"m{row}") for row in range(5)])
     assert kept == [True]
+
+
+def labeled(record: Mapping[str, Any]) -> Conversation:
+    return dataclasses.replace(normalize({"id": record["id"], "messages": record["messages"]}), label=(record["n"],))
+
+
+@pytest.mark.parametrize("streaming", [True, False, None])
+def test_labels_without_groups(tmp_path: Path, text_tokenizer_dir: Path, streaming: bool | None) -> None:
+    data = tmp_path / "d.jsonl"
+    records = [single(random.Random(row), f"s{row}", n=float(row)) for row in range(12)]
+    data.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "seq_len": 256, "adapter": f"{__name__}:labeled"}
+    if streaming is None:
+        result = pack(data, output_dir=tmp_path / "out", workers=1, **options)
+        assert (result.manifest.sample_class, result.manifest.groups) == ("PackedTokensSample", 0)
+        encoder = ChatEncoder.from_pretrained(text_tokenizer_dir)
+        batches = list(get_packed_loader(result.shards, encoder, num_workers=0, epochs=1))
+    else:
+        config = DataflowConfig(inputs=[str(data)], streaming=streaming, **options)
+        batches = list(get_raw_loader(config, num_workers=0))
+    found = {}
+    for batch in batches:
+        assert batch.groups is None
+        found |= dict(zip(batch.ids, batch.sample_labels.tolist(), strict=True))
+    assert found == {f"s{row}": float(row) for row in range(12)}
 
 
 def test_members_are_encoded_as_records_of_their_own(

@@ -162,12 +162,14 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         encoded: dict[int, EncodedSample | Reject] = {key: self._kept[key] for key in documents if key in self._kept}
         missing = {key: record for key, record in zip(documents, records, strict=True) if key not in encoded}
         conversations = [self._read(record) for record in missing.values()]
-        grouped = {k: c for k, c in zip(missing, conversations, strict=True) if c.group is not None}
+        named = dict(zip(missing, conversations, strict=True))
         encoded |= zip(missing, self._encoder.load().encode_many(conversations), strict=True)
         for key, record in zip(documents, records, strict=True):
             sample = encoded[key]
             if isinstance(sample, Reject):
                 raise RecordError.of(sample)
+            if (own := named.get(key)) is not None:  # a document that was kept has them
+                sample = sample.in_group(own.group, own.role, own.label)
             sample = sample if self._truncate is None else sample.truncated(self._truncate)
             if fragments is not None and key >= 0:
                 self._keep(key, sample)
@@ -179,10 +181,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
                     f"{len(sample)}: its file changed after planning. Plan again."
                 )
             path = self._reader.sources[int(self._refs.source[record])].path
-            sample = sample.of(SampleSource(str(path), {}))
-            if (own := grouped.get(key)) is not None:
-                sample = sample.in_group(own.group, own.role, own.label)
-            samples.append(sample)
+            samples.append(sample.of(SampleSource(str(path), {})))
         return samples
 
     def _records(self, index: int) -> list[int]:

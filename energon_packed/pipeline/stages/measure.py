@@ -235,7 +235,7 @@ class Measurer:
         check_media: images to decode, as in `check_pixels`; `full` also decodes audio files and the tracks that are
             used, and compares the selected frames of video files with all frames.
         check_frames: decode the selected frames of videos, and estimate their bytes as images.
-        keep_groups: store the tokens of chunks with groups, as their flavor does.
+        keep_groups: store the tokens of chunks with groups, roles or labels, as their flavor does.
     """
 
     reader: RecordReader
@@ -251,7 +251,7 @@ class Measurer:
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         while batch := list(islice(rows, _BATCH)):
             records = [self._read(chunk.source, row, content.media) for row in batch]
-            if self.keep_groups and not chunk.keep_tokens and any([record.is_grouped for record in records]):
+            if self.keep_groups and not chunk.keep_tokens and any([record.needs_tokens for record in records]):
                 return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch
             self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
             content.add(records)
@@ -346,9 +346,15 @@ class _Record(NamedTuple):
     group: int = 0
 
     @property
-    def is_grouped(self) -> bool:
-        """Whether it is a group, or in a group."""
-        return self.conversation is not None and bool(self.group or self.conversation.members)
+    def is_labeled(self) -> bool:
+        """Whether it is a sample with a role or a label."""
+        own = self.conversation
+        return own is not None and not (own.role is None and own.label is None)
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether only a flavor of tokens can store it: it is a group, in a group, or labeled."""
+        return self.conversation is not None and bool(self.group or self.conversation.members or self.is_labeled)
 
 
 class _ChunkContent:
@@ -507,6 +513,7 @@ def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
         "divisible": [c is not None and _is_divisible(c) for c in conversations],
         "group": groups,
         "members": [len(result.members) for result in results],
+        "labeled": [record.is_labeled for record in records],
         "status": [0 if reject is None else STATUSES.index(reject.reason.value) for reject in rejects],
         "id": [_id(record) for record in records],
         "detail": [None if reject is None else reject.detail[:MOST_DETAIL] for reject in rejects],
