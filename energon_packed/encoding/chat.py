@@ -335,7 +335,8 @@ class ChatEncoder(Processor):
     def dummy(self) -> EncodedSample | None:
         """A minimal sample of one image, or of an audio file without a vision family, for rows without media.
 
-        It has no target. None without a family, and for a vision family whose patch size is ambiguous.
+        It has no target. Its own `dummy` is an audio file, if the model has both encoders. None without a family, and
+        for a vision family whose patch size is ambiguous.
         """
         if self.vision is None and self.audio is not None:
             return self._dummy_audio(self.audio)
@@ -356,6 +357,7 @@ class ChatEncoder(Processor):
             vision_inputs=pixels.inputs,
             token_type_ids=np.zeros_like(ids) if vision.needs and vision.needs.types else None,  # no attention
             needs=self.needs,
+            dummy=self._dummy_audio(self.audio) if self.audio and self.audio.mixes else None,
         )
 
     def _dummy_audio(self, audio: AudioFamily) -> EncodedSample:

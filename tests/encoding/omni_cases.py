@@ -6,6 +6,7 @@ a tiny random thinker that is called with one conversation at a time.
 
 import torchvision_operators  # noqa: F401, I001  before Transformers
 
+import copy
 import json
 import re
 import shutil
@@ -203,6 +204,49 @@ def test_a_row_is_as_its_samples_alone(omni: Omni, tmp_path: Path) -> None:
     with torch.no_grad():
         louder = omni.model(**inputs | {"input_features": inputs["input_features"] * 2}).logits[0]
     assert float((louder - torch.cat([logits for logits, _, _ in separate])).abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("questions", "images", "audios"),
+    [
+        (("<audio>hello", "hello <audio>"), 1, 2), (("<image>hello", "hello"), 1, 1), (("<video>hello",), 0, 1),
+        (("hello",), 1, 1), (("<image>hello", "<audio>a"), 1, 1),
+    ],
+)  # fmt: skip
+def test_every_row_calls_both_encoders(
+    omni: Omni, tmp_path: Path, questions: tuple[str, ...], images: int, audios: int
+) -> None:
+    """As FSDP requires of all ranks; neither the loss nor a gradient changes."""
+    samples = [omni.encoder.encode(record(tmp_path, text, seed, least=RATE)) for seed, text in enumerate(questions)]
+    dummies = (omni.encoder.dummy, omni.encoder.dummy and omni.encoder.dummy.dummy)
+    found = []
+    for choice in ("never", "always"):
+        row = PaddingFreeCollator(dummy_images=choice).collate(samples)  # type: ignore[arg-type]
+        model = copy.deepcopy(omni.model).double()
+        if "moe" in omni.model_type:
+            model.set_experts_implementation("eager")  # others have no float64
+        logits = model(**row.to("cpu", torch.float64).transformers_inputs()).logits
+        row.loss(logits).backward()
+        found.append((row, logits.detach(), {name: value.grad for name, value in model.named_parameters()}))
+    (plain, expected, none), (row, logits, grads) = found
+    real = plain.input_ids.shape[1]
+    has = [any("<image>" in text or "<video>" in text for text in questions), any("<audio>" in q for q in questions)]
+    needed = [dummy for dummy, is_there in zip(dummies, has, strict=True) if dummy is not None and not is_there]
+    assert row.input_ids[0, real:].tolist() == [token for dummy in needed for token in dummy.input_ids.tolist()]
+    inputs = row.transformers_inputs()
+    assert len(inputs["image_grid_thw"] if images else ()) == images
+    assert len(inputs["input_features"]) == audios
+    assert float((logits[:, :real] - expected).abs().max()) < 1e-9
+    for name, grad in grads.items():
+        if none[name] is not None:
+            assert float((grad - none[name]).abs().max()) < 1e-9, name
+        elif grad is not None:
+            assert not grad.any(), name
+    for tower in ("visual", "audio_tower"):
+        assert any(grad is not None for name, grad in grads.items() if f"{tower}." in name), tower
+    for one, again in zip(samples, row.split(), strict=True):
+        assert (again.input_ids.tolist(), again.num_audios) == (one.input_ids.tolist(), one.num_audios)
+        assert again.num_images == one.num_images
 
 
 def test_seconds_of_a_video_follow_its_rate(omni: Omni, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoProcessor, AutoTokenizer
 
 from energon_packed import BatchError, ChatEncoder, ConfigError, Conversation, PaddingFreeCollator, normalize
 from tests.audio import signal, write
-from tests.internals import AUDIO_RULES, AudioFamily, VisionInputs, trials, write_tokenizer
+from tests.internals import AUDIO_RULES, AudioFamily, ModelNeeds, VisionInputs, trials, write_tokenizer
 
 RATE, LIMIT = 16_000, 480_000
 # musicflamingo: begin and end tokens, windows of 30 s, one clip per text. moss: numbers among the audio tokens, and no
@@ -129,6 +129,20 @@ def test_limits_and_the_shortest_clips_are_found(folder: Any, tmp_path: Path) ->
         [measured] = music.measure([record(tmp_path, samples)[0]])
         assert measured.reject is not None
         assert "have no token of MusicFlamingoProcessor" in measured.reject.detail
+
+
+def test_models_that_mix_clips_have_no_dummy_audio_beside_the_dummy_image(folder: Any) -> None:
+    path = folder("gemma3n")
+    both = ChatEncoder.from_pretrained(path).dummy
+    assert both is not None
+    assert both.dummy is not None
+    assert (both.num_images, both.num_audios, both.dummy.num_images, both.dummy.num_audios) == (1, 0, 0, 1)
+    for problem, needs in (("logits differ", None), ("", ModelNeeds(one_audio=True))):
+        encoder = ChatEncoder.from_pretrained(path)
+        assert encoder.audio is not None
+        encoder.audio.problem, encoder.audio.needs = problem, needs
+        assert encoder.dummy is not None
+        assert encoder.dummy.dummy is None
 
 
 class Masking:

@@ -246,6 +246,11 @@ class AudioFamily:
         """Name of the class of the processor."""
         return type(self.processor).__name__
 
+    @property
+    def mixes(self) -> bool:
+        """Whether rows of several segments may have audio."""
+        return not self.problem and (self.needs is None or not self.needs.one_audio)
+
     def run(self, samples: int, longest: int = 0) -> ImageRun:
         """Return the tokens of a clip, without its samples.
 

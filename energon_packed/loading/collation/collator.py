@@ -210,9 +210,9 @@ class PaddingFreeCollator(Collator):
         room = None if self.pad_to is None else self.pad_to - int(padded.sum())
         num_images, num_videos, num_audios = row.num_images, row.num_videos, row.num_audios
         possible = self.dummy_images.candidate(row.dummy)
-        has_media = any(num_images) or any(num_videos) or any(num_audios)
-        dummy = None if has_media else self.dummy_images.fit(possible, room)
-        tail = self._tail(int(padded.sum()), 0 if dummy is None else len(dummy))
+        has_vision = any(num_images) or any(num_videos)
+        dummies = self.dummy_images.fit(possible, room, has_vision=has_vision, has_audio=any(num_audios))
+        tail = self._tail(int(padded.sum()), sum([len(dummy) for dummy in dummies]))
         segments = np.append(padded, tail) if tail else padded
         # A stored row without padding has its boundaries already.
         is_stored = segments is lengths and row.cu_seqlens.dtype == np.int32 and bool(lengths.all())
@@ -235,8 +235,10 @@ class PaddingFreeCollator(Collator):
             input_ids = np.full(total, self.pad_token_id, dtype=np.int64)
             labels = np.full(total, IGNORE_INDEX, dtype=np.int64)
             input_ids[real], labels[real], padding[real] = row.input_ids, row.labels, False
-            if dummy is not None:
-                input_ids[total - tail : total - tail + len(dummy)] = dummy.input_ids
+            start = total - tail
+            for dummy in dummies:
+                input_ids[start : start + len(dummy)] = dummy.input_ids
+                start += len(dummy)
         labels[bounds[: len(lengths)]] = IGNORE_INDEX  # no token of the same sample predicts the first token
         is_target = labels != IGNORE_INDEX
         if not is_target.any() and row.roles is None and row.sample_labels is None:
@@ -255,7 +257,7 @@ class PaddingFreeCollator(Collator):
             columns[name] = _row(padded_column)
         # Kernels read `cu_seqlens` without the padding between samples, and the tail is a segment in both.
         unpadded = np.append(lengths, tail) if tail else lengths
-        with_images = row.pictured if dummy is None else [dummy]
+        with_images = [*row.pictured, *dummies]
         return PackedBatch(
             __key__=[str(name) for name in row.ids],
             __restore_key__=(),
@@ -279,8 +281,8 @@ class PaddingFreeCollator(Collator):
             image_token_id=row.image_token_id,
             video_token_id=row.video_token_id,
             audio_token_id=row.audio_token_id,
-            token_type_ids=_token_types(row, real, dummy, bounds),
-            needs=row.needs or (None if dummy is None else dummy.needs),
+            token_type_ids=_token_types(row, real, dummies, bounds),
+            needs=row.needs or next((dummy.needs for dummy in dummies if dummy.needs), None),
             groups=None if row.groups is None else _groups(row.groups),
             roles=[] if row.roles is None else list(row.roles),
             sample_labels=None if row.sample_labels is None else _sample_labels(row.sample_labels),
@@ -357,17 +359,14 @@ def _sample_labels(labels: Sequence[tuple[float, ...] | None]) -> torch.Tensor:
 
 
 def _token_types(
-    row: EncodedRow, real: Any, dummy: EncodedSample | None, bounds: npt.NDArray[np.int32]
+    row: EncodedRow, real: Any, dummies: Sequence[EncodedSample], bounds: npt.NDArray[np.int32]
 ) -> torch.Tensor | None:
-    """int64 (1, T), the types of the samples, and of the dummy in the tail; None for models that do not use it."""
-    of_dummy = None if dummy is None else dummy.token_type_ids
-    if row.token_type_ids is None and of_dummy is None:
+    """int64 (1, T), the types of the samples, 0 for dummies in the tail; None for models that do not use it."""
+    if row.token_type_ids is None and all(dummy.token_type_ids is None for dummy in dummies):
         return None
     types = np.zeros(int(bounds[-1]), dtype=np.int64)
     if row.token_type_ids is not None:
         types[real] = row.token_type_ids
-    if of_dummy is not None:  # the tail is the last segment
-        types[bounds[-2] : bounds[-2] + len(of_dummy)] = of_dummy
     return _row(types)
 
 

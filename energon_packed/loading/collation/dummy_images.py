@@ -1,4 +1,4 @@
-"""Dummy images: a row without images and videos in, the minimal image sample that the row gets out.
+"""Dummy images: a row without images and videos in, the minimal image sample that it gets out; the same for audio.
 
     rank 0   |-- text --|-- image --|             forward and backward through the vision tower
     rank 1   |-- text --|-- text --|(dummy)       the same collective operations, with zero gradient
@@ -64,22 +64,30 @@ class DummyImages:
             )
         return dummy
 
-    def fit(self, dummy: EncodedSample | None, room: int | None) -> EncodedSample | None:
-        """Return the dummy if the row has room for it; with `auto`, warn once and return None if not.
+    def fit(
+        self, dummy: EncodedSample | None, room: int | None, *, has_vision: bool = False, has_audio: bool = False
+    ) -> list[EncodedSample]:
+        """Return the dummy of each encoder that the row does not call, if the row has room for them.
+
+        With `auto`, warn once and return [] if it has not.
 
         Args:
             dummy: result of `candidate`.
+            has_vision, has_audio: whether the row has images or videos, and audio.
             room: tokens that the row may still get; None without a limit, negative if the row is too long already,
                 which is reported elsewhere.
 
         Raises:
             BatchError: no room, and the choice is not `auto`.
         """
-        if dummy is None or room is None or room < 0 or len(dummy) <= room:
-            return dummy
+        of_encoders = [part for part in (dummy, dummy and dummy.dummy) if part is not None]
+        parts = [part for part in of_encoders if not (has_audio if part.num_audios else has_vision)]
+        tokens = sum([len(part) for part in parts])
+        if room is None or room < 0 or tokens <= room:
+            return parts
         reason = (
             f"A row without images has room for {room} tokens up to `pad_to`, but the dummy image that lets all ranks "
-            f"run the vision tower needs {len(dummy)}. Set `pad_to` to at least `seq_len` + {len(dummy)}, or pack "
+            f"run the vision tower needs {tokens}. Set `pad_to` to at least `seq_len` + {tokens}, or pack "
             "with a smaller `seq_len`"
         )
         if self._choice != "auto":
@@ -87,4 +95,4 @@ class DummyImages:
         if not self._is_warned:
             self._is_warned = True
             _log.warning("%s. Until then, ranks may wait for each other (DDP, FSDP).", reason)
-        return None
+        return []
