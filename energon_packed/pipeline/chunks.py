@@ -105,7 +105,7 @@ TOKEN_COLUMNS = {
 GROUP_COLUMNS = {
     "group": pa.int64(),  # hash of its source and the key of its group; 0 without a group
     "members": pa.int32(),  # samples of a record that is a group; 0 for others
-    "labeled": pa.int8(),  # 1 for a sample with a role or a label
+    "labeled": pa.int8(),  # 1 for a sample with a role, a label or per-token values
 }
 _MEMBERS = b"members"  # key of the metadata: `MEMBER` of all members of the chunk, in order
 MEMBER = np.dtype([("length", "<i4"), ("supervised", "<i4"), ("images", "<i4")])

@@ -434,7 +434,7 @@ class InputOptions(EncoderSettings):
 
         Args:
             fits_captioning: PackedCaptioningSample can store every record that can be packed.
-            needs_tokens: samples have groups, roles or labels, which only PackedTokensSample stores.
+            needs_tokens: samples have groups, roles, labels or per-token values, which only PackedTokensSample stores.
         """
         if self.sample_class != AUTO:
             return self

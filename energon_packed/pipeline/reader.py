@@ -19,7 +19,6 @@ from energon_packed.formats.references import MediaRoot, moved_folders, moved_he
 from energon_packed.pipeline.options import AUTO, CAPTIONING, TOKENS, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
-from energon_packed.records.columns import check_stored
 from energon_packed.records.groups import read_group, with_group
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
@@ -42,7 +41,6 @@ class RecordReader:
         ignored_entries: entries of input folders that are not read, by reason.
         record_weight: meaning of a weight of a record, as in `normalize`.
         media_root: folders that moved since a pack stored the location of its images, as (old, new).
-        stores_columns: per-token columns are used, whatever the flavor: conversations are encoded, and not written.
         unbounded: sources whose absolute media paths may be outside `image_root`; a note counts such records.
         group_field: field with the key of the group of a record, or None.
     """
@@ -56,7 +54,6 @@ class RecordReader:
     record_weight: RecordWeight = "refuse"
     media_root: MediaRoot = ()
     unbounded: Collection[int] = ()
-    stores_columns: bool = False
     group_field: str | None = None
 
     def conversation(self, source: int, row: SourceRecord) -> Conversation:
@@ -101,11 +98,9 @@ class RecordReader:
         if conversation.patch_positions and not self.use_patch_positions:
             members = tuple([replace(member, patch_positions=()) for member in conversation.members])
             conversation = replace(conversation, patch_positions=(), members=members)
-        if not self.stores_columns and (self.sample_class == AUTO or not self._codec.stores_tokens):
-            check_stored(conversation.columns, [turn.values for turn in conversation.messages], self.sample_class)
         if self.sample_class != AUTO:  # `auto` falls back to a flavor that stores every conversation
             codec = self._codec
-            _check_group(conversation, codec)
+            _check_stored(conversation, codec)
             codec.check(conversation)
             conversation = codec.fitted(conversation)
         return conversation
@@ -199,16 +194,17 @@ def _with_media(conversation: Conversation, change: Callable[[MediaReference], M
     )
 
 
-def _check_group(conversation: Conversation, codec: Codec) -> None:
-    """Reject a sample of a group, or with a role or label, for a flavor that does not store them."""
+def _check_stored(conversation: Conversation, codec: Codec) -> None:
+    """Reject a sample of a group, or with a role, a label or per-token values, for a flavor without them."""
     if codec.stores_tokens:
         return
     found: dict[str, Any] = {
         "several samples": conversation.members,
         "a group": conversation.group,
         "a role": conversation.role,
+        "a label": conversation.label,
+        f"the per-token values {', '.join(conversation.per_token_values)}": conversation.per_token_values,
     }
-    found["a label"] = conversation.label
     if named := next((name for name, value in found.items() if value), None):
         detail = f"the record has {named}, which {codec.sample_class} does not store; set `sample_class` to {TOKENS}"
         raise RecordError(Reason.UNSUPPORTED_FIELD, detail)

@@ -141,7 +141,7 @@ class RecordTable:
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether only a flavor of tokens can store the records: with groups, roles or labels."""
+        """Whether only a flavor of tokens can store the records: with groups, roles, labels or per-token values."""
         return self.has_groups or bool(self.labeled.any())
 
     def units(self) -> Int64 | None:

@@ -216,17 +216,3 @@ def read_numbers(fields: Mapping[str, Any], label: str, names: Iterable[str] = N
                 raise unsupported_field(f"{name} of {label} is {value!r}; use a finite number")
             numbers[name] = float(value)
     return numbers
-
-
-def check_stored(columns: Columns | None, numbers: Iterable[Mapping[str, float]], sample_class: str) -> None:
-    """Reject a sample with columns for a flavor that stores none.
-
-    Raises:
-        RecordError: `unsupported_field`.
-    """
-    names = sorted({*(columns or ()), *(name for of_turn in numbers for name in of_turn)})
-    if names:
-        raise unsupported_field(
-            f"`sample_class` {sample_class} does not store the per-token values {', '.join(names)}; set it to "
-            "PackedTokensSample, or remove the fields with an `adapter`"
-        )

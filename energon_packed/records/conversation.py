@@ -197,6 +197,11 @@ class Conversation:
         return "image" if self.images else "audio" if self.audios else "text"
 
     @property
+    def per_token_values(self) -> list[str]:
+        """Names of its columns, and of the numbers of its turns."""
+        return sorted({*(self.columns or ()), *(name for turn in self.messages for name in turn.values)})
+
+    @property
     def media_files(self) -> tuple[MediaReference, ...]:
         """Images, then the files of the videos and audio files: all media but `patch_positions`."""
         if not (self.videos or self.audios):

@@ -289,7 +289,7 @@ def test_records_without_columns_store_nothing(options: dict[str, Any], tmp_path
     assert result.manifest.weight_checksum == 0
 
 
-@pytest.mark.parametrize("flavor", ["auto", *(name for name in FLAVORS if name != "PackedTokensSample")])
+@pytest.mark.parametrize("flavor", [name for name in FLAVORS if name != "PackedTokensSample"])
 def test_other_flavors_reject_columns(options: dict[str, Any], tmp_path: Path, flavor: str) -> None:
     turn = {"role": "assistant", "content": "Five.", "advantage": 0.5}
     tokens = {"id": "tokens", "input_ids": [1, 2, 3], "logprobs": [0, -1, -2.5]}
@@ -301,8 +301,25 @@ def test_other_flavors_reject_columns(options: dict[str, Any], tmp_path: Path, f
     rejects = [json.loads(line) for line in (tmp_path / "out/rejects.jsonl").read_text().splitlines()]
     details = {one["id"]: one["detail"] for one in rejects}
     assert details.keys() == {"tokens", "turns"}
-    assert "does not store the per-token values logprobs; set it to PackedTokensSample" in details["tokens"]
-    assert "does not store the per-token values advantage; set" in details["turns"]
+    remedy = f"which {flavor} does not store; set `sample_class` to PackedTokensSample"
+    assert details["tokens"] == f"the record has the per-token values logprobs, {remedy}"
+    assert details["turns"] == f"the record has the per-token values advantage, {remedy}"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"input_ids": [1, 2, 3], "logprobs": [0, -1, -2.5]},
+        {"messages": [USER, {"role": "assistant", "content": "Five.", "advantage": 0.5}]},
+    ],
+)
+def test_auto_stores_columns(options: dict[str, Any], tmp_path: Path, record: dict[str, Any]) -> None:
+    plain = {"id": "plain", "messages": [USER, {"role": "assistant", "content": "Five."}]}
+    data = write_lines(tmp_path / "data.jsonl", [plain, {"id": "valued", **record}])
+    result = pack(data, output_dir=tmp_path / "out", **{**options, "sample_class": "auto"})
+    assert (result.manifest.sample_class, result.manifest.packed) == ("PackedTokensSample", 2)
+    name = next(iter({"logprobs", "advantage"} & {*record, *record.get("messages", [{}])[-1]}))
+    assert f"columns.{name}.npy" in _parts(result.shards)
 
 
 def sample(count: int, seed: int, **columns: Any) -> EncodedSample:

@@ -257,7 +257,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
             "images. Use `max_images`."
         )
     folder = work_folder(config)
-    reader = replace(open_reader(config, folder), stores_columns=True)
+    reader = open_reader(config, folder)
     config.check_format(reader)
     keys = compute_fingerprints(config, reader.sources, None)
     # The stages of `pack`, without writing: measurements in `work_dir` are shared with `pack` and with other ranks.
@@ -363,7 +363,7 @@ class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any
         batch_size: int | None = None,
         **options: Unpack[LoaderKeywords],
     ) -> None:
-        reader = replace(open_reader(config, work_folder(config)), stores_columns=True)
+        reader = open_reader(config, work_folder(config))
         config.check_format(reader)
         # Before the loader forks its workers, which inherit the loaded encoder.
         prepare_workers(config.encoder_loader, sum(len(source.chunks()) for source in reader.sources))

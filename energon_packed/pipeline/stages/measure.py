@@ -347,13 +347,13 @@ class _Record(NamedTuple):
 
     @property
     def is_labeled(self) -> bool:
-        """Whether it is a sample with a role or a label."""
+        """Whether it is a sample with a role, a label, or per-token values."""
         own = self.conversation
-        return own is not None and not (own.role is None and own.label is None)
+        return own is not None and not (own.role is None and own.label is None and not own.per_token_values)
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether only a flavor of tokens can store it: it is a group, in a group, or labeled."""
+        """Whether only a flavor of tokens can store it: it is a group, in a group, or has labels."""
         return self.conversation is not None and bool(self.group or self.conversation.members or self.is_labeled)
 
 
