@@ -346,7 +346,7 @@ def test_lengths_counts_audio(speech: Speech) -> None:
         cli, ["lengths", str(speech.jsonl), "--tokenizer", str(speech.tokenizer), "--max-reject-rate", "1"]
     )
     assert done.exit_code == 0, done.output
-    assert "34 audio files of 0." in done.output
+    assert "34 audio files, 0." in done.output
 
 
 def test_the_folder_of_the_tokenizer_has_no_image_processor(tmp_path: Path) -> None:
