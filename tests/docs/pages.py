@@ -115,7 +115,7 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
 def needs_demo(page: Path) -> bool:
     """Return whether the page reads demo-out without creating it."""
     code = "\n".join(step.code for step in steps(page.read_text(encoding="utf-8")))
-    return "demo-out" in code and "energon-packed demo" not in code
+    return ("demo-out" in code or _MODELS in code) and "energon-packed demo" not in code
 
 
 def needs_store(page: Path) -> bool:

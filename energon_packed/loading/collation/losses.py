@@ -72,9 +72,10 @@ def dpo_loss(
         BatchError: without `ref_logps`.
 
     Examples:
-        >>> a, b = (EncodedSample(input_ids=np.full(2, n), labels=np.full(2, n)) for n in (1, 2))
-        >>> a, b = replace(a, group="g", role="chosen"), replace(b, group="g", role="rejected")
-        >>> batch = PaddingFreeCollator().collate([a, b])
+        >>> import torch
+        >>> chosen, rejected = (dict(group="a", role=role) for role in ("chosen", "rejected"))
+        >>> pair = [EncodedSample(input_ids=np.ones(2), labels=np.ones(2), **own) for own in (chosen, rejected)]
+        >>> batch = PaddingFreeCollator().collate(pair)
         >>> dpo_loss(batch, torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]), beta=1.0)
         tensor([0.1269])
     """
@@ -115,6 +116,13 @@ def kto_loss(
 
     Raises:
         BatchError: without `ref_logps`.
+
+    Examples:
+        >>> import torch
+        >>> samples = [EncodedSample(input_ids=np.ones(2), labels=np.ones(2), label=(label,)) for label in (1.0, 0.0)]
+        >>> batch = PaddingFreeCollator().collate(samples)
+        >>> kto_loss(batch, torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]), beta=1.0)
+        tensor([0.2689, 0.2689])
     """
     ratios = logps - _reference("kto_loss", ref_logps).to(logps.device)
     if batch.sample_labels is None or batch.sample_labels.ndim != 1 or not batch.has_targets:
@@ -145,6 +153,13 @@ def reward_loss(
 
     Returns:
         (P,), one for each pair as `preference_pairs` lists them; empty without a pair.
+
+    Examples:
+        >>> import torch
+        >>> labels = [dict(group="a", label=(score,)) for score in (3.0, 9.0, 5.0)]
+        >>> ranked = [EncodedSample(input_ids=np.ones(2), labels=np.ones(2), **own) for own in labels]
+        >>> reward_loss(PaddingFreeCollator().collate(ranked), torch.tensor([0.0, 2.0, 1.0]))  # (1, 0), (1, 2), (2, 0)
+        tensor([0.1269, 0.3133, 0.3133])
     """
     pairs = [index.to(scores.device) for index in preference_pairs(batch)]
     preferred, other = [scores[index] for index in pairs]
