@@ -591,7 +591,7 @@ class ChatEncoder(Processor):
             conversation = conversations[index]
             roles = [message.role for message in conversation.messages]
             if conversation.role is not None or conversation.label is not None:
-                del rejects[index]  # losses over samples, such as those of embeddings, need no target
+                del rejects[index]  # a loss over samples, such as of embeddings, needs no target
             elif roles and "assistant" not in roles:
                 rejects[index] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects

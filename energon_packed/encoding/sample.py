@@ -100,7 +100,7 @@ def column_checksums(
 ) -> npt.NDArray[np.int64]:
     """Checksum of the columns of each sample, int64 (S,); 0 if all targets have `FILL` in all columns.
 
-    As `weight_checksums`, it is a sum over targets, so that the checksums of fragments sum to that of the sample.
+    As `weight_checksums`, it is a sum over targets: the checksums of fragments sum to the checksum of the sample.
 
     Args:
         labels: int64 (T,), of samples end to end.
@@ -144,7 +144,7 @@ class EncodedSample:
         columns: further columns of its tokens by name, each (L,) or (L, k); None without columns.
         group: key of the samples of the same pack or item that share a row with it, or None.
         role: its role in the group, such as `chosen`, or None.
-        label: label of the whole sample, one value or one for each class, or None.
+        label: label of the whole sample, a value or a value for each class, or None.
         id: sample name in reports.
         image_token_id: token that represents image features, or None.
         pixel_values: float32 (patches, patch_dim) of all images, or None.

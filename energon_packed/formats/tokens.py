@@ -207,7 +207,7 @@ def _of_samples(conversations: Sequence[Conversation]) -> dict[str, list[Any]]:
     """Groups, roles and labels of the samples of a pack, as in its json; only those that a sample has."""
     values: dict[str, list[Any]] = {}
     if any([conversation.group is not None for conversation in conversations]):
-        # A sample without a group is a group of its own.
+        # A sample without a group has an index that no other sample has.
         keys = [place if own.group is None else own.group for place, own in enumerate(conversations)]
         index = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         values["groups"] = [index[key] for key in keys]

@@ -67,11 +67,11 @@ def plan_counts(
 ) -> CountPlan:
     """Plan packs by best fit decreasing from the number of samples of each length.
 
-    The packs are those of `pack_lengths(lengths, capacity, algorithm="bfd")` with samples of these lengths. Time and
-    memory depend on the number of different lengths, and not on the number of samples.
+    `pack_lengths(lengths, capacity, algorithm="bfd")` has the same packs for samples of these lengths. Time and memory
+    depend on the number of different lengths, and not on the number of samples.
 
     Args:
-        counts: integers >= 0 of shape (capacity + 1,) or shorter: samples of each length; no sample has length 0.
+        counts: integers >= 0 of shape (capacity + 1,) or shorter, samples of each length; no sample has length 0.
         capacity: tokens that fit in one row.
         max_samples: maximum number of samples per pack; None for no limit.
         multiple: sample lengths are rounded up to a multiple of this many tokens to compute free space.

@@ -1,13 +1,13 @@
 """Packing algorithms on counts: how many samples have each length in, which packs get how many of them out.
 
 Samples of the same length are interchangeable, so that an algorithm needs no step per sample: packs with the same
-content are one run, and a step puts samples of one length into the packs of a run. The number of steps depends on the
+content are a run, and a step puts samples of a length into the packs of a run. The number of steps depends on the
 number of different lengths, not on the number of samples. (Packing of a histogram: M. Krell et al., "Efficient
 Sequence Packing without Cross-contamination", 2021, section 3; patterns of equal content: P. Gilmore and R. Gomory, "A
 Linear Programming Approach to the Cutting-Stock Problem", 1961.)
 
     lengths  8 5 5 5 3    capacity 10
-    steps    pack 0: one 8;  packs 1..2: 5 5, then 5;  pack 2: one 3 (best fit)
+    steps    pack 0 gets 8, pack 1 gets 5 5, pack 2 gets 5, then 3 (best fit)
 
 Source of the heuristics: D. S. Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing
 Algorithms", SIAM J. Comput. 3(4), 1974.
@@ -30,7 +30,7 @@ Run = tuple[int, int, int, int, int, Content | None]
 """Packs of equal content, with consecutive numbers: the pack that is filled next, 1 or -1 to the pack after it, how
 many packs, free tokens of each, samples that each has, and content. A tuple, because a plan makes millions of them."""
 Step = tuple[int, int, int, int, int]
-"""Samples of one length for packs: the first pack, 1 or -1 to the next, how many packs, samples for each, and samples
+"""Samples of a length for packs, as the first pack, 1 or -1 to the next, how many packs, samples for each, and samples
 that each has already."""
 
 

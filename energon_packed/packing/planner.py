@@ -122,10 +122,10 @@ def pack_lengths(
         multiple: sample lengths are rounded up to a multiple of this many tokens to compute free space.
         seed: shuffles the order of the packs; None keeps the order in which they were opened.
         groups: integers (n,), key of the group of each sample. The samples with a key are in one pack, in their order,
-            or all of them in `overlong`. A window of `window_N` has N groups. With `max_samples`, groups of different
-            numbers of samples do not share a pack. None without groups.
+            or all of them in `overlong`. A window of `window_N` has N groups. With `max_samples`, only groups of equal
+            size share a pack. None without groups.
 
-    Uses about 60 bytes per sample. `energon_packed.packing.plan_counts` plans any number of samples in little memory.
+    Uses about 60 bytes per sample. `plan_counts` in `energon_packed.packing` needs little memory for any number.
 
     Raises:
         ConfigError: an argument is out of range, or the algorithm is unknown (the message lists the valid names).
@@ -173,7 +173,7 @@ def _packs(cost: Int64 | Int32, capacity: int, algorithm: str, max_samples: int)
     """Place the samples that fit a pack.
 
     Args:
-        cost: integers (n,), tokens that each sample takes.
+        cost: integers (n,), tokens of each sample with its padding.
         capacity, max_samples: of a pack.
         algorithm: a valid name.
 

@@ -18,10 +18,9 @@ NAME.frames  for every measured record with videos or audio the selected frames 
              `frames_bytes`. The frames that are measured are the frames that are written, also if the lengths are
              planned again for another `seq_len`.
 
-NAME.arrow has the columns of VIDEO_COLUMNS only if a record of the chunk has videos or audio, those of AUDIO_COLUMNS
-only if one has audio or a track of a video that is used, `columns_bytes` only if one has columns, and those of
-GROUP_COLUMNS only if one is a group, in a group, or labeled. The tokens of a record that is a group are those of its
-samples, end to end.
+NAME.arrow has VIDEO_COLUMNS only if a record of the chunk has videos or audio, AUDIO_COLUMNS only with audio or with a
+track of a video that is used, `columns_bytes` only with columns, and GROUP_COLUMNS only if a record is a group, in a
+group, or labeled. The tokens of a record that is a group are the tokens of its samples, end to end.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -522,7 +521,7 @@ class RecordOffsets:
         offset: int64 (k,), byte in that file.
         size: int64 (k,), bytes of each record.
         sizes: int64 (files,), bytes of all records in each file. In token files, loss weights follow them.
-        columns: of token files: where the columns of the records are; None if no record has columns.
+        columns: of token files, the place of the columns of each record; None if no record has columns.
     """
 
     files: Sequence[Path]

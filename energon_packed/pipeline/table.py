@@ -147,7 +147,7 @@ class RecordTable:
     def units(self) -> Int64 | None:
         """Key of the group of each entry: int64 (n,), the index of the first entry of the group; None without groups.
 
-        An entry without a group is a group of its own.
+        An entry without a group has a key that no other entry has.
         """
         if not self.has_groups:
             return None

@@ -74,9 +74,9 @@ class Conversation:
         columns: further columns of the `input_ids` by name, each (L,) or (L, k); None without columns.
         group: key of the samples that must share a row with this sample; None if it may be in any row.
         role: role of the sample in its group, such as `chosen`.
-        label: label of the whole sample, one value or one for each class; None without a label.
+        label: label of the whole sample, a value or a value for each class; None without a label.
         members: the samples of a record that is a group, in order, such as the chosen and the rejected answer. The
-            record then has no messages, text and tokens of its own, and its media are those of the members in order.
+            record itself has no messages, text and tokens then, and the media of all members in order.
         images: one per `<image>` placeholder, in order.
         videos: video files, one per `<video>` placeholder, in order.
         audios: audio files or parts of them, one per `<audio>` placeholder, in order.
@@ -210,7 +210,7 @@ class Conversation:
         return (*self.images, *videos, *[audio.file for audio in self.audios])
 
     def _take_media(self) -> None:
-        """Set the media to those of the members.
+        """Take the media of the members.
 
         Raises:
             RecordError: `unsupported_media` for videos and audio, `unsupported_field` for a group in a group.

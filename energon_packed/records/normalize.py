@@ -221,7 +221,7 @@ def _group(
 def _label(
     record: Record, record_format: RecordFormat, draft: PartialConversation, media: Media
 ) -> tuple[float, ...] | None:
-    """Read the label of a sample that is a number, or one number for each class; None without one.
+    """Read the label of a sample that is a number, or a number for each class; None without a label.
 
     Raises:
         RecordError: `missing_field` if `kto_tag` is not true or false.

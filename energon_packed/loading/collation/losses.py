@@ -74,7 +74,8 @@ def dpo_loss(
     Examples:
         >>> import torch
         >>> chosen, rejected = (dict(group="a", role=role) for role in ("chosen", "rejected"))
-        >>> pair = [EncodedSample(input_ids=np.ones(2), labels=np.ones(2), **own) for own in (chosen, rejected)]
+        >>> tokens = {"input_ids": np.ones(2), "labels": np.ones(2)}
+        >>> pair = [EncodedSample(**tokens, **own) for own in (chosen, rejected)]
         >>> batch = PaddingFreeCollator().collate(pair)
         >>> dpo_loss(batch, torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]), beta=1.0)
         tensor([0.1269])
@@ -119,7 +120,8 @@ def kto_loss(
 
     Examples:
         >>> import torch
-        >>> samples = [EncodedSample(input_ids=np.ones(2), labels=np.ones(2), label=(label,)) for label in (1.0, 0.0)]
+        >>> tokens = {"input_ids": np.ones(2), "labels": np.ones(2)}
+        >>> samples = [EncodedSample(**tokens, label=(label,)) for label in (1.0, 0.0)]
         >>> batch = PaddingFreeCollator().collate(samples)
         >>> kto_loss(batch, torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]), beta=1.0)
         tensor([0.2689, 0.2689])
@@ -157,7 +159,8 @@ def reward_loss(
     Examples:
         >>> import torch
         >>> labels = [dict(group="a", label=(score,)) for score in (3.0, 9.0, 5.0)]
-        >>> ranked = [EncodedSample(input_ids=np.ones(2), labels=np.ones(2), **own) for own in labels]
+        >>> tokens = {"input_ids": np.ones(2), "labels": np.ones(2)}
+        >>> ranked = [EncodedSample(**tokens, **own) for own in labels]
         >>> reward_loss(PaddingFreeCollator().collate(ranked), torch.tensor([0.0, 2.0, 1.0]))  # (1, 0), (1, 2), (2, 0)
         tensor([0.1269, 0.3133, 0.3133])
     """

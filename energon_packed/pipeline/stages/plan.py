@@ -126,7 +126,7 @@ def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions, units: Int
 
 
 def _columns_bytes(table: RecordTable) -> Int64:
-    """Bytes of the columns of each entry: int64 (n,). A fragment has its part of those of the record."""
+    """Bytes of the columns of each entry: int64 (n,). A fragment has its part of the columns of the record."""
     sizes = table.columns_bytes
     if table.fragments is None or not sizes.any():
         return sizes

@@ -63,7 +63,7 @@ class RecordFormat(ABC):
         has_roles: the record names the role of each turn, so that an empty user turn is meant.
         reads_images: the format reads `images` and `image` itself.
         reads_system: the format reads `system` itself.
-        marks: a record without any of these fields does not match, and `matches` is not called; None: no such fields.
+        marks: a record without these fields does not match, and `matches` is not called; None without such fields.
 
     Examples:
         >>> class Dialog(RecordFormat):

@@ -439,7 +439,7 @@ class Ranking(GroupFormat):
         assert name is not None
         if isinstance(record.get("labels"), list | tuple):
             raise unsupported_field(
-                f"{name} with labels are steps of one answer (stepwise supervision), which are not read; write the "
+                f"{name} with labels are steps of an answer (stepwise supervision), which are not read; write the "
                 "answer as input_ids, with the label of each token as a column beside them"
             )
         used, answers = {name}, list(record[name])

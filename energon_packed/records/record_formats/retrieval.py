@@ -18,7 +18,7 @@ Reranker: a `query`, and a `document` for each text, whose label is its score.
     NLI, QQP, PAWS          {"premise", "hypothesis", "label"}, {"question1", "question2", "label"}
 
 Texts are documents, without a chat template. A `title` precedes its text, after a space, as in Tevatron. `prompt` of
-FlagEmbedding precedes the query. Media and settings of the record are those of the query.
+FlagEmbedding precedes the query. Media and settings of the record belong to the query.
 """
 
 import re
