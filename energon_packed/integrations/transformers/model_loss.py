@@ -18,9 +18,9 @@ def loss_in_pieces(model: Any) -> Iterator[None]:
     """Context manager in which a model with the loss of Transformers for causal language models computes it in pieces.
 
     Args:
-        model: a model, perhaps of PEFT; another loss of the model is not changed.
+        model: a model, wrapped (PEFT, DDP) or not; another loss of the model is not changed.
     """
-    base = unwrap_peft_model(model)
+    base = unwrap_peft_model(getattr(model, "module", model))
     if not isinstance(base, PreTrainedModel) or base.loss_function is not ForCausalLMLoss:
         yield
         return
@@ -46,4 +46,4 @@ def _causal_loss(
     targets = shift_labels.reshape(-1).to(logits.device)
     losses = signals_of(logits.reshape(-1, vocab_size), targets)
     divisor = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-    return losses.sum() / torch.as_tensor(divisor, device=logits.device)
+    return losses.sum() / (divisor.to(logits.device) if isinstance(divisor, torch.Tensor) else divisor)

@@ -292,8 +292,7 @@ class PackedTrainerMixin(Trainer):
 
         def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
             # With `torch_compile`, the compiler fuses the loss, and a change of the model would be compiled again.
-            base = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-            with nullcontext() if self.args.torch_compile or not self._is_packed else loss_in_pieces(base):
+            with nullcontext() if self.args.torch_compile or not self._is_packed else loss_in_pieces(model):
                 result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
             return result if return_outputs else (result, None)
 
@@ -311,8 +310,10 @@ class PackedTrainerMixin(Trainer):
         else:
             loss, outputs = computed(inputs if sums is not None else _with_target(inputs), None)
         if sums is not None:
-            if weight:
-                sums += torch.stack([loss.detach().mean().double() * weight, weight.double()]).to(sums.device)
+            weight = weight.to(sums.device, torch.float64)
+            mean = loss.detach().mean().to(sums.device, torch.float64)
+            # The mean of no target is NaN.
+            sums += torch.stack([torch.where(weight > 0, mean * weight, 0.0), weight])
         elif num_items_in_batch is not None:
             # `loss` is the mean of this row. DDP averages the gradients of the ranks, as Trainer assumes as well.
             ranks = self.accelerator.num_processes // self.get_tp_size()

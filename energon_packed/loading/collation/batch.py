@@ -316,7 +316,9 @@ class PackedBatch(Batch):
         # If all weights are 1, this is the mean of Transformers.
         losses, weights = self._losses(logits)
         if targets is not None:
-            return (losses * weights).sum() / torch.as_tensor(targets, device=logits.device) / self.loss_mask_scale
+            # A number is not made a tensor: the host would wait for its copy.
+            divisor = targets.to(logits.device) if isinstance(targets, torch.Tensor) else targets
+            return (losses * weights).sum() / divisor / self.loss_mask_scale
         total = weights.sum()
         return (losses * weights).sum() / torch.where(total > 0, total, 1.0)  # 0 without targets, instead of NaN
 
