@@ -261,3 +261,50 @@ def test_a_model_whose_loss_has_no_logits(
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         results.append([*losses, trainer.evaluate(data)["eval_loss"]])
     assert results[1] == pytest.approx(results[0], rel=1e-6)
+
+
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")  # the host reads a value of the device
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_a_step_waits_for_the_device_as_often_as_the_model(
+    weighting: Any, evaluates: bool, text_packs: list[Path], tmp_path: Path
+) -> None:
+    """After the first step, which checks the model. Rows are made on the host, which may count their targets."""
+    data, model = PackedDataset(text_packs[0]), tiny_qwen2()
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    collator = PaddingFreeCollator(loss_weighting=weighting)
+    trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator)
+    inputs = trainer.data_collator([data[0]])
+    assert ("loss_mask" in inputs) == (weighting == "sample")
+    targets = torch.tensor(7.0)
+    trainer.compute_loss(model, dict(inputs), num_items_in_batch=targets)
+    trainer._sums = torch.zeros(2, dtype=torch.float64) if evaluates else None
+    with Operators() as ran:
+        trainer.compute_loss(model, dict(inputs), num_items_in_batch=targets)
+    inputs.pop("loss_mask", None)
+    with Operators() as alone:
+        model(**inputs)
+    assert {name: ran.counts[name] for name in WAITS} == {name: alone.counts[name] for name in WAITS}
+
+
+def test_a_plain_loop_waits_once_for_the_places_of_the_targets(text_packs: list[Path]) -> None:
+    batch = PaddingFreeCollator().collate(list(PackedDataset(text_packs[0])[0]))
+    counts = {}
+    for logits in ("all", "targets"):
+        tokens = batch.input_ids.shape[1] if logits == "all" else int((batch.labels != -100).sum())
+        values = torch.randn(1, tokens, 2000)
+        with Operators() as ran:
+            batch.transformers_inputs(logits=logits)  # type: ignore[arg-type]
+            batch.loss(values)
+            batch.loss(values, targets=3.0)
+            batch.loss(values, targets=torch.tensor(3.0))
+            batch.sample_logps(values)
+        counts[logits] = sum(ran.counts[name] for name in WAITS)
+    # With logits of targets alone, nonzero finds the tokens that they belong to: once in each of the five calls.
+    assert counts == {"all": 0, "targets": 5}
+    moved = batch.to("meta")  # a copy to the host, or a value that the host reads, is an error
+    moved.transformers_inputs()
+    for divisor in (None, 3.0, torch.tensor(3.0)):
+        moved.loss(torch.empty(1, batch.input_ids.shape[1], 2000, device="meta"), targets=divisor)
