@@ -30,6 +30,7 @@ PLACES = {
     "allocate_ranks": "loading.distributors.rank_partitioned:allocate_ranks",
     "ratio": "loading.state:ratio",
     "target_signals": "loading.collation.batch:target_signals",
+    "CROSS_ENTROPY": "loading.collation.cross_entropy",
     "computes_target_logits": "integrations.transformers.target_logits:computes_target_logits",
     "with_extra": "loading.collation.collator:with_extra",
     "placing": "packing.placing",

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -75,6 +75,7 @@ from energon_packed.demo.dataset import write_dataset  # noqa: E402
 from energon_packed.encoding import EncodedSample, StoredTokens  # noqa: E402
 from energon_packed.errors import BatchError  # noqa: E402
 from energon_packed.integrations.isolation import isolation_table, short_row  # noqa: E402
+from energon_packed.integrations.transformers.model_loss import loss_in_pieces  # noqa: E402
 
 PARTS = ("throughput", "isolation", "families", "loader")
 FLASH4 = "flash_attention_4"
@@ -448,18 +449,9 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(self, inputs: Row) -> None:
-        """Run one training step.
-
-        Args:
-            inputs: arguments of the model; with `targets`, int64 (K,), the tokens that the K kept logits predict.
-        """
-        if "targets" in inputs:
-            kept = {name: value for name, value in inputs.items() if name not in ("targets", "labels")}
-            logits = self.model(**kept).logits[0].float()
-            loss = torch.nn.functional.cross_entropy(logits, inputs["targets"])
-        else:
-            loss = self.model(**inputs).loss
-        loss.backward()
+        """Run one training step; with logits of targets alone, the loss is computed in pieces, as by PackedTrainer."""
+        with loss_in_pieces(self.model) if "logits_to_keep" in inputs else contextlib.nullcontext():
+            self.model(**inputs).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -517,13 +509,6 @@ def padded_batches(lengths: np.ndarray, seq_len: int, steps: int, vocabulary: in
     return made
 
 
-def targets_only(inputs: Row) -> Row:
-    """Add the positions whose next token is a target, and these tokens."""
-    labels = inputs["labels"][0, 1:]
-    positions = (labels != -100).nonzero()[:, 0]
-    return inputs | {"logits_to_keep": positions, "targets": labels[positions]}
-
-
 def matmul_peak(size: int) -> float:
     """Measure floating point operations per second of a product of square matrices."""
     dtype = torch.bfloat16 if device() == "cuda" else torch.float32
@@ -568,7 +553,7 @@ def throughput(results: Results, options: argparse.Namespace) -> None:
         ]
         for supervised in (1.0, 0.5, 0.1):
             rows = packed_rows(lengths, seq_len, steps, vocabulary, supervised)
-            chosen = [(targets_only(inputs), used, kept) for inputs, used, kept in map(_packed, rows)]
+            chosen = [_packed(row, logits="targets") for row in rows]
             kinds.append((VARLEN, f"packed, logits of {supervised:.0%} targets", chosen))
         kinds += [*flash] if small else [*flash, ("flex_attention", "packed", full)]
         for attention, kind, batches in kinds:
@@ -583,10 +568,10 @@ def throughput(results: Results, options: argparse.Namespace) -> None:
             results.add("throughput", row)
 
 
-def _packed(batch: PackedBatch) -> tuple[Row, list[int], int]:
-    """Arguments of the model, lengths of the samples, and number of logits."""
+def _packed(batch: PackedBatch, logits: Literal["all", "targets"] = "all") -> tuple[Row, list[int], int]:
+    """Arguments of the model, lengths of the samples, and number of tokens of the row."""
     used = batch.cu_seqlens.diff()[: batch.num_samples].tolist()
-    return batch.transformers_inputs(), used, batch.input_ids.shape[1]
+    return batch.transformers_inputs(logits=logits), used, batch.input_ids.shape[1]
 
 
 def measured(
@@ -623,7 +608,7 @@ def _measured(trained: Trained, batches: list[tuple[Row, list[int], int]], cost:
     # The output layer computes only the kept logits.
     config = trained.model.config
     head = 6 * config.hidden_size * config.vocab_size
-    left_out = sum(sum(used) - len(inputs["targets"]) for inputs, used in moved if "targets" in inputs)
+    left_out = sum(sum(used) - len(inputs["logits_to_keep"]) for inputs, used in moved if "logits_to_keep" in inputs)
     sizes = RowSizes.of_samples([used for _, used in moved], patches=[[]] * len(moved))
     operations = float(cost.costs(sizes).sum()) - head * left_out
     memory = torch.cuda.max_memory_allocated() / 2**30 if device() == "cuda" else 0.0

@@ -1,13 +1,18 @@
-"""Benchmark a training step with logits of all tokens against logits of the targets alone.
+"""Benchmark a training step with logits of all tokens, of the targets alone, and with the loss in pieces.
 
-    python tools/bench_targets.py [--json targets.json] [--tokens 2048] [--rounds 5]
+    python tools/bench_targets.py [--json targets.json] [--tokens 2048] [--rounds 5] [--dtype float32]
+
+    all      logits of all tokens, and the loss of the model
+    targets  logits of the targets alone, and the loss of the model
+    pieces   logits of the targets alone, and the loss as PackedTrainer computes it, in pieces
 
 Each run is a new process: forward and backward pass of a Qwen2 model (hidden size 256, 4 layers, random weights) for
-one packed row, with the loss of the model. Rounds of both kinds are interleaved, and the medians are compared. The
-memory of a step is the growth of the peak of the process from before the first step.
+one packed row. Rounds of all kinds are interleaved, and the medians of the CPU times are compared. The memory of a
+step is the growth of the peak of the process from before the first step.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -20,35 +25,40 @@ from benchlib import Report, arguments
 _STEPS = 3
 _VOCABULARIES = (32_000, 152_000)
 _SHARES = (0.1, 0.5, 1.0)
+_KINDS = ("all", "targets", "pieces")
 
 
-def run(logits: Any, vocabulary: int, share: float, tokens: int) -> dict[str, float]:
-    """Measure seconds of a step and the growth of the peak memory in bytes."""
+def run(kind: str, vocabulary: int, share: float, tokens: int, dtype: str) -> dict[str, float]:
+    """Measure CPU seconds of a step and the growth of the peak memory in bytes."""
     import numpy as np
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from energon_packed import EncodedSample, PaddingFreeCollator
+    from energon_packed.integrations.transformers.model_loss import loss_in_pieces
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, num_attention_heads=4, num_key_value_heads=2, **sizes))
+    model.to(getattr(torch, dtype))
     rng = np.random.default_rng(0)
     samples = []
     for size in np.full(8, tokens // 8):
         ids = rng.integers(0, vocabulary, size)
         labels = np.where(np.arange(size) >= size * (1 - share), ids, -100)
         samples.append(EncodedSample(input_ids=ids, labels=labels))
+    logits: Any = "all" if kind == "all" else "targets"
     inputs = PaddingFreeCollator().collate(samples).transformers_inputs(logits=logits)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     before = _peak(reset=True)
     seconds = []
     for _ in range(_STEPS):
-        start = time.perf_counter()
-        model(**inputs).loss.backward()
-        seconds.append(time.perf_counter() - start)
+        start = time.process_time()
+        with loss_in_pieces(model) if kind == "pieces" else contextlib.nullcontext():
+            model(**inputs).loss.backward()
+        seconds.append(time.process_time() - start)
     return {"seconds": statistics.median(seconds), "bytes": _peak() - before}
 
 
@@ -62,21 +72,20 @@ def _peak(*, reset: bool = False) -> int:
     return int(fields["VmHWM"].split()[0]) * 1024
 
 
-def bench(report: Report, tokens: int, rounds: int) -> None:
-    """Compare both kinds for each vocabulary and each share of supervised tokens."""
+def bench(report: Report, tokens: int, rounds: int, dtype: str) -> None:
+    """Compare the kinds for each vocabulary and each share of supervised tokens."""
     for vocabulary in _VOCABULARIES:
         for share in _SHARES:
-            kinds = ("all", "targets")
-            results = [[child(kind, vocabulary, share, tokens) for kind in kinds] for _ in range(rounds)]
+            results = [[child(kind, vocabulary, share, tokens, dtype) for kind in _KINDS] for _ in range(rounds)]
             seconds, memory = (
-                [statistics.median(result[i][name] for result in results) for i in range(len(kinds))]
+                [statistics.median(result[i][name] for result in results) for i in range(len(_KINDS))]
                 for name in ("seconds", "bytes")
             )
-            title = f"vocabulary {vocabulary:,}, {share:.0%} supervised"
-            rate = {"per_second": tokens / seconds[1]}
-            report.add(f"{title}: tokens/s relative to all logits", seconds[0] / seconds[1], "x", ">= 0.97", **rate)
-            size = {"bytes": memory[1]}
-            report.add(f"{title}: memory relative to all logits", memory[1] / memory[0], "x", "<= 1.03", **size)
+            for kind, time_of, size in zip(_KINDS[1:], seconds[1:], memory[1:], strict=True):
+                title = f"vocabulary {vocabulary:,}, {share:.0%} supervised, {kind}"
+                rate = {"per_second": tokens / time_of}
+                report.add(f"{title}: tokens/s relative to all logits", seconds[0] / time_of, "x", ">= 0.97", **rate)
+                report.add(f"{title}: memory relative to all logits", size / memory[0], "x", "<= 1.03", bytes=size)
 
 
 def child(*values: object) -> dict[str, float]:
@@ -90,15 +99,16 @@ def child(*values: object) -> dict[str, float]:
 def main() -> None:
     """Run the benchmark, or one measurement in a child."""
     if sys.argv[1:2] == ["--child"]:
-        logits, vocabulary, share, tokens = sys.argv[2:]
-        print(json.dumps(run(logits, int(vocabulary), float(share), int(tokens))))
+        kind, vocabulary, share, tokens, dtype = sys.argv[2:]
+        print(json.dumps(run(kind, int(vocabulary), float(share), int(tokens), dtype)))
         return
     parser: argparse.ArgumentParser = arguments(__doc__, "targets")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     options = parser.parse_args()
     report = Report("targets", options.json)
-    bench(report, options.tokens, options.rounds)
+    bench(report, options.tokens, options.rounds, options.dtype)
     report.finish()
 
 

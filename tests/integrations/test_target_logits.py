@@ -1,11 +1,13 @@
 """Logits of targets alone: the same loss and gradients as with all logits, and nothing computed for other tokens."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM
 
 from energon_packed import (
@@ -19,7 +21,7 @@ from energon_packed import (
 )
 from tests.integrations.launched import tiny_qwen2
 from tests.integrations.trainer_runs import QUIET
-from tests.internals import computes_target_logits
+from tests.internals import CROSS_ENTROPY, computes_target_logits
 from tests.loading.models import tiny_model
 
 FAMILIES = ("qwen2", "llama", "qwen2_vl", "qwen2_5_vl")
@@ -173,3 +175,136 @@ def test_predictions_have_all_logits(text_packs: list[Path], tmp_path: Path) -> 
     output = trainer.predict(data)
     assert output.predictions.shape[:2] == output.label_ids.shape == seen[0]
     assert PackedTrainer(tiny_qwen2(), args, train_dataset=data).evaluate(data)["eval_loss"] == pytest.approx(loss)
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that run, and the largest float32 tensor that one of them returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket.__name__] += 1
+        if isinstance(result, torch.Tensor) and result.dtype == torch.float32:
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("all_logits", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_loss_is_computed_in_pieces(dtype: torch.dtype, all_logits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CROSS_ENTROPY, "_PIECE", 3 * 50)
+    torch.manual_seed(0)
+    ids = np.arange(20)
+    batch = PaddingFreeCollator().collate([EncodedSample(input_ids=ids, labels=np.where(ids % 3, ids, -100))] * 2)
+    targets = batch.labels[0, 1:]
+    kept = torch.arange(39) if all_logits else (targets != -100).nonzero()[:, 0]
+    logits = torch.randn(1, 40 if all_logits else len(kept), 50).to(dtype).requires_grad_()
+    with Operators() as ran:
+        loss = batch.loss(logits)
+        loss.backward()
+    if dtype == torch.bfloat16:
+        assert ran.largest <= 3 * 50
+    assert logits.grad is not None
+    found, logits.grad = logits.grad, None
+    exact = logits[0, : len(kept)] if dtype == torch.float64 else logits[0, : len(kept)].float()
+    expected = torch.nn.functional.cross_entropy(exact, targets[kept])
+    expected.backward()
+    close = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {}
+    torch.testing.assert_close(loss, expected, **close)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, logits.grad, **close)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_a_trainer_computes_the_loss_in_pieces(weighting: Any, text_packs: list[Path], tmp_path: Path) -> None:
+    model, ran = tiny_qwen2(), Operators()
+    loss_function = model.loss_function
+    with ran:
+        trained(model, text_packs[0], tmp_path, data_collator=PaddingFreeCollator(loss_weighting=weighting))
+    # The operator of torch's cross entropy, whose losses are for all logits; pieces have no backward operator.
+    assert ran.counts["_log_softmax"] > 0
+    assert "_log_softmax_backward_data" not in ran.counts
+    assert model.loss_function is loss_function
+
+
+class Fused(Qwen2ForCausalLM):
+    """A model as Liger makes it: no logits if it computes a loss for training, and in an evaluation if requested."""
+
+    def forward(self, *args: Any, labels: Any = None, skip_logits: bool | None = None, **kwargs: Any) -> Any:
+        if skip_logits and labels is None:
+            raise ValueError("skip_logits is True, but labels is None")
+        output = super().forward(*args, labels=labels, **kwargs)
+        if labels is not None if skip_logits is None and self.training else skip_logits:
+            output.logits = None
+        return output
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_a_model_whose_loss_has_no_logits(
+    weighting: Any, text_packs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`use_liger_kernel`: the loss of the model, or of its logits with loss weights."""
+    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda model, config: None)
+    results = []
+    for kind, extra in ((Qwen2ForCausalLM, {}), (Fused, {"use_liger_kernel": True})):
+        model = kind(tiny_qwen2().config)
+        model.load_state_dict(tiny_qwen2().state_dict())
+        data = PackedDataset(text_packs[0])
+        arguments = QUIET | {"save_strategy": "no", "logging_steps": 1}
+        args = packed_training_arguments(str(tmp_path), data, **arguments, **extra, max_steps=2)
+        collator = PaddingFreeCollator(loss_weighting=weighting)
+        trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        results.append([*losses, trainer.evaluate(data)["eval_loss"]])
+    assert results[1] == pytest.approx(results[0], rel=1e-6)
+
+
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")  # the host reads a value of the device
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_a_step_waits_for_the_device_as_often_as_the_model(
+    weighting: Any, evaluates: bool, text_packs: list[Path], tmp_path: Path
+) -> None:
+    """After the first step, which checks the model. Rows are made on the host, which may count their targets."""
+    data, model = PackedDataset(text_packs[0]), tiny_qwen2()
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    collator = PaddingFreeCollator(loss_weighting=weighting)
+    trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator)
+    inputs = trainer.data_collator([data[0]])
+    assert ("loss_mask" in inputs) == (weighting == "sample")
+    targets = torch.tensor(7.0)
+    trainer.compute_loss(model, dict(inputs), num_items_in_batch=targets)
+    trainer._sums = torch.zeros(2, dtype=torch.float64) if evaluates else None
+    with Operators() as ran:
+        trainer.compute_loss(model, dict(inputs), num_items_in_batch=targets)
+    inputs.pop("loss_mask", None)
+    with Operators() as alone:
+        model(**inputs)
+    assert {name: ran.counts[name] for name in WAITS} == {name: alone.counts[name] for name in WAITS}
+
+
+def test_a_plain_loop_waits_once_for_the_places_of_the_targets(text_packs: list[Path]) -> None:
+    batch = PaddingFreeCollator().collate(list(PackedDataset(text_packs[0])[0]))
+    counts = {}
+    for logits in ("all", "targets"):
+        tokens = batch.input_ids.shape[1] if logits == "all" else int((batch.labels != -100).sum())
+        values = torch.randn(1, tokens, 2000)
+        with Operators() as ran:
+            batch.transformers_inputs(logits=logits)  # type: ignore[arg-type]
+            batch.loss(values)
+            batch.loss(values, targets=3.0)
+            batch.loss(values, targets=torch.tensor(3.0))
+            batch.sample_logps(values)
+        counts[logits] = sum(ran.counts[name] for name in WAITS)
+    # With logits of targets alone, nonzero finds the tokens that they belong to: once in each of the five calls.
+    assert counts == {"all": 0, "targets": 5}
+    moved = batch.to("meta")  # a copy to the host, or a value that the host reads, is an error
+    moved.transformers_inputs()
+    for divisor in (None, 3.0, torch.tensor(3.0)):
+        moved.loss(torch.empty(1, batch.input_ids.shape[1], 2000, device="meta"), targets=divisor)

@@ -9,6 +9,7 @@
 | metrics.py | MetricsCallback: throughput, padding, imbalance and sources in the logs |
 | order.py | OrderLogCallback: the order log of a Trainer over a PackedDataset |
 | mixture.py | MixtureCallback: weights of a mixture that learn from the losses of its sources |
+| model_loss.py | the loss that a model computes by itself, without a float32 copy of its logits |
 | patches.py | changes of Trainer for which it has no public hook |
 | trainer.py | PackedTrainer, PackedTrainerMixin, IsolationCheckCallback, SetEpochCallback |
 """

@@ -22,8 +22,6 @@ from energon_packed.loading.collation.batch import (
 from energon_packed.loading.distributors.mixture import MixtureDistributor
 from energon_packed.loading.ranks import all_gather_object, group_place
 
-_CHUNK = 1024  # tokens whose losses are computed together, so that the logits are not copied at once
-
 Rewards = Callable[[dict[str, float]], Mapping[str, float]]
 RewardSignal = Literal["loss", "entropy", "gradient_norm", "validation_loss"]
 
@@ -221,4 +219,4 @@ def _values(output: Any, labels: torch.Tensor, signal: Signal) -> torch.Tensor:
             "MixtureCallback needs the logits of the model, got none. Turn off kernels that compute the loss without "
             "logits (Liger)."
         )
-    return target_signals(logits, labels, signal, chunk=_CHUNK)
+    return target_signals(logits, labels, signal)

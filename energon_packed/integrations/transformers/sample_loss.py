@@ -18,7 +18,7 @@ REFERENCE = "ref_logprobs"
 """Column with the log probability of each token by the reference model."""
 _ROW = "packed_batch"  # entry of the inputs with the row itself
 _MEDIA = ("pixel_values", "pixel_values_videos", "patch_positions", "vision_inputs", "audio_inputs")
-_OF_LOSS = ("labels", "loss_mask", "shift_labels", _ROW)
+_OF_LOSS = ("labels", "loss_mask", "shift_labels", "skip_logits", _ROW)
 
 
 class SampleLoss:

@@ -6,6 +6,7 @@ with few targets has the same weight as a row with many targets, and with severa
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,12 +22,13 @@ from energon_packed.integrations.consumed import Consumed
 from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, TrainerStreamCallback
+from energon_packed.integrations.transformers.model_loss import loss_in_pieces
 from energon_packed.integrations.transformers.patches import check_trainer, names_of_model
 from energon_packed.integrations.transformers.sample_loss import LossOfSamples, SampleLoss, outputs_without_loss
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.integrations.transformers.target_logits import computes_target_logits, without_target_logits
 from energon_packed.libraries import private
-from energon_packed.loading.collation.batch import signals_of, target_weights
+from energon_packed.loading.collation.batch import signals_of, target_signals, target_weights
 from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator, with_weights
 from energon_packed.loading.collation.features import packs_of
 from energon_packed.loading.costs.model import Balance
@@ -36,7 +38,7 @@ from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
 
-_OF_LOSS = ("labels", "loss_mask", "shift_labels")  # inputs from which the model would compute a loss
+_OF_LOSS = ("labels", "loss_mask", "shift_labels", "skip_logits")  # inputs from which the model would compute a loss
 
 
 class PackedTrainerMixin(Trainer):
@@ -289,7 +291,9 @@ class PackedTrainerMixin(Trainer):
         """Loss, and the outputs of the model if requested: SFTTrainer computes them in a separate forward pass."""
 
         def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
-            result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
+            # With `torch_compile`, the compiler fuses the loss, and a change of the model would be compiled again.
+            with nullcontext() if self.args.torch_compile or not self._is_packed else loss_in_pieces(model):
+                result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
             return result if return_outputs else (result, None)
 
         inputs = self._with_needed_logits(model, inputs, return_outputs)
@@ -306,8 +310,10 @@ class PackedTrainerMixin(Trainer):
         else:
             loss, outputs = computed(inputs if sums is not None else _with_target(inputs), None)
         if sums is not None:
-            if weight:
-                sums += torch.stack([loss.detach().mean().double() * weight, weight.double()]).to(sums.device)
+            weight = weight.to(sums.device, torch.float64)
+            mean = loss.detach().mean().to(sums.device, torch.float64)
+            # The mean of no target is NaN.
+            sums += torch.stack([torch.where(weight > 0, mean * weight, 0.0), weight])
         elif num_items_in_batch is not None:
             # `loss` is the mean of this row. DDP averages the gradients of the ranks, as Trainer assumes as well.
             ranks = self.accelerator.num_processes // self.get_tp_size()
@@ -330,10 +336,12 @@ class PackedTrainerMixin(Trainer):
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
         # Without labels, the model computes no loss.
         outputs = outputs_without_loss(model, {name: value for name, value in inputs.items() if name not in _OF_LOSS})
-        logits, targets, weights = outputs.logits[0, :-1], inputs["labels"][0, 1:], inputs["loss_mask"][0, 1:]
+        logits, weights = outputs.logits, inputs["loss_mask"][0, 1:]
         if "logits_to_keep" in inputs:
-            logits, targets, weights = outputs.logits[0], inputs["shift_labels"][0], weights[inputs["logits_to_keep"]]
-        losses = signals_of(logits, targets.to(logits.device))
+            losses = signals_of(logits.flatten(0, 1), inputs["shift_labels"][0].to(logits.device))
+            weights = weights[inputs["logits_to_keep"]]
+        else:
+            losses = target_signals(logits, inputs["labels"])
         weights = weights.to(losses.device)
         # A row without targets has loss 0.
         return (losses * weights).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny), outputs

@@ -26,6 +26,7 @@ from megatron.energon import Batch, edataclass
 from energon_packed.encoding import IGNORE_INDEX, EncodedSample, SampleSource
 from energon_packed.encoding.vision.positions import ModelNeeds, VisionInputs
 from energon_packed.errors import BatchError
+from energon_packed.loading.collation.cross_entropy import cross_entropy, in_float32, pieces
 from energon_packed.loading.dataflow.transport import send_by_value
 from energon_packed.loading.ranks import all_reduce_mean
 from energon_packed.records.columns import FILL
@@ -315,7 +316,9 @@ class PackedBatch(Batch):
         # If all weights are 1, this is the mean of Transformers.
         losses, weights = self._losses(logits)
         if targets is not None:
-            return (losses * weights).sum() / torch.as_tensor(targets, device=logits.device) / self.loss_mask_scale
+            # A number is not made a tensor: the host would wait for its copy.
+            divisor = targets.to(logits.device) if isinstance(targets, torch.Tensor) else targets
+            return (losses * weights).sum() / divisor / self.loss_mask_scale
         total = weights.sum()
         return (losses * weights).sum() / torch.where(total > 0, total, 1.0)  # 0 without targets, instead of NaN
 
@@ -640,9 +643,7 @@ def _of_targets(labels: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"logits_to_keep": positions, "shift_labels": labels[:, positions + 1]}
 
 
-def target_signals(
-    logits: torch.Tensor, labels: torch.Tensor, signal: Signal = "loss", *, chunk: int | None = None
-) -> torch.Tensor:
+def target_signals(logits: torch.Tensor, labels: torch.Tensor, signal: Signal = "loss") -> torch.Tensor:
     """Return a value of each target at 1..T-1, float32 (T-1,), 0 for other tokens.
 
     Args:
@@ -651,33 +652,32 @@ def target_signals(
         signal: `loss`, the cross entropy; `entropy` of the predicted distribution p, in nats; `gradient_norm`, the
             norm of the gradient of the loss with respect to the logits, |p - onehot(target)|, between 0 and sqrt(2)
             (EL2N of M. Paul et al., "Deep Learning on a Data Diet", 2021).
-        chunk: logits that are converted to float32 at a time, or None for all of them.
     """
-    targets = labels[0, 1:].to(logits.device)
-    if logits.shape[1] == labels.shape[1]:  # logits t predict token t + 1
-        return signals_of(logits[0, :-1], targets, signal, chunk=chunk)
+    targets = _shifted(labels.to(logits.device), IGNORE_INDEX)[0]
+    if logits.shape[1] == labels.shape[1]:  # a slice of the logits would copy them in the backward pass
+        return signals_of(logits.flatten(0, 1), targets, signal)[:-1]
     positions = (targets != IGNORE_INDEX).nonzero()[:, 0]
-    values = signals_of(logits[0], targets[positions], signal, chunk=chunk)
-    return values.new_zeros(len(targets)).index_copy(0, positions, values)
+    values = signals_of(logits.flatten(0, 1), targets[positions], signal)
+    return values.new_zeros(len(targets) - 1).index_copy(0, positions, values)
 
 
-def signals_of(
-    logits: torch.Tensor, targets: torch.Tensor, signal: Signal = "loss", *, chunk: int | None = None
-) -> torch.Tensor:
-    """Return a value of each of N targets, float32 (N,), 0 for -100; `signal` and `chunk` as for `target_signals`.
+def signals_of(logits: torch.Tensor, targets: torch.Tensor, signal: Signal = "loss") -> torch.Tensor:
+    """Return a value of each of N targets, float32 (N,), 0 for -100; `signal` as for `target_signals`.
+
+    Only a piece of the logits is converted to float32 at a time.
 
     Args:
         logits: (N, V), by which the targets are predicted.
         targets: int64 (N,).
     """
-    if chunk is not None and len(targets) > chunk:
-        pieces = zip(torch.split(logits, chunk), torch.split(targets, chunk), strict=True)
-        return torch.cat([signals_of(*piece, signal) for piece in pieces])
-    if logits.dtype != torch.float64:
-        logits = logits.float()  # bfloat16 sums over the vocabulary lose digits
     if signal == "loss":
-        return torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
-    p = torch.softmax(logits, dim=-1)
+        return cross_entropy(logits, targets)
+    values = [_uncertainty(logits[piece], targets[piece], signal) for piece in pieces(logits)]
+    return torch.cat(values) if values else logits.new_zeros(0, dtype=torch.float32)
+
+
+def _uncertainty(logits: torch.Tensor, targets: torch.Tensor, signal: Signal) -> torch.Tensor:
+    p = torch.softmax(in_float32(logits), dim=-1)
     if signal == "entropy":
         values = torch.special.entr(p).sum(-1)
     else:
