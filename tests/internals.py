@@ -204,7 +204,7 @@ PLACES = {
     # options: declarations of options, for tables that must agree with them
     "declared": "options:declared",
     "make": "options:make",
-    # packing: the size of the lists of first fit and of blocks; plans are checked through `pack_lengths` and `plan_counts`
+    # packing: the sizes of lists and blocks; plans are checked through `pack_lengths` and `plan_counts`
     "StepImbalance": "packing.balance:StepImbalance",
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",

@@ -1,7 +1,7 @@
 """RecordTable, which has the numeric columns of all records in the memory of the driver.
 
-Input: the files of all chunks. Output: a RecordTable (arrays by record, 25 bytes per record of text) for the planner, and
-RecordRefs (arrays of selected records) for the tasks that read them again.
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 25 bytes per record of text) for the planner,
+and RecordRefs (arrays of selected records) for the tasks that read them again.
 """
 
 from collections import Counter

@@ -113,7 +113,7 @@ def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
     )
     # Planners emit packs by length: without a shuffle, splits and shards would differ in their samples.
     order = np.random.default_rng(options.seed).permutation(joined.num_packs)
-    del plans, rows, groups, lengths, units
+    del plans, rows, groups
     return joined.reordered(order)
 
 
