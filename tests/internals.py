@@ -34,6 +34,7 @@ PLACES = {
     "computes_target_logits": "integrations.transformers.target_logits:computes_target_logits",
     "with_extra": "loading.collation.collator:with_extra",
     "placing": "packing.placing",
+    "planner": "packing.planner",
     "plan_counts": "packing:plan_counts",
     "preference_pairs": "loading.collation.losses:preference_pairs",
     "with_weights": "loading.collation.collator:with_weights",
@@ -204,7 +205,7 @@ PLACES = {
     # options: declarations of options, for tables that must agree with them
     "declared": "options:declared",
     "make": "options:make",
-    # packing: the size of the lists of first fit; plans are checked through `pack_lengths` and `plan_counts`
+    # packing: the sizes of lists and blocks; plans are checked through `pack_lengths` and `plan_counts`
     "StepImbalance": "packing.balance:StepImbalance",
     "balanced_steps": "packing.balance:balanced_steps",
     "imbalance": "packing.balance:imbalance",

@@ -72,51 +72,6 @@ for name in ("AutoTokenizer", *sys.argv[2:]):
     getattr(transformers, name).from_pretrained(sys.argv[1])
 """
 
-# Driver part of a large build: plan synthetic lengths of many records and divide the packs into shards.
-_DRIVER = """
-import sys, time
-import numpy as np
-from energon_packed import PackOptions
-from energon_packed.pipeline.table import RecordTable
-from energon_packed.pipeline.stages.plan import plan_packs, plan_shards
-
-count = int(sys.argv[1])
-peak = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
-before = peak()
-rng = np.random.default_rng(0)
-length = np.empty(count, np.int32)
-for start in range(0, count, 10**6):
-    length[start : start + 10**6] = np.clip(rng.lognormal(5.3, 0.8, min(10**6, count - start)), 1, 4096)
-table = RecordTable(
-    address=np.arange(count) * 1200,
-    size=np.full(count, 1200, np.int32),
-    length=length,
-    text_bytes=np.full(count, 1100, np.int32),
-    media_bytes=np.full(count, 0, np.int64),
-    media_stamp=np.full(count, 0, np.int64),
-    num_images=np.full(count, 0, np.int32),
-    num_videos=np.full(count, 0, np.int32),
-    num_frames=np.full(count, 0, np.int32),
-    extracted_bytes=np.full(count, 0, np.int64),
-    frames_bytes=np.full(count, 0, np.int32),
-    num_decoded=np.full(count, 0, np.int32),
-    kind=np.full(count, 0, np.int8),
-    status=np.full(count, 0, np.int8),
-    supervised=np.full(count, -1, np.int32),
-    weight_checksum=np.full(count, 0, np.int64),
-    narrow=np.full(count, 1, np.int8),
-    divisible=np.full(count, 0, np.int8),
-    counts={},
-    source_starts=np.array([0, count]),
-    files=[],
-    file_starts=np.zeros(0, np.int64),
-)
-options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096)
-start_time = time.perf_counter()
-shards = plan_shards(plan_packs(table, options), table, options)
-print(time.perf_counter() - start_time, (peak() - before) / count, len(shards))
-"""
-
 
 def pack(out: Path, source: Path, tokenizer: Path, *options: object, fresh: bool = True) -> tuple[float, Path]:
     """Run `energon-packed pack`, and return (wall seconds, output folder)."""
@@ -268,13 +223,6 @@ def bench_slopes(report: Report, work: Path) -> None:
         for stage, spent in stages.items():
             report.add(f"{records:,} records: {stage}", spent, "s", "<= 0.9" if stage == "start" else "")
     bench_stages(report, work, tokenizer)
-    for records in (10_000_000, 100_000_000):
-        done = subprocess.run(
-            [sys.executable, "-c", _DRIVER, str(records)], check=True, stdout=subprocess.PIPE, text=True
-        )
-        spent, memory, shards = map(float, done.stdout.split())
-        report.add(f"{records:,} synthetic records: plan and shards in the driver", spent, "s", shards=shards)
-        report.add(f"{records:,} synthetic records: driver memory per record", memory, "bytes")
 
 
 def bench_stages(report: Report, work: Path, tokenizer: Path, records: int = 1_000_000) -> None:

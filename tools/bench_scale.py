@@ -1,18 +1,21 @@
 """Measure how time and memory grow with the number of records, shards and members.
 
-    python tools/bench_scale.py [--records 1000000] [--parts records shards members]
+    python tools/bench_scale.py [--records 1000000] [--parts records shards members driver plan]
 
 records   generated records through lengths, pack, report, inspect, verify, metadataset and the loaders
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
 members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
+driver    the driver of `pack` with a table of 10 million synthetic records of text: memory of each step
+plan      plan_counts of a million to a billion lognormal lengths, and pack_lengths of 10 million
 
-Each part runs with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases per record:
-from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the increase of
-the peak memory of all processes from a tenth to all. The output has the figures of the page Performance.
+The first three parts run with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases
+per record: from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the
+increase of the peak memory of all processes from a tenth to all. The output has the figures of the page Performance.
 """
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,8 +24,11 @@ from typing import Any
 import numpy as np
 from benchlib import Report, Usage, arguments, bench_tokenizer, command, paragraphs, usage
 
+from energon_packed import pack_lengths
+from energon_packed.packing import plan_counts
+
 _SEQ_LEN = 2048
-_STAGES = ("records", "shards", "members")
+_STAGES = ("records", "shards", "members", "driver", "plan")
 _HEAD = "import logging, sys, time, warnings; warnings.filterwarnings('ignore'); logging.disable(logging.WARNING)\n"
 
 _LOADER = (
@@ -50,6 +56,53 @@ _FIRST = (
 from energon_packed import DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
 next(iter(get_packed_loader(sys.argv[1], num_workers=0)))
 next(iter(DataflowLoader(MapDistributor(PackedDataset(sys.argv[1])), num_workers=0)))
+"""
+)
+
+
+# Steps of the driver with a synthetic table: name, bytes per record at the peak and after it, CPU seconds.
+_DRIVER = (
+    _HEAD
+    + """
+from pathlib import Path
+import numpy as np
+from energon_packed import PackOptions
+from energon_packed.pipeline.chunks import NUMERIC, TokenCache
+from energon_packed.pipeline.stages.plan import plan_packs, plan_shards, sample_places
+from energon_packed.pipeline.table import RecordTable
+
+def status(name):
+    return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
+
+def step(name, run):
+    open("/proc/self/clear_refs", "w").write("5")  # sets the peak to the present memory
+    start = time.process_time()
+    result = run()
+    print(name, (status("VmHWM") - before) / count, (status("VmRSS") - before) / count, time.process_time() - start)
+    return result
+
+def make_table():
+    rng = np.random.default_rng(0)
+    columns = {name: np.broadcast_to(np.zeros((), dtype=dtype), count) for name, dtype in NUMERIC.items()}
+    values = {"address": 1200, "size": 1200, "text_bytes": 1100, "supervised": 100, "length": 0}
+    columns |= {name: np.full(count, value, dtype=NUMERIC[name]) for name, value in values.items()}
+    columns["address"] *= np.arange(count)
+    for first in range(0, count, 10**6):
+        part = columns["length"][first : first + 10**6]
+        part[:] = np.clip(rng.lognormal(5.3, 0.8, len(part)), 1, 4096)
+    starts = np.zeros(1, dtype=np.int64)
+    return RecordTable(
+        **columns, source_starts=np.array([0, count]), counts={}, files=[Path("x")], file_starts=starts
+    )
+
+count, before = int(sys.argv[1]), status("VmRSS")
+options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096, sample_class="PackedTokensSample")
+table = step("table", make_table)
+packs = step("packs", lambda: plan_packs(table, options))
+shards = step("shards", lambda: plan_shards(packs, table, options))
+places = step("places", lambda: sample_places(count, packs, shards, options))
+del places
+tokens = step("tokens", lambda: TokenCache(table.files, table.file_starts, table.length))
 """
 )
 
@@ -197,6 +250,29 @@ def run_members(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
     return measured(lines, count)
 
 
+def run_driver(report: Report, count: int) -> None:
+    """Report the memory of the driver in each step of planning, per record."""
+    for line in usage([sys.executable, "-c", _DRIVER, str(count)]).output.splitlines():
+        name, peak, kept, cpu = line.split()
+        report.add(f"{count:,} records: driver, {name}: peak memory", float(peak), "B/record", kept=kept, cpu=cpu)
+
+
+def run_plan(report: Report) -> None:
+    """Report the CPU time of plans of counts, and of a plan of 10 million lengths."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(5.3, 0.8, 10_000_000), 1, 4096).astype(np.int32)
+    counts = np.bincount(lengths, minlength=4097)
+    for factor in (0.1, 1, 10, 100):
+        start = time.process_time()
+        plan = plan_counts((counts * factor).astype(np.int64), 4096)
+        spent = time.process_time() - start
+        label = f"{int(counts.sum() * factor):,} lengths: plan_counts"
+        report.add(f"{label}: CPU time", spent, "s", packs=plan.num_packs, utilization=plan.utilization)
+    start = time.process_time()
+    packs = pack_lengths(lengths, 4096).num_packs
+    report.add(f"{len(lengths):,} lengths: pack_lengths: CPU time", time.process_time() - start, "s", packs=packs)
+
+
 def main() -> None:
     """Run the benchmarks and print the results."""
     parser = arguments(__doc__, "scale")
@@ -212,6 +288,10 @@ def main() -> None:
         bench(report, "shards", 10_000, 5_000, partial(run_shards, work))
     if "members" in options.parts:
         bench(report, "members", 1_000, 200_000, partial(run_members, work))
+    if "driver" in options.parts:
+        run_driver(report, 10 * options.records)
+    if "plan" in options.parts:
+        run_plan(report)
     report.finish()
 
 

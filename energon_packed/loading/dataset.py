@@ -220,6 +220,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
         is_moved = any(map(is_remote, (media_root or {}).values()))
         self._remote = [is_moved or _is_remote(member) for member in self.blend]
         self.read_ahead = _AHEAD if any(self._remote) else 0
+        self._drawn: Int64 | None = None
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -229,7 +230,8 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
             ConfigError: accelerate calls it with `dispatch_batches=True`, which would split rows between ranks.
         """
         refuse_dispatch()
-        self._packs: Int64 = self.epoch_items(epoch, self.weights)
+        self._epoch, self._drawn = epoch, None
+        self._count = sum(epoch_pack_counts(self.blend, self.packs))
 
     @property
     def weights(self) -> list[float] | None:
@@ -317,7 +319,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
         return self._folders[0].reader
 
     def __len__(self) -> int:
-        return len(self._packs)
+        return self._count
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sequence[EncodedSample]]:
         """Return the packs of a batch, which are requested together; torch's DataLoader calls it."""
@@ -371,6 +373,13 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
     def item_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each item; the first use reads all packs, but not their video files."""
         return RowSizes.joined([folder.sizes for folder in self._folders])
+
+    @property
+    def _packs(self) -> Int64:
+        """Items of the epoch, int64 (N,). DataflowLoader has an order of its own, and needs no second array."""
+        if self._drawn is None:
+            self._drawn = self.epoch_items(self._epoch, self.weights)
+        return self._drawn
 
     def _item_at(self, index: int) -> int:
         """Item at an index of the epoch.

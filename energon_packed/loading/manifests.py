@@ -296,6 +296,8 @@ def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
     """Draw `count` of `packs` pack indices, int64 (count,): each equally often, and a random few one time more."""
     # Sorted, so that an epoch without shuffling reads the tars in order.
     copies, rest = divmod(count, packs)
+    if not rest:  # the packs of a folder: a permutation of 100 million needs seconds
+        return np.arange(packs) if copies == 1 else np.tile(np.arange(packs), copies)
     return np.concatenate([np.tile(np.arange(packs), copies), np.sort(rng.permutation(packs)[:rest])])
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 _BLOCK = 128
+_SAMPLES = 1 << 18  # that `next_fit` handles at a time
 Int64 = npt.NDArray[np.int64]
 Content = tuple["Content | None", int, int]
 """Content of a pack: what it had before, and the length and number of samples that it got last."""
@@ -145,18 +146,31 @@ def first_fit(runs: Iterable[tuple[int, int]], capacity: int, max_samples: int) 
     return Placed(steps, [run for block in blocks for run in block], number)
 
 
-def next_fit(lengths: Int64, capacity: int, max_samples: int) -> list[int]:
-    """Put each sample into the current pack, or into a new one if it does not fit; return the first of each pack.
+def next_fit(lengths: npt.NDArray[np.integer], capacity: int, max_samples: int) -> Int64:
+    """Put each sample into the current pack, or into a new one if it does not fit.
 
     Args:
-        lengths: int64 (n,), in input order, each 1 to `capacity`.
+        lengths: integers (n,), in input order, each 1 to `capacity`.
         capacity, max_samples: as for `best_fit`.
+
+    Returns:
+        Index of the first sample of each pack, and n: int64 (P+1,).
     """
-    total = np.concatenate([[0], np.cumsum(lengths)])
-    ends = np.searchsorted(total, total[:-1] + capacity, side="right") - 1
-    ends = np.minimum(ends, np.arange(len(lengths)) + max_samples)
-    starts, start, next_start = [], 0, ends.data  # a buffer, whose items are Python integers
+    parts, start, size = [np.zeros(1, dtype=np.int64)], 0, _SAMPLES
     while start < len(lengths):
-        starts.append(start)
-        start = next_start[start]
-    return starts
+        stop = min(start + size, len(lengths))
+        total = np.concatenate([[0], np.cumsum(lengths[start:stop], dtype=np.int64)])
+        ends = np.searchsorted(total, total[:-1] + capacity, side="right") - 1
+        ends = np.minimum(ends, np.arange(stop - start) + max_samples)
+        # A pack that ends with the block may have room for the sample after it.
+        last = stop - start if stop == len(lengths) else stop - start - 1
+        firsts, first, end_of = [], 0, ends.data  # a buffer, whose items are Python integers
+        while first < len(ends) and end_of[first] <= last:
+            first = end_of[first]
+            firsts.append(first)
+        if not firsts:  # a pack with more samples than the block
+            size *= 2
+            continue
+        parts.append(np.array(firsts, dtype=np.int64) + start)
+        start, size = start + first, _SAMPLES
+    return np.concatenate(parts)

@@ -20,6 +20,8 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 _MOST_TOKENS = 2**31 - 1  # int32, dtype of lengths
 _ALGORITHMS = ("bfd", "ffd", "sequential")
+_BLOCK = 1 << 18  # samples that are handled at a time, so that temporary arrays are small
+_PACKS = 1 << 12  # packs that are copied at a time
 _WINDOW = re.compile(r"window_([1-9][0-9]*)")
 
 
@@ -86,10 +88,15 @@ class PackPlan:
         counts = np.diff(self.offsets)[order]
         offsets = np.zeros(len(order) + 1, dtype=np.int64)
         np.cumsum(counts, out=offsets[1:])
-        # Source position in the old `indices` for each entry of the new array.
-        source = np.arange(offsets[-1]) + np.repeat(self.offsets[:-1][order] - offsets[:-1], counts)
+        indices = np.empty_like(self.indices)
+        for first in range(0, len(order), _PACKS):
+            last = min(first + _PACKS, len(order))
+            # Source position in the old `indices` for each entry of the new array.
+            shift = self.offsets[:-1][order[first:last]] - offsets[first:last]
+            source = np.arange(offsets[first], offsets[last]) + np.repeat(shift, counts[first:last])
+            indices[offsets[first] : offsets[last]] = self.indices[source]
         return PackPlan(
-            indices=self.indices[source],
+            indices=indices,
             offsets=offsets,
             overlong=self.overlong,
             tokens=self.tokens,
@@ -125,7 +132,9 @@ def pack_lengths(
             or all of them in `overlong`. A window of `window_N` has N groups. With `max_samples`, only groups of equal
             size share a pack. None without groups.
 
-    Uses about 60 bytes per sample. `plan_counts` in `energon_packed.packing` needs little memory for any number.
+    Needs at most 16 bytes of memory per sample at a time beside `lengths` of int32, with `seed` 19 and with `multiple`
+    27; the plan has 8, and 8 per pack. `window_N` needs 28, as its packs have many patterns. `groups` need 80.
+    `energon_packed.packing.plan_counts` plans any number of samples in little memory.
 
     Raises:
         ConfigError: an argument is out of range, or the algorithm is unknown (the message lists the valid names).
@@ -180,32 +189,73 @@ def _packs(cost: Int64 | Int32, capacity: int, algorithm: str, max_samples: int)
     Returns:
         `indices` and `offsets` of the PackPlan.
     """
-    kept = np.flatnonzero(cost <= capacity)
     if algorithm == "sequential":
-        return kept, np.array([*next_fit(cost[kept].astype(np.int64), capacity, max_samples), len(kept)])
-    window = _WINDOW.fullmatch(algorithm)
-    # Compared as strings: Python limits the digits of an integer, and no plan needs a larger window.
-    size = int(min(window[1], str(_MOST_TOKENS), key=lambda text: (len(text), text))) if window else _MOST_TOKENS
-    # Longest first; equal lengths in input order. NumPy sorts 16 bits by radix, several times as fast.
-    shortness = (capacity - cost[kept]).astype(np.uint16 if capacity < 1 << 16 else np.int64)
-    windows = kept // size
-    order = kept[np.argsort(shortness, kind="stable") if windows[-1:].sum() == 0 else np.lexsort((shortness, windows))]
-    lengths, windows = cost[order], order // size
-    is_first = np.ones(len(order), dtype=bool)
-    is_first[1:] = (np.diff(lengths) != 0) | (np.diff(windows) != 0)
-    starts = np.flatnonzero(is_first)
-    runs = list(zip(lengths[starts].tolist(), np.diff(starts, append=len(order)).tolist(), strict=True))
+        kept = np.flatnonzero(cost <= capacity)
+        return kept, next_fit(cost if len(kept) == len(cost) else cost[kept], capacity, max_samples)
+    window, size = _WINDOW.fullmatch(algorithm), max(len(cost), 1)
+    if window:
+        # Compared as strings: Python limits the digits of an integer.
+        size = int(min(window[1], str(size), key=lambda text: (len(text), text)))
+    order, starts, bounds = _longest_first(cost, capacity, size)
+    lengths, counts = cost[order[starts]], np.diff(starts, append=len(order))
+    indices = np.empty(len(order), dtype=np.int64)
+    sizes: list[Int64] = [np.zeros(0, dtype=np.int64)]
     steps: list[Step] = []
-    packs = 0
-    bounds = [0, *(np.flatnonzero(np.diff(windows[starts])) + 1).tolist(), len(starts)]
-    for first, last in pairwise(bounds):
+    done = packs = 0  # samples that have a place, and packs
+    # Each window has packs of its own. Together, windows have more steps than fit in memory.
+    for first, last in pairwise(np.searchsorted(starts, bounds).tolist()):
+        runs = list(zip(lengths[first:last].tolist(), counts[first:last].tolist(), strict=True))
         if algorithm == "ffd":
             placed = first_fit(runs, capacity, max_samples)
         else:
-            placed = best_fit(runs[first:last], capacity, max_samples, packs)
+            placed = best_fit(runs, capacity, max_samples, packs)
         steps += placed.steps
+        if len(steps) >= _BLOCK or last == len(starts):
+            stop = int(starts[last]) if last < len(starts) else len(order)
+            before = sum(map(len, sizes))
+            sizes.append(_place(order[done:stop], steps, before, placed.packs, indices[done:stop]))
+            steps, done = [], stop
         packs = placed.packs
-    return _indices(order, steps, packs)
+    return indices, np.cumsum(np.concatenate([[0], *sizes]))
+
+
+def _longest_first(cost: Int64 | Int32, capacity: int, size: int) -> tuple[Any, Int64, list[int]]:
+    """Sort the samples that fit a pack by window, then from the longest; equal lengths are in input order.
+
+    Args:
+        cost, capacity: as for `_packs`.
+        size: samples of a window.
+
+    Returns:
+        The samples, int32 or int64 (m,); in them, the places at which a length or window starts, int64 (r,), and the
+        places at which each window starts, and m.
+    """
+    # Numbers of unused tokens and index are sorted in place: `argsort` needs three times the memory.
+    bits = np.uint64(max(len(cost) - 1, 1).bit_length())
+    keys = np.empty(len(cost), dtype=np.uint64)
+    bounds = [0]
+    for start in range(0, len(cost), size):
+        stop, count = min(start + size, len(cost)), bounds[-1]
+        for first in range(start, stop, _BLOCK):
+            block = cost[first : min(first + _BLOCK, stop)]
+            kept = np.flatnonzero(block <= capacity)
+            key = (capacity - block[kept].astype(np.int64)).astype(np.uint64)
+            key <<= bits
+            key |= (kept + first).astype(np.uint64)
+            keys[count : count + len(kept)] = key
+            count += len(kept)
+        keys[bounds[-1] : count].sort()
+        bounds.append(count)
+    total = bounds[-1]
+    order = np.empty(total, dtype=np.int32 if len(cost) < 1 << 31 else np.int64)
+    starts = [np.array(bounds[:-1], dtype=np.int64)]
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    for first in range(0, total, _BLOCK):
+        stop = min(first + _BLOCK, total)
+        order[first:stop] = keys[first:stop] & mask
+        starts.append(np.flatnonzero(np.diff(keys[first : stop + 1] >> bits)) + first + 1)
+    places = np.unique(np.concatenate(starts))
+    return order, places[places < total], bounds
 
 
 def _packs_of_groups(
@@ -252,25 +302,42 @@ def _ranges(starts: Int64, sizes: Int64) -> Int64:
     return np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
 
 
-def _indices(order: Int64, steps: list[Step], packs: int) -> tuple[Int64, Int64]:
-    """Put the samples, int64 (m,) in the order of the steps, into `packs` packs: `indices` and `offsets`."""
-    index: Any = np.int32 if len(order) < 1 << 31 else np.int64  # half the memory of int64, and faster
-    first, step, count, share, before = np.array(steps, dtype=np.int64).reshape(-1, 5).T.astype(index)
-    sizes = count * share
-    place = np.arange(len(order), dtype=index)
-    place -= np.repeat((np.cumsum(sizes) - sizes).astype(index), sizes)  # of a sample in its step
-    share = np.repeat(share, sizes)
-    pack = place // share
-    place -= pack * share
-    place += np.repeat(before, sizes)  # of a sample in its pack
-    pack *= np.repeat(step, sizes)
-    pack += np.repeat(first, sizes)
-    offsets = np.zeros(packs + 1, dtype=np.int64)
-    np.cumsum(np.bincount(pack, minlength=packs), out=offsets[1:])
-    place += offsets.astype(index)[pack]
-    indices = np.empty(len(order), dtype=np.int64)
-    indices[place] = order
-    return indices, offsets
+def _place(order: Any, steps: list[Step], first_pack: int, packs: int, out: Int64) -> Int64:
+    """Put the samples, integers (m,) in the order of the steps, into the packs from `first_pack` up to `packs`.
+
+    Args:
+        order, steps: samples, and where they go.
+        first_pack, packs: range of the packs.
+        out: int64 (m,), filled with the samples of these packs, pack after pack.
+
+    Returns:
+        Number of samples of each pack, int64 (packs - first_pack,).
+    """
+    first, step, count, share, before = np.array(steps, dtype=np.int64).reshape(-1, 5).T
+    first = first - first_pack
+    lowest = np.minimum(first, first + step * (count - 1))
+    change = np.zeros(packs - first_pack + 1, dtype=np.int64)  # of the samples from one pack to the next
+    np.add.at(change, lowest, share)
+    np.subtract.at(change, lowest + count, share)
+    sizes = np.cumsum(change[:-1])
+    offsets = np.cumsum(sizes) - sizes
+    ends = np.cumsum(count * share)
+    starts = ends - count * share
+    for low in range(0, len(order), _BLOCK):  # in blocks, as a sample needs several numbers
+        high = min(low + _BLOCK, len(order))
+        own = slice(*np.searchsorted(ends, [low, high - 1], side="right").tolist())
+        own = slice(own.start, own.stop + 1)
+        of_step = np.minimum(ends[own], high) - np.maximum(starts[own], low)
+        place = np.arange(low, high) - np.repeat(starts[own], of_step)  # of a sample in its step
+        samples = np.repeat(share[own], of_step)
+        pack = place // samples
+        place -= pack * samples
+        place += np.repeat(before[own], of_step)  # of a sample in its pack
+        pack *= np.repeat(step[own], of_step)
+        pack += np.repeat(first[own], of_step)
+        place += offsets[pack]
+        out[place] = order[low:high]
+    return sizes
 
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:

@@ -32,6 +32,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -546,22 +547,25 @@ class RecordBytes:
         self._files = files
         self._starts = starts
         self._unit = unit
-        self._before = np.zeros(len(sizes) + 1, dtype=np.int64)  # units of all records before
-        np.cumsum(np.maximum(sizes, 0), out=self._before[1:])
+        self._sizes = sizes
+        chunks = [sizes[start:stop] for start, stop in pairwise([*starts.tolist(), len(sizes)])]
+        self._units = np.array([np.maximum(own, 0).sum(dtype=np.int64) for own in chunks], dtype=np.int64)
+        # Units of the records of the chunk that are before each record: half the memory of units of all chunks.
+        self._before = np.zeros(len(sizes), dtype=np.uint32 if self._units.max(initial=0) < 1 << 32 else np.int64)
+        for start, own in zip(starts.tolist(), chunks, strict=True):
+            self._before[start : start + len(own)][1:] = np.cumsum(np.maximum(own[:-1], 0), dtype=np.int64)
 
     def refs(self, rows: Int64) -> RecordOffsets:
         """Files and offsets of the bytes of these records."""
         # side="right": empty chunks share their start with the chunk after them, and only the last contains the record
         chunk = np.searchsorted(self._starts, rows, side="right") - 1
-        offset = self._unit * (self._before[rows] - self._before[self._starts[chunk]])
         used, file = np.unique(chunk, return_inverse=True)
-        bounds = self._unit * self._before[np.append(self._starts, len(self._before) - 1)]
         return RecordOffsets(
             files=[self._files[index] for index in used.tolist()],
             file=file,
-            offset=offset,
-            size=self._unit * (self._before[rows + 1] - self._before[rows]),
-            sizes=np.diff(bounds)[used],
+            offset=self._unit * self._before[rows].astype(np.int64),
+            size=self._unit * np.maximum(self._sizes[rows], 0).astype(np.int64),
+            sizes=self._unit * self._units[used],
         )
 
 

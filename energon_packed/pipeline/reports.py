@@ -103,10 +103,11 @@ class TableRejects:
     def lines(self) -> npt.NDArray[np.int64]:
         """Line of each record in its file, as `Source.line_numbers`: int64 (n,)."""
         ranges = zip(self.reader.sources, pairwise(self.table.source_starts.tolist()), strict=True)
-        lines = np.zeros(len(self.table), dtype=np.int64)
-        for source, (start, stop) in ranges:
-            lines[start:stop] = source.line_numbers(self.table.address[start:stop], self.table.size[start:stop])
-        return lines
+        lines = [
+            source.line_numbers(self.table.address[start:stop], self.table.size[start:stop])
+            for source, (start, stop) in ranges
+        ]
+        return lines[0] if len(lines) == 1 else np.concatenate(lines)  # no copy of the lines of a large file
 
     def report(self) -> RejectReport:
         """Return the counts and the first rejected records."""

@@ -1,7 +1,7 @@
 """RecordTable, which has the numeric columns of all records in the memory of the driver.
 
-Input: the files of all chunks. Output: a RecordTable (arrays by record, 60 bytes per record) for the planner, and
-RecordRefs (arrays of selected records) for the tasks that read them again.
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 25 bytes per record of text) for the planner,
+and RecordRefs (arrays of selected records) for the tasks that read them again.
 """
 
 from collections import Counter
@@ -63,7 +63,9 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Columns of all n records, in input order; 60 bytes per record.
+    """Columns of all n records, in input order. Records of text need 25 bytes each, others up to 90.
+
+    Arrays are read-only if all records have the same value.
 
     Attributes:
         address: int64 (n,), address of the record in its source.
@@ -227,19 +229,30 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     """Join the files of chunks that are all measured."""
     counts = [measured_records(chunk) for chunk in chunks]
     total = sum(counts)
-    # Allocated once and filled chunk by chunk: joining at the end would need the memory twice. Columns of zeros (those
-    # of images in a text dataset) need no memory, because untouched pages of `zeros` are not allocated.
-    columns = {name: np.zeros(total, dtype=dtype) for name, dtype in NUMERIC.items()}
+    # Filled chunk by chunk: joining at the end would need the memory twice. A column of equal values (such as those of
+    # images in a text dataset) is one value, which is repeated.
+    columns: dict[str, npt.NDArray[Any]] = {
+        name: np.broadcast_to(np.zeros((), dtype=dtype), total) for name, dtype in NUMERIC.items()
+    }
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
     listed: StringCounts = {name: Counter() for name in COUNTED}
     members: list[Members] = [np.zeros(0, dtype=MEMBER)]
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
-        for name, column in columns.items():
+        for name, column in columns.items() if count else ():
             # A chunk without videos or audio has no such columns.
-            if name in table.schema.names and (values := as_numpy(table[name], column.dtype)).any():
+            values = np.zeros(1, dtype=column.dtype)
+            if name in table.schema.names:
+                values = as_numpy(table[name], column.dtype)
+            if column.flags.writeable:
                 column[start : start + count] = values
+            elif start == 0 and (values == values[0]).all():
+                columns[name] = np.broadcast_to(values[0], total)
+            elif start == 0 or (values != column[0]).any():
+                columns[name] = np.empty(total, dtype=column.dtype)
+                columns[name][:start] = column[:start]
+                columns[name][start : start + count] = values
         for name, counter in read_counts(table).items():
             listed[name].update(counter)
         members.append(read_members(table))

@@ -32,7 +32,7 @@ _Stamp = tuple[int, int]  # (size, time of the last change in ns)
 class ShardReader:
     """Random access to the packs of a list of shards by pack index, counted over all shards.
 
-    Offsets need 16 bytes of memory per pack. Each process opens a shard on first access, so a reader can be pickled
+    Offsets need 8 bytes of memory per pack. Each process opens a shard on first access, so a reader can be pickled
     and used after a fork.
     """
 
@@ -59,15 +59,14 @@ class ShardReader:
         self.tars = list(tars)
         self._media_root = moved_folders(media_root)
         self._opened = opened or OpenedFiles(tars, digests)
-        # Flat arrays over all shards. The leading 0, cut off again, sets the dtype if there are no shards.
-        self._starts = np.concatenate([[0], *(index[:-1] for index in offsets)])[1:]
-        self._ends = np.concatenate([[0], *(index[1:] for index in offsets)])[1:]
+        # The offsets of all packs of a shard and its end, shard after shard: int64 (packs + shards,).
+        self._offsets = np.concatenate([np.zeros(0, dtype=np.int64), *offsets])
         # Index of the first pack of each shard, for the binary search of `locate`. A list: bisect is slower on arrays.
         self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)]).tolist()
         self._streams = Streams()
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return int(self._first[-1])
 
     def __getitem__(self, pack: int) -> dict[str, Any]:
         """Return `__key__` and the bytes of each member by part name (the name after the first dot).
@@ -133,7 +132,8 @@ class ShardReader:
         if not 0 <= pack < len(self):
             raise IndexError(f"pack {pack} is out of range for {len(self)} packs")
         shard = bisect_right(self._first, pack) - 1
-        return shard, int(self._starts[pack]), int(self._ends[pack])
+        at = pack + shard  # the shards before have an end each
+        return shard, int(self._offsets[at]), int(self._offsets[at + 1])
 
     def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""

@@ -168,19 +168,23 @@ class JsonlSource(Source):
         They are not known for elements of an array or object, nor in an input part that starts within the file.
         """
         is_copied = self.data != self.path and self.data.name.endswith(ELEMENTS)
-        # In place as far as possible, because a file may have 10 million records.
-        before = np.zeros_like(addresses)  # end of the record before
-        np.add(addresses[:-1], sizes[:-1], out=before[1:])
-        gaps = np.flatnonzero(addresses > before)
-        if is_copied or self.share[0] > 0 or (len(gaps) and is_remote(self.data)):
+        # In blocks and in place, because a file may have 100 million records.
+        blocks = [slice(first, first + _BLOCK) for first in range(0, len(addresses) - 1, _BLOCK)]
+        gaps = [0] if len(addresses) and addresses[0] > 0 else []  # records that are not at the end of the one before
+        for block in blocks:
+            ends = addresses[:-1][block] + sizes[:-1][block]
+            gaps += (np.flatnonzero(addresses[1:][block] > ends) + block.start + 1).tolist()
+        if is_copied or self.share[0] > 0 or (gaps and is_remote(self.data)):
             return super().line_numbers(addresses, sizes)
         # A longer line has not its whole size in `sizes`; the rest of it, with its end, is a gap.
         lines = np.ones_like(addresses)
-        lines[1:] = (sizes[:-1] > 0) & (sizes[:-1] < LONGEST_RECORD)
-        if len(gaps):
+        for block in blocks:
+            lines[1:][block] = (sizes[:-1][block] > 0) & (sizes[:-1][block] < LONGEST_RECORD)
+        if gaps:
             with self.data.open("rb") as stream:
-                for gap in gaps.tolist():
-                    lines[gap] += _line_ends(stream, int(before[gap]), int(addresses[gap]))
+                for gap in gaps:
+                    end = int(addresses[gap - 1]) + int(sizes[gap - 1]) if gap else 0
+                    lines[gap] += _line_ends(stream, end, int(addresses[gap]))
         return np.cumsum(lines, out=lines)
 
     def read(self, address: int, size: int) -> SourceRecord:

@@ -1,12 +1,13 @@
 """Each algorithm gives exactly the packs of its textbook loop; lists in place of trees and bit sets."""
 
+import tracemalloc
 from collections import defaultdict
 
 import numpy as np
 import pytest
 
 from energon_packed import pack_lengths
-from tests.internals import placing
+from tests.internals import placing, planner
 
 Packs = list[list[int]]
 CASES = [(seed, limit) for seed in range(8) for limit in (None, 1, 2, 5)]
@@ -79,3 +80,36 @@ def test_first_fit_over_many_lists_of_runs(monkeypatch: pytest.MonkeyPatch) -> N
             most, order = limit or len(lengths), descending(lengths, capacity)
             found = pack_lengths(lengths, capacity, algorithm="ffd", max_samples=limit)
             assert [pack.tolist() for pack in found] == first_fit(lengths, capacity, most, order), seed
+
+
+@pytest.mark.parametrize("block", [1, 3])
+def test_plans_in_small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    algorithms = ("bfd", "ffd", "sequential", "window_7")
+    problems = [(*problem(seed), name, limit) for seed in range(20) for name in algorithms for limit in (None, 3)]
+
+    def plans() -> list[list[list[int]]]:
+        return [
+            [pack.tolist() for pack in pack_lengths(lengths, capacity, algorithm=name, max_samples=limit, seed=2)]
+            for lengths, capacity, name, limit in problems
+        ]
+
+    expected = plans()
+    for module, name in ((planner, "_BLOCK"), (planner, "_PACKS"), (placing, "_SAMPLES")):
+        monkeypatch.setattr(module, name, block)
+    assert plans() == expected
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "count", "limit"),
+    [("bfd", 800_000, 20), ("ffd", 800_000, 20), ("sequential", 800_000, 16), ("window_4096", 100_000, 36)],
+)
+def test_memory_per_sample(monkeypatch: pytest.MonkeyPatch, algorithm: str, count: int, limit: int) -> None:
+    for module, name in ((planner, "_BLOCK"), (planner, "_PACKS"), (placing, "_SAMPLES")):
+        monkeypatch.setattr(module, name, 1 << 12)
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, count), 1, 4096).astype(np.int32)
+    tracemalloc.start()
+    try:
+        pack_lengths(lengths, 4096, algorithm=algorithm)
+        assert tracemalloc.get_traced_memory()[1] < limit * len(lengths)
+    finally:
+        tracemalloc.stop()

@@ -4,8 +4,9 @@ Input: the finished shards of a run, with their state files, its Plan and Record
 packing.json, the PackingManifest.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import map_paths
 
+_BLOCK = 1 << 18  # samples whose values are copied at a time
 _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
 
 
@@ -110,11 +112,14 @@ def _manifest(
     """Build the manifest of a run whose shards are written, from its counts and settings."""
     options, packs, entries_of = state.options, plan.packs, plan.entries
     encoder = options.encoder_loader.load()
-    cut = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)  # 0 unless `overlong='truncate'`
+    cut = 0, 0  # records, tokens
+    if options.truncate is not None:
+        longer = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)
+        cut = int(np.count_nonzero(longer)), int(longer.sum(dtype=np.int64))
     fragments = entries_of.fragments
 
     def total(column: npt.NDArray[np.integer[Any]]) -> int:
-        return int(column[packs.indices].sum(dtype=np.int64))
+        return sum(int(values.sum(dtype=np.int64)) for values in _packed(plan, column))
 
     num_videos = total(entries_of.num_videos)
     return PackingManifest(
@@ -124,8 +129,8 @@ def _manifest(
         shard_prefix=options.prefix,
         records=len(table),
         packed=len(packs.indices),
-        truncated=int(np.count_nonzero(cut)),
-        tokens_cut=int(cut.sum(dtype=np.int64)),
+        truncated=cut[0],
+        tokens_cut=cut[1],
         records_split=0 if fragments is None else int(np.count_nonzero(fragments["number"] == 0)),
         fragments=0 if fragments is None else len(fragments),
         groups=_groups(plan),
@@ -136,7 +141,7 @@ def _manifest(
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
-        weight_checksum=int(entries_of.weight_checksum[packs.indices].sum()) % 2**63,
+        weight_checksum=total(entries_of.weight_checksum) % 2**63,
         images=total(entries_of.num_images),
         images_decoded=total(entries_of.num_decoded),
         videos=num_videos,
@@ -170,6 +175,12 @@ def _manifest(
     )
 
 
+def _packed(plan: Plan, column: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yield the values of a column, (n,), of all packed samples, in blocks."""
+    for first in range(0, len(plan.packs.indices), _BLOCK):
+        yield column[plan.packs.indices[first : first + _BLOCK]]
+
+
 def _groups(plan: Plan) -> int:
     """Number of groups of at least two samples."""
     units = plan.entries.units()
@@ -180,8 +191,12 @@ def _groups(plan: Plan) -> int:
 
 def _supervised(plan: Plan) -> int | None:
     """Targets in all packs; None if the targets of a sample are unknown."""
-    targets = plan.entries.supervised[plan.packs.indices]
-    return None if (targets < 0).any() else int(targets.sum(dtype=np.int64))
+    total = 0
+    for targets in _packed(plan, plan.entries.supervised):
+        if (targets < 0).any():
+            return None
+        total += int(targets.sum(dtype=np.int64))
+    return total
 
 
 def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:
@@ -193,16 +208,15 @@ def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntr
     if (fragments := plan.entries.fragments) is not None:
         np.put(lengths, fragments["record"], 0)
         np.add.at(lengths, fragments["record"], (fragments["stop"] - fragments["start"]).astype(lengths.dtype))
-    config_of_record = config_of[table.locate(np.arange(len(table)))[0]]
     count = min(len(configs), _MAX_SOURCES + 1)
     # A weight above 1 reads a file several times: repeats are not counted as files.
     originals = [config for config, reading in zip(config_of, readings, strict=True) if not reading.copy]
-    totals = (
-        np.bincount(originals, minlength=count),
-        np.bincount(config_of_record, minlength=count),
-        np.bincount(config_of_record[packed], minlength=count),
-        np.bincount(config_of_record[packed], weights=lengths[packed], minlength=count).astype(np.int64),
-    )
+    totals = (np.bincount(originals, minlength=count), *np.zeros((3, count), dtype=np.int64))
+    for config, (start, stop) in zip(config_of.tolist(), pairwise(table.source_starts.tolist()), strict=True):
+        own = packed[start:stop]
+        totals[1][config] += stop - start
+        totals[2][config] += np.count_nonzero(own)
+        totals[3][config] += lengths[start:stop].sum(dtype=np.int64, where=own)
     settings = [config.settings() for config in configs[:_MAX_SOURCES]] + [{"path": ["(others)"]}]
     return [
         SourceEntry(**source, files=files, records=records, packed=used, tokens=tokens)

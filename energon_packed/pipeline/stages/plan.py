@@ -44,6 +44,7 @@ Status = npt.NDArray[np.int8]
 _OVERLONG_BATCH = 64  # records per task
 Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
+_PACKS = 1 << 12  # packs that are handled at a time, so that temporary arrays are small
 _MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
 _TOKENS_JSON = 80  # estimated bytes of a sample of tokens beside its tokens: id, boundaries, supervised spans
 _LOCATOR = 400  # estimated bytes of a reference to an image or video
@@ -75,13 +76,14 @@ class ShardPlan:
 
 
 def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
-    """Pack all records and fragments whose status is 0; `indices` are indices into the table.
+    """Pack all records and fragments whose status is 0; `indices` are indices into the table, of int32 if they fit.
 
     Args:
         table: measured records, with the rejects of planning.
         options: options of the run.
     """
-    rows = np.flatnonzero(table.status == 0)
+    # Half the memory of int64, for tables of almost any size.
+    rows: Any = np.flatnonzero(table.status == 0).astype(np.int32 if len(table) < 1 << 31 else np.int64)
     lengths = table.length if options.truncate is None else np.minimum(table.length, options.truncate)
     units, groups = table.units(), [rows]
     if options.group_by == "media":
@@ -93,7 +95,8 @@ def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
         groups = [rows[kinds[rows] == kind] for kind in range(len(KINDS))]
 
     def plan(rows: Int64) -> PackPlan:
-        return _plan_group(lengths[rows], options, None if units is None else units[rows])
+        own = lengths if len(rows) == len(lengths) else lengths[rows]
+        return _plan_group(own, options, None if units is None else units[rows])
 
     with ThreadPoolExecutor(len(groups)) as pool:  # in parallel: the kernels release the GIL
         plans = list(pool.map(plan, groups))
@@ -110,6 +113,7 @@ def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
     )
     # Planners emit packs by length: without a shuffle, splits and shards would differ in their samples.
     order = np.random.default_rng(options.seed).permutation(joined.num_packs)
+    del plans, rows, groups
     return joined.reordered(order)
 
 
@@ -137,21 +141,7 @@ def _columns_bytes(table: RecordTable) -> Int64:
 
 def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
     """Cut the packs into splits, and each split into shards of even size within the limits."""
-    media, files = table.media_bytes, table.num_images + table.num_videos + table.num_audios
-    if options.extract_frames:
-        media = np.where(table.num_videos > 0, table.extracted_bytes, media)
-        files = table.num_images + table.num_frames + table.num_audios
-    content = media + _MEMBER_OVERHEAD * files + table.frames_bytes
-    if options.codec.stores_tokens:
-        content += 4 * table.length.astype(np.int64) + _TOKENS_JSON + _columns_bytes(table)
-    else:
-        content += table.text_bytes
-    sizes = np.add.reduceat(content[plan.indices], plan.offsets[:-1])
-    sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members of a pack beside the media
-    written = sizes
-    if options.media == "reference":  # the cuts stay those of a copy
-        absent = media + (_MEMBER_OVERHEAD - _LOCATOR) * files
-        written = sizes - np.add.reduceat(absent[plan.indices], plan.offsets[:-1]) + _MEMBER_OVERHEAD
+    sizes, written = _pack_sizes(plan, table, options)
     shards: list[ShardPlan] = []
     for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
         for first, last in cut_evenly(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
@@ -168,6 +158,35 @@ def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> lis
                 )
             )
     return shards
+
+
+def _pack_sizes(plan: PackPlan, table: RecordTable, options: PackOptions) -> tuple[Int64, Int64]:
+    """Estimate the bytes of each pack, int64 (P,): with all files, by which packs are cut into shards, and as written.
+
+    They differ if media are stored by reference.
+    """
+    columns_bytes, with_media = _columns_bytes(table), np.zeros(plan.num_packs, dtype=np.int64)
+    written = with_media.copy() if options.media == "reference" else with_media
+    for first in range(0, plan.num_packs, _PACKS):  # in blocks, as a sample needs several numbers
+        bounds = plan.offsets[first : first + _PACKS + 1]
+        rows, starts = plan.indices[bounds[0] : bounds[-1]], bounds[:-1] - bounds[0]
+        images, videos, audios = (column[rows] for column in (table.num_images, table.num_videos, table.num_audios))
+        media, files = table.media_bytes[rows], images + videos + audios
+        if options.extract_frames:
+            media = np.where(videos > 0, table.extracted_bytes[rows], media)
+            files = images + table.num_frames[rows] + audios
+        content = media + _MEMBER_OVERHEAD * files + table.frames_bytes[rows]
+        if options.codec.stores_tokens:
+            content += 4 * table.length[rows].astype(np.int64) + _TOKENS_JSON + columns_bytes[rows]
+        else:
+            content += table.text_bytes[rows]
+        sizes = np.add.reduceat(content, starts)
+        sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members of a pack beside the media
+        with_media[first : first + _PACKS] = sizes
+        if options.media == "reference":  # the cuts stay those of a copy
+            absent = media + (_MEMBER_OVERHEAD - _LOCATOR) * files
+            written[first : first + _PACKS] = sizes - np.add.reduceat(absent, starts) + _MEMBER_OVERHEAD
+    return with_media, written
 
 
 def cut_evenly(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
@@ -314,10 +333,11 @@ def sample_places(
     """Find the place in the dataset of each of `count` entries; without packs, none has a place."""
     pack, sample = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.int32)
     if packs is not None:
-        sizes = np.diff(packs.offsets)
-        pack[packs.indices] = np.repeat(np.arange(packs.num_packs, dtype=np.int32), sizes)
-        first = np.repeat(packs.offsets[:-1].astype(np.int32), sizes)  # of the pack of each sample
-        sample[packs.indices] = np.arange(len(first), dtype=np.int32) - first
+        for first in range(0, packs.num_packs, _PACKS):
+            bounds = packs.offsets[first : first + _PACKS + 1]
+            rows, sizes = packs.indices[bounds[0] : bounds[-1]], np.diff(bounds)
+            pack[rows] = np.repeat(np.arange(first, first + len(sizes)), sizes)
+            sample[rows] = np.arange(bounds[0], bounds[-1]) - np.repeat(bounds[:-1], sizes)
     return SamplePlaces(
         pack=pack,
         sample=sample,
@@ -350,7 +370,9 @@ def plan_rejects(
         The rejected records, and the entries to pack: the records with their status after planning and their targets
         after truncation, and the fragments of records that are split.
     """
-    status, supervised, checksums = table.status.copy(), table.supervised.copy(), table.weight_checksum.copy()
+    status, supervised, checksums = table.status.copy(), table.supervised, table.weight_checksum
+    if options.truncate is not None:
+        supervised, checksums = supervised.copy(), checksums.copy()
     details: dict[int, str] = {}
     # `status` and `details` are filled below, after the object that shares them is made.
     rejects = TableRejects(
