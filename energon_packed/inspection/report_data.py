@@ -102,19 +102,21 @@ class PackSize:
 
 @dataclass(frozen=True, slots=True)
 class ShownPack:
-    """One pack of the gallery.
+    """One pack of the gallery, or of the page of `view`.
 
     Attributes:
         view: its samples.
-        thumbnails: images as data URLs, by member name.
+        thumbnails: URLs of images, by member name.
         strips: frames of videos, by the name of the video.
         players: waveforms and content of audio files, by member name.
+        tokens: number of tokens of images, by member name, as far as it is known.
     """
 
     view: PackView
     thumbnails: Mapping[str, str]
     strips: Mapping[str, "Strip"]
     players: Mapping[str, "Player"] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,14 @@ class Strip:
     """Some selected frames of a video.
 
     Attributes:
-        frames: (time in seconds, data URL) of each of them.
+        frames: (time in seconds, URL) of each of them.
         problem: why they cannot be decoded, or None.
+        url: URL of the video file; "" if there is none.
     """
 
     frames: Sequence[tuple[float, str]] = ()
     problem: str | None = None
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +139,7 @@ class Player:
     """Waveform and content of an audio file.
 
     Attributes:
-        url: data URL of the audio; "" if it is too long for the page.
+        url: URL of the audio; "" if it is too long for the page.
         wave: path of the waveform, in a box of `_PEAKS` x `_HEIGHT`; "" if the audio is not decoded.
         problem: why it cannot be decoded, or None.
     """
@@ -143,6 +147,11 @@ class Player:
     url: str = ""
     wave: str = ""
     problem: str | None = None
+
+    @property
+    def box(self) -> str:
+        """`viewBox` of the waveform."""
+        return f"0 0 {_PEAKS} {_HEIGHT}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,11 +215,6 @@ class ReportData:
     def max_players(self) -> int:
         """Audio files of a pack in the gallery that are decoded."""
         return _MAX_PLAYERS
-
-    @property
-    def wave_box(self) -> str:
-        """`viewBox` of the waveforms."""
-        return f"0 0 {_PEAKS} {_HEIGHT}"
 
     @property
     def audios(self) -> Sequence[AudioClip]:
