@@ -135,6 +135,10 @@ class ShardReader:
         shard = bisect_right(self._first, pack) - 1
         return shard, int(self._starts[pack]), int(self._ends[pack])
 
+    def first(self, shard: int) -> int:
+        """Return the index of the first pack of a shard."""
+        return int(self._first[shard])
+
     def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:

@@ -20,3 +20,24 @@ for (const gallery of document.querySelectorAll("[data-pages]")) {
     });
   show();
 }
+const items = [...document.querySelectorAll("[data-item]")];
+const keys = document.querySelector("#keys");
+const step = (by) => {
+  const active = document.activeElement.closest("[data-item]");
+  const linked = items.findIndex((item) => item.id && "#" + item.id === location.hash);
+  const place = active ? items.indexOf(active) + by : Math.max(0, linked);
+  items[Math.min(items.length - 1, Math.max(0, place))]?.focus();
+};
+const follow = (rel) => document.querySelector(`a[rel=${rel}]`)?.click();
+const actions = {
+  j: () => step(1), k: () => step(-1), n: () => follow("next"), p: () => follow("prev"),
+  "/": () => document.querySelector("input[type=search]")?.focus(), "?": () => keys.open || keys.showModal(),
+};
+if (keys) {
+  document.querySelector("#help").addEventListener("click", actions["?"]);
+  document.addEventListener("keydown", (e) => {
+    if (e.ctrlKey || e.metaKey || e.altKey || e.target.closest("input, select, textarea") || !(e.key in actions)) return;
+    e.preventDefault();
+    actions[e.key]();
+  });
+}
