@@ -1,9 +1,9 @@
 """Local server of `energon-packed view`: a Viewer in, answers to the browser of the same machine out.
 
 Only the loopback interface is bound, and only GET and HEAD are answered. The name in Host must be of this machine, so
-that a page of another site cannot reach the server through a DNS entry that it changes. The token of the address that is
-printed keeps other users of the machine out; the browser then has it in a cookie. Pages run no script but page.js, and no
-answer is stored or shown in a frame.
+that a page of another site cannot reach the server through a DNS entry that it changes. The token of the printed
+address keeps other users of the machine out; the browser then has it in a cookie. Pages run no script but page.js, and
+no answer is stored or shown in a frame.
 """
 
 import hmac
