@@ -101,6 +101,7 @@ class Viewer:
         self._reader = ShardReader([folder.path / name for name in self._shards])
         self._lock = threading.Lock()
         self._environment = page_environment()
+        self._index = lru_cache(_CACHED)(self._find)
         self._view = lru_cache(_CACHED)(self._read_view)
         self._media = lru_cache(_CACHED_MEDIA)(self._read_media)
 
@@ -239,7 +240,7 @@ class Viewer:
         return self._render("tokens", query, key=key, sample=index, ident=self._view(pack).samples[index].id,
                             rows=shown, count=len(rows), page=page, pages=pages)  # fmt: skip
 
-    def _index(self, key: str) -> int:
+    def _find(self, key: str) -> int:
         """Index of the pack with this key, from index.sqlite. It is untrusted: the tar must have the key there."""
         row = None
         try:

@@ -34,6 +34,20 @@ CLIPPED = """(() => [document.documentElement.scrollWidth - innerWidth,
   ...[...document.querySelectorAll("main *, nav *, form *")].filter((e) => !e.closest("svg *, thead, dialog") &&
     e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 200))])()"""
 
+# The lowest contrast of a text with the background of the element around it that has one.
+CONTRAST = """(() => {
+  const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255).map(
+    (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4).reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const clear = "rgba(0, 0, 0, 0)", back = (e) => {
+    while (getComputedStyle(e).backgroundColor === clear) e = e.parentElement;
+    return getComputedStyle(e).backgroundColor;
+  };
+  return Math.min(...[...document.querySelectorAll("main *, nav a")].filter((e) => e.innerText?.trim()).map((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(back(e))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  }));
+})()"""
+
 
 @pytest.fixture(scope="module")
 def out(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -155,12 +169,15 @@ def test_keys(server: ViewServer, tmp_path: Path) -> None:
 def test_narrow_and_dark(server: ViewServer, path: str, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:
         browser.open(server.url)
-        browser.show(360, scheme="dark")
-        browser.open(server.url.partition("?")[0] + path + ("&" if "?" in path else "?") + "page=1")
-        assert browser.run(CLIPPED) == [0]
-        assert browser.run("getComputedStyle(document.body).backgroundColor") == "rgb(15, 19, 24)"
-        assert browser.run("[...document.querySelectorAll('input, select')].every((e) => e.labels.length)")
-        assert not browser.log
+        url = server.url.partition("?")[0] + path + ("&" if "?" in path else "?")
+        for number, (scheme, background) in enumerate((("light", "255, 255, 255"), ("dark", "15, 19, 24"))):
+            browser.show(360, scheme=scheme)
+            browser.open(f"{url}page={number}#sample-0")  # the sample of a link has another background
+            assert browser.run(CLIPPED) == [0]
+            assert browser.run("getComputedStyle(document.body).backgroundColor") == f"rgb({background})"
+            assert browser.run(CONTRAST) >= 4.5
+            assert browser.run("[...document.querySelectorAll('input, select')].every((e) => e.labels.length)")
+            assert not browser.log
 
 
 def test_tokens_have_ids_labels_and_values(server: ViewServer, encoder: ChatEncoder) -> None:

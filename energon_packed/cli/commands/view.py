@@ -36,10 +36,11 @@ def command(path: Path, port: int, no_browser: bool, no_token: bool, tokenizer: 
     """
     folder = PackedFolder.open(path)
     encoder, reason = folder.encoder_or_reason(tokenizer)
-    with ViewServer(Viewer(folder, encoder, as_options(reason)), port, token=not no_token) as server:
+    viewer = Viewer(folder, encoder, as_options(reason))
+    # Ctrl-C is the usual end, not an interruption.
+    with suppress(KeyboardInterrupt), ViewServer(viewer, port, token=not no_token) as server:
         echo(f"{server.url}\nCtrl-C ends it.")
         # Without a display, `webbrowser` would start a browser in the terminal.
         if not no_browser and (sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
             webbrowser.open(server.url)
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
+        server.serve_forever()
