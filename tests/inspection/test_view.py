@@ -36,8 +36,9 @@ CLIPPED = """(() => [document.documentElement.scrollWidth - innerWidth,
 
 # The lowest contrast of a text with the background of the element around it that has one.
 CONTRAST = """(() => {
-  const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255).map(
-    (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4).reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((v) => linear(v / 255)).reduce(
+    (sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
   const clear = "rgba(0, 0, 0, 0)", back = (e) => {
     while (getComputedStyle(e).backgroundColor === clear) e = e.parentElement;
     return getComputedStyle(e).backgroundColor;
