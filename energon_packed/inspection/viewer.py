@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.vision.images import load_image, sniff_extension
-from energon_packed.errors import ConfigError, EnergonPackedError, FormatError, RecordError
+from energon_packed.errors import ConfigError, DataChangedError, EnergonPackedError, FormatError, RecordError
 from energon_packed.formats.references import MEDIA_PART, complete_parts, emptied, read_locators
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import map_paths, page_environment
@@ -152,16 +152,20 @@ class Viewer:
         pages = max(1, -(-len(self._reader) // _PACKS))
         page = min(_number(query, "page", 1), pages)
         chosen = range((page - 1) * _PACKS, min(page * _PACKS, len(self._reader)))
-        rows, left = [], _MOST_MAPPED
+        rows, problems, left = [], [], _MOST_MAPPED
         for pack in chosen:
-            mapped, size = self._mapped(pack, left)
+            try:
+                mapped, size = self._mapped(pack, left)
+            except (FormatError, DataChangedError) as error:  # the packs around it are shown
+                problems.append(f"pack {pack:,}: {error}")
+                continue
             left -= size
             rows.append((mapped, self._shards[self._reader.locate(pack)[0]]))
         width = self._width([mapped for mapped, _ in rows])
         lines = [(mapped, shard, map_paths([mapped], width)) for mapped, shard in rows]
         paths = map_paths([mapped for mapped, _ in rows], width)
         return self._render("packs", query, rows=lines, width=width, paths=paths, page=page, pages=pages,
-                            splits=self._folder.shards)  # fmt: skip
+                            problems=problems, splits=self._folder.shards)  # fmt: skip
 
     def _mapped(self, pack: int, most: int) -> tuple[MappedPack, int]:
         """Return the segments of a pack, without kinds of tokens if more than `most` bytes must be read."""
@@ -323,11 +327,16 @@ class Viewer:
         text, pack = query.get("text", ""), _number(query, "from", 0)
         found: list[tuple[str, int, str | None, str]] = []
         first, deadline = pack, time.monotonic() + _SEARCH_SECONDS
+        problems = []
         while text and pack < len(self._reader) and len(found) < _ROWS and time.monotonic() < deadline:
-            found += self._with_text(pack, text)
+            try:
+                found += self._with_text(pack, text)
+            except (FormatError, DataChangedError) as error:
+                problems.append(f"pack {pack:,}: {error}")
             pack += 1
         more = urlencode({**query, "from": pack}) if text and pack < len(self._reader) else None
-        return self._render("text", query, found=found, more=more, first=first, last=pack)
+        return self._render("text", query, found=found, more=more, first=first, last=pack,
+                            problems=problems[:_ROWS])  # fmt: skip
 
     def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
         """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""

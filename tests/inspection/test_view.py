@@ -23,6 +23,7 @@ from energon_packed import ChatEncoder, pack
 from tests.audio import qwen2_audio, write
 from tests.audio import signal as sound
 from tests.browser import Browser
+from tests.inspection.datasets import copied_output
 from tests.internals import Filter, PackedFolder, Viewer, ViewServer, matching_records
 from tests.printed import invoke
 from tests.videos import make_video
@@ -362,6 +363,23 @@ def test_pages_without_reports(out: Path, tmp_path: Path) -> None:
     assert response.status == 500
     assert response.content.count(b"\n") == 1
     assert KEY in page(viewer, "/")
+
+
+def test_the_packs_around_a_damaged_pack_are_shown(out: Path, tmp_path: Path) -> None:
+    copy = copied_output(out / "webdataset", tmp_path / "out")
+    tar = next(copy.glob("*.tar"))
+    content = bytearray(tar.read_bytes())
+    content[512] ^= 0xFF  # first byte of the JSON of the first pack
+    tar.write_bytes(content)
+    viewer = viewer_of(tmp_path / "out")
+    for path in ("/", "/text?text=What"):
+        text = page(viewer, path)
+        assert "<li>pack 0: " in text
+        assert "/pack/out_00000001" in text
+        assert f"/pack/{KEY}" not in text
+    response = viewer.respond(f"/pack/{KEY}")
+    assert response.status == 500
+    assert response.content.count(b"\n") == 1
 
 
 def test_the_command_prints_its_address_and_ends_with_ctrl_c(out: Path) -> None:
