@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def do_GET(self) -> None:
-        # `//host` in a redirect would be another site.
+        # `//host` or `http://host` in a redirect would be another site.
         path, _, query = self.path.partition("?")
         path, fields = "/" + path.lstrip("/"), parse_qsl(query, keep_blank_values=True)
         if not self._is_local():
