@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,8 +24,9 @@ from rich.text import Text  # noqa: E402
 
 from tests.browser import Browser  # noqa: E402
 from tests.docs.pages import make_demo  # noqa: E402
+from tests.internals import PackedFolder, Viewer, ViewServer  # noqa: E402
 
-SIZES = {"report": (1100, 1500), "inspect": (960, 420)}  # CSS pixels
+SIZES = {"report": (1100, 1500), "inspect": (960, 420), "view": (1100, 760)}  # CSS pixels
 _INSPECT = ("inspect", "demo-out", "--pack", "demo-out_00000000")
 _TERMINAL = (
     "<!doctype html><meta charset=utf-8><style>{stylesheet} body {{ color: {foreground}; background: {background}; "
@@ -52,13 +54,17 @@ def main() -> None:
         shown = subprocess.run([*command, *_INSPECT], env=colors, check=True, capture_output=True, text=True).stdout
         for scheme in ("light", "dark"):
             (folder / "inspect.html").write_text(terminal(shown, scheme), encoding="utf-8")
-            with Browser(folder / scheme) as browser:
+            viewed = PackedFolder.open("demo-out")
+            server = ViewServer(Viewer(viewed, *viewed.encoder_or_reason(None)))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            with server, Browser(folder / scheme) as browser:
                 for page, size in SIZES.items():
                     browser.show(*size, scheme=scheme)
-                    browser.open((folder / f"{page}.html").as_uri())
+                    browser.open(server.url if page == "view" else (folder / f"{page}.html").as_uri())
                     picture = ROOT / "docs" / "images" / f"{page}-{scheme}.png"
                     Image.open(io.BytesIO(browser.picture())).quantize(96).save(picture, optimize=True)
                     print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1000:.0f} kB")
+                server.shutdown()
 
 
 if __name__ == "__main__":

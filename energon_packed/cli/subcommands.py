@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "Show the contents of a tar, a dataset, a Metadataset or a pack.",
     "verify": "Check that a dataset is intact and matches its manifest.",
     "steps": "Show the steps of an epoch, and how long ranks wait for the slowest.",
+    "view": "Browse a dataset in a local, read-only page.",
     "report": "Write an HTML report on a dataset or a Metadataset.",
     "nv-meta": "Create or repair .nv-meta for a folder of tars.",
     "materialize": "Copy the images and videos that a dataset refers to into its tars.",

@@ -8,7 +8,9 @@ import base64
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 import numpy.typing as npt
@@ -21,40 +23,41 @@ from energon_packed.inspection.report_data import ReportData, facts, splits, war
 from energon_packed.inspection.tokens import KINDS, MappedPack
 from energon_packed.version import __version__
 
-if TYPE_CHECKING:  # needs Energon
-    from energon_packed.inspection.steps import ExpectedSteps
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+    from energon_packed.inspection.steps import ExpectedSteps  # needs Energon
 
 Edges = npt.NDArray[np.float64]
 """Edges of the bins of a histogram, float64 (bins + 1,)."""
 _TEXT, _BAR = "#010203", "#010204"  # matplotlib accepts no CSS variables: placeholders, replaced in the SVG
-_ROW = 8  # height of a row of the map, in units of the SVG
+_ROW = 8  # height of a row of the map, in units of the SVG and pixels of the report
 _FENCE = 3.0  # interquartile ranges below the first quartile: Tukey's outer fence, lower values are outliers
 _MAX_TICKS = 6  # labels of an axis
 _MAX_OUTLIERS = 5  # percent of the packs that the chart may leave out
-_SCRIPT = """
-const segment = document.querySelector("#segment");
-for (const event of ["focusin", "pointerover"])
-  document.querySelector(".map")?.addEventListener(event, (e) => {
-    const title = e.target.querySelector("title");
-    if (title) segment.textContent = title.textContent;
-  });
-for (const gallery of document.querySelectorAll("[data-pages]")) {
-  const packs = [...gallery.querySelectorAll("details")];
-  const size = 10, pages = Math.ceil(packs.length / size);
-  const label = gallery.querySelector("output");
-  let page = 0;
-  const show = () => {
-    packs.forEach((pack, i) => { pack.hidden = Math.floor(i / size) !== page; });
-    label.textContent = `page ${page + 1} of ${pages}`;
-  };
-  for (const button of gallery.querySelectorAll("button"))
-    button.addEventListener("click", () => {
-      page = Math.min(pages - 1, Math.max(0, page + Number(button.value)));
-      show();
-    });
-  show();
-}
-"""
+
+
+def page_environment() -> "Environment":
+    """Return the Jinja environment of all pages: strings are escaped, and control characters are shown as escapes."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("energon_packed.inspection"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Control and direction characters become escapes; jinja2 escapes HTML afterwards. Markup (not exactly `str`)
+        # comes from the templates and stays as it is.
+        finalize=lambda value: visible(value) if type(value) is str else value,
+    )
+    environment.globals["row_height"] = _ROW
+    environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
+    environment.filters["ratio"] = lambda value: f"{value:.3f}"
+    environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
+    # Keys and ids come from the dataset: all of their characters but letters, digits and `_.-~` are escaped in a link.
+    environment.filters["quoted"] = partial(quote, safe="", errors="surrogateescape")
+    return environment
 
 
 def render_report(
@@ -76,27 +79,15 @@ def render_report(
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
-    environment = Environment(
-        loader=PackageLoader("energon_packed.inspection"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        # Control and direction characters become escapes; jinja2 escapes HTML afterwards. Markup (not exactly `str`)
-        # comes from the templates and stays as it is.
-        finalize=lambda value: visible(value) if type(value) is str else value,
-    )
-    environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
-    environment.filters["ratio"] = lambda value: f"{value:.3f}"
-    environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
+    environment = page_environment()
+    assert environment.loader is not None
+    script, _, _ = environment.loader.get_source(environment, "page.js")
     # Escaping is the first line of defence; the policy blocks all other scripts and all requests if it has a gap.
-    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     )
@@ -108,7 +99,7 @@ def render_report(
         steps=steps,
         comparison=comparison,
         policy=policy,
-        script=_SCRIPT,
+        script=script,
         version=__version__,
         **variables,
     )
@@ -122,8 +113,7 @@ def _dataset_variables(data: ReportData) -> dict[str, object]:
         "splits": splits(data.manifest),
         "warnings": list(warnings(data)),
         "kinds": data.token_kinds,
-        "map_paths": _map_paths(data.mapped, data.manifest.seq_len),
-        "row_height": _ROW,
+        "map_paths": map_paths(data.mapped, data.manifest.seq_len),
     }
 
 
@@ -175,7 +165,7 @@ def _zoomed(used: Sequence[float]) -> tuple[list[float], int]:
     return inside, len(used) - len(inside)
 
 
-def _map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
+def map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
     """Draw the rows of the map as SVG paths: one path for each kind of token, or of sample if kinds are unknown.
 
     A token is one unit wide, and a row is `_ROW` units high.

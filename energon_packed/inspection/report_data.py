@@ -102,19 +102,21 @@ class PackSize:
 
 @dataclass(frozen=True, slots=True)
 class ShownPack:
-    """One pack of the gallery.
+    """One pack of the gallery, or of the page of `view`.
 
     Attributes:
         view: its samples.
-        thumbnails: images as data URLs, by member name.
+        thumbnails: URLs of images, by member name.
         strips: frames of videos, by the name of the video.
         players: waveforms and content of audio files, by member name.
+        tokens: number of tokens of images, by member name, as far as it is known.
     """
 
     view: PackView
     thumbnails: Mapping[str, str]
     strips: Mapping[str, "Strip"]
     players: Mapping[str, "Player"] = field(default_factory=dict)
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,14 @@ class Strip:
     """Some selected frames of a video.
 
     Attributes:
-        frames: (time in seconds, data URL) of each of them.
+        frames: (time in seconds, URL) of each of them.
         problem: why they cannot be decoded, or None.
+        url: URL of the video file; "" if there is none.
     """
 
     frames: Sequence[tuple[float, str]] = ()
     problem: str | None = None
+    url: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +139,7 @@ class Player:
     """Waveform and content of an audio file.
 
     Attributes:
-        url: data URL of the audio; "" if it is too long for the page.
+        url: URL of the audio; "" if it is too long for the page.
         wave: path of the waveform, in a box of `_PEAKS` x `_HEIGHT`; "" if the audio is not decoded.
         problem: why it cannot be decoded, or None.
     """
@@ -143,6 +147,11 @@ class Player:
     url: str = ""
     wave: str = ""
     problem: str | None = None
+
+    @property
+    def box(self) -> str:
+        """`viewBox` of the waveform."""
+        return f"0 0 {_PEAKS} {_HEIGHT}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,11 +217,6 @@ class ReportData:
         return _MAX_PLAYERS
 
     @property
-    def wave_box(self) -> str:
-        """`viewBox` of the waveforms."""
-        return f"0 0 {_PEAKS} {_HEIGHT}"
-
-    @property
     def audios(self) -> Sequence[AudioClip]:
         """Samples of each audio file in the packs of the map."""
         return [clip for pack in self.mapped for segment in pack.segments for clip in segment.audios]
@@ -241,7 +245,7 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     tars = [folder.path / shard.name for shard in manifest.shards]
     reader = ShardReader(tars)
     rng = np.random.default_rng(seed)
-    contents = partial(_counted, encoder=encoder) if is_counted else _recorded
+    contents = partial(_counted, encoder=encoder) if is_counted else recorded
     measured = [
         PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
         for pack in _picked(rng, len(reader), _MAX_COUNTED if is_counted else _MAX_MEASURED)
@@ -277,7 +281,7 @@ def _picked(rng: np.random.Generator, count: int, limit: int) -> list[int]:
     return sorted(rng.permutation(count)[:limit].tolist()) if count > limit else list(range(count))
 
 
-def _recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[int], list[int]]:
+def recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[int], list[int]]:
     """Key of a pack, recorded tokens and number of images of each sample. Images are counted by their names."""
     raw: dict[str, Any] = {}
     images: Counter[int] = Counter()
@@ -297,7 +301,7 @@ def _recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[i
 def _counted(
     reader: ShardReader, pack: int, codec: Codec, encoder: ChatEncoder | None
 ) -> tuple[str, list[int], list[int]]:
-    """Values of `_recorded` for a pack of a third-party tool: recorded tokens, else measured tokens, else 0."""
+    """Values of `recorded` for a pack of a third-party tool: recorded tokens, else measured tokens, else 0."""
     # Third-party tars record no lengths, so complete packs are read.
     raw = reader[pack]
     samples = codec.read(raw)
@@ -339,23 +343,38 @@ def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) ->
 
 
 def _player(data: bytes, audio: AudioView) -> Player:
-    """Decode an audio file for its waveform. Parts of files, and formats that browsers do not play, become WAV."""
-    if audio.start + audio.seconds > _MAX_DRAWN:
+    """Decode an audio file for its waveform."""
+    if not is_short(audio):
         return Player()
+    try:
+        content, kind, decoded = playable(data, audio, _MAX_PLAYED)
+    except EnergonPackedError as error:  # damaged, or PyAV is not installed
+        return Player(problem=error.detail if isinstance(error, RecordError) else str(error))
+    if len(content) > _MAX_PLAYED:
+        return Player(wave=_wave(decoded))
+    return Player(url=f"data:audio/{kind};base64,{base64.b64encode(content).decode()}", wave=_wave(decoded))
+
+
+def is_short(audio: AudioView) -> bool:
+    """Whether the audio is decoded: the memory and time of a page do not grow with a file of many hours."""
+    return audio.start + audio.seconds <= _MAX_DRAWN
+
+
+def playable(data: bytes, audio: AudioView, most: int) -> tuple[bytes, str, Samples]:
+    """Decode an audio file, and return a file that browsers play, its type after `audio/`, and the samples.
+
+    Parts of files, formats that browsers do not play, and files of more than `most` bytes become WAV.
+
+    Raises:
+        EnergonPackedError: the file is damaged, or PyAV is not installed.
+    """
     start, samples, total = (round(value * audio.rate) for value in (audio.start, audio.seconds, audio.total_seconds))
     clip = AudioClip(rate=audio.rate, start=start, samples=samples, total=total)
     file, rate = MediaReference(data=data, name=audio.name), min(audio.rate, _PLAYED_RATE)
-    try:
-        info = read_audio_info(file)
-        decoded = decode_audio(file, clip, rate)
-    except EnergonPackedError as error:  # damaged, or PyAV is not installed
-        return Player(problem=error.detail if isinstance(error, RecordError) else str(error))
-    kind = _PLAYABLE.get((info.container, info.codec)) if clip.is_whole and len(data) <= _MAX_PLAYED else None
-    content = data if kind is not None else _wav(decoded, rate)
-    if len(content) > _MAX_PLAYED:
-        return Player(wave=_wave(decoded))
-    url = f"data:audio/{kind or 'wav'};base64,{base64.b64encode(content).decode()}"
-    return Player(url=url, wave=_wave(decoded))
+    info = read_audio_info(file)
+    decoded = decode_audio(file, clip, rate)
+    kind = _PLAYABLE.get((info.container, info.codec)) if clip.is_whole and len(data) <= most else None
+    return (_wav(decoded, rate), "wav", decoded) if kind is None else (data, kind, decoded)
 
 
 def _wav(samples: Samples, rate: int) -> bytes:
@@ -387,28 +406,48 @@ def _thumbnail(data: bytes) -> str | None:
 
 def _strip(raw: Mapping[str, Any], video: VideoView) -> Strip:
     """Decode some of the selected frames of a video."""
+    places = shown_frames(video)
+    try:
+        images = [_as_url(frame, _FRAME) for frame in decoded_frames(raw, video, places)]
+    except EnergonPackedError as error:  # damaged, or PyAV is not installed
+        return Strip(problem=error.detail if isinstance(error, RecordError) else str(error))
+    return Strip([(video.timestamps[place], url) for place, url in zip(places, images, strict=True)])
+
+
+def shown_frames(video: VideoView) -> list[int]:
+    """Return the places of the frames that are shown, among the selected frames of a video."""
     count = len(video.frames)
     # Equal frames, which fill a temporal patch, are shown once.
     places = [step * count // _MAX_FRAMES for step in range(_MAX_FRAMES)]
-    chosen = sorted({video.frames[place]: place for place in places}.values())
+    return sorted({video.frames[place]: place for place in places}.values())
+
+
+def decoded_frames(raw: Mapping[str, Any], video: VideoView, places: Sequence[int]) -> Iterator[Image.Image]:
+    """Decode some of the selected frames of a video.
+
+    Args:
+        raw: parts of its pack by name; only those of the video, or of these frames, are needed.
+        video: the video.
+        places: places of the frames among the selected frames.
+
+    Raises:
+        EnergonPackedError: the video is damaged, or PyAV is not installed.
+    """
     frames = FrameSelection(
-        indices=tuple(video.frames[i] for i in chosen),
-        timestamps=tuple(video.timestamps[i] for i in chosen),
+        indices=tuple(video.frames[i] for i in places),
+        timestamps=tuple(video.timestamps[i] for i in places),
         fps=video.fps,
         num_frames=video.num_frames,
         height=video.height,
         width=video.width,
     )
-    files = tuple(MediaReference(data=raw[name], name=name) for name in video.names)
+    names = video.names if video.is_file else [video.names[i] for i in places]
+    files = tuple(MediaReference(data=raw[name], name=name) for name in names)
     if video.is_file:
         reference = VideoReference(file=files[0], frames=frames)
     else:
-        reference = VideoReference(file=None, frames=frames, images=tuple(files[i] for i in chosen))
-    try:
-        images = [_as_url(Image.fromarray(frame), _FRAME) for frame in video_frames(reference, frames)]
-    except EnergonPackedError as error:  # damaged, or PyAV is not installed
-        return Strip(problem=error.detail if isinstance(error, RecordError) else str(error))
-    return Strip(list(zip(frames.timestamps, images, strict=True)))
+        reference = VideoReference(file=None, frames=frames, images=files)
+    return map(Image.fromarray, video_frames(reference, frames))
 
 
 def _as_url(image: Image.Image, side: int) -> str:

@@ -1,15 +1,18 @@
 """Find the sample of a record in a packed dataset: an id, or a file and a line, in; FoundRecords out.
 
 `lengths.parquet` has the place of every sample, and `rejects.jsonl` the reason of every rejected record.
+`matching_records` finds the records of a Filter, some at a time.
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -21,6 +24,11 @@ from energon_packed.pipeline.chunks import FRAGMENT, SPLIT
 from energon_packed.sources import JsonlSource
 
 _COLUMNS = ["source", "row", "line", "id", "length", "status", "pack", "sample", "shard"]
+_MEDIA = {
+    "image": "num_images",
+    "video": "num_videos",
+    "audio": "num_audios",
+}  # columns; the last two if there are any
 _MAX_NAMES = 5  # inputs named in a message
 
 
@@ -72,6 +80,101 @@ class FoundRecord:
             if self.line is None
             else f"{self.source} line {self.line} (row {self.row})"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """What records must have.
+
+    Attributes:
+        ident: part of the id; "" for any.
+        status: status in lengths.parquet; "" for any.
+        media: `text`, `image`, `video` or `audio`; "" for any.
+        shortest, longest: first and last length in tokens; None for any.
+    """
+
+    ident: str = ""
+    status: str = ""
+    media: str = ""
+    shortest: int | None = None
+    longest: int | None = None
+
+    def mask(self, rows: Any) -> Any:
+        """Whether each row of a record batch matches, a boolean array; null is false."""
+        tests = [pc.match_substring(rows["id"], self.ident)] if self.ident else []
+        if self.status:
+            tests.append(pc.equal(rows["status"].cast(pa.string()), self.status))
+        if self.shortest is not None:
+            tests.append(pc.greater_equal(rows["length"], self.shortest))
+        if self.longest is not None:
+            tests.append(pc.less_equal(rows["length"], self.longest))
+        counts = [pc.greater(rows[name], 0) for name in _MEDIA.values() if name in rows.schema.names]
+        if self.media == "text":
+            tests += [pc.invert(count) for count in counts]
+        elif self.media:
+            has = _MEDIA[self.media] in rows.schema.names
+            tests.append(pc.greater(rows[_MEDIA[self.media]], 0) if has else pa.nulls(len(rows), pa.bool_()))
+        return reduce(pc.and_, tests, pa.array(np.ones(len(rows), dtype=bool)))
+
+
+def matching_records(table: Path, wanted: Filter, *, start: int, limit: int) -> tuple[list[FoundRecord], int | None]:
+    """Find the first records from a row of lengths.parquet that match.
+
+    The columns of the filter are read by row groups, and the others only where a row matches.
+
+    Args:
+        table: lengths.parquet.
+        wanted: the filter.
+        start: index of the first row in the table.
+        limit: most records, at least 1.
+
+    Returns:
+        The records, and the row of the next record that matches; None if there is none.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FormatError: it cannot be read, or has no places.
+    """
+    found: list[FoundRecord] = []
+    with open_lengths(table) as file:
+        columns = ["id", "status", "length", *(name for name in _MEDIA.values() if name in file.schema_arrow.names)]
+        at = 0  # first row of the group
+        for group in range(file.num_row_groups):
+            size = file.metadata.row_group(group).num_rows
+            room = limit - len(found)
+            chosen = _matching_rows(read_lengths(file, columns, group), wanted, start - at, room + 1)
+            rows = _rows(read_lengths(file, _COLUMNS, group), chosen[:room])
+            found += [FoundRecord(**length_row(row)) for row in rows]
+            if len(chosen) > room:
+                return found, at + chosen[room]
+            at += size
+    return found, None
+
+
+def _matching_rows(batches: Iterator[Any], wanted: Filter, start: int, limit: int) -> list[int]:
+    """Return the first `limit` rows of a row group from `start` that match."""
+    chosen: list[int] = []
+    first = 0
+    for rows in batches:
+        if first + len(rows) > start:
+            matched = pc.indices_nonzero(pc.fill_null(wanted.mask(rows), False)).to_numpy() + first
+            chosen += matched[matched >= start][: limit - len(chosen)].tolist()
+            if len(chosen) == limit:
+                break
+        first += len(rows)
+    return chosen
+
+
+def _rows(batches: Iterator[Any], chosen: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the chosen rows of a row group; it is read up to the last of them."""
+    first, left = 0, list(chosen)
+    while left:
+        rows = next(batches)
+        yield from rows.take(
+            pa.array([row - first for row in left if row < first + len(rows)], pa.int64())
+        ).to_pylist()
+        first += len(rows)
+        left = [row for row in left if row >= first]
 
 
 def find_records(

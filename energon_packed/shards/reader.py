@@ -135,6 +135,10 @@ class ShardReader:
         at = pack + shard  # the shards before have an end each
         return shard, int(self._offsets[at]), int(self._offsets[at + 1])
 
+    def first(self, shard: int) -> int:
+        """Return the index of the first pack of a shard."""
+        return int(self._first[shard])
+
     def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
         """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
         if not whole:

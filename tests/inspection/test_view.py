@@ -1,0 +1,405 @@
+"""The pages of `energon-packed view`: what they show, what the server refuses, and that they work in Chromium."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from energon_packed import ChatEncoder, pack
+from tests.audio import qwen2_audio, write
+from tests.audio import signal as sound
+from tests.browser import Browser
+from tests.inspection.datasets import copied_output
+from tests.internals import Filter, PackedFolder, Viewer, ViewServer, matching_records
+from tests.printed import invoke
+from tests.videos import make_video
+
+EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>\u202e"
+KEY = "out_00000000"
+SIZE = "(image) => image.decode().then(() => image.naturalWidth)"
+CLIPPED = """(() => [document.documentElement.scrollWidth - innerWidth,
+  ...[...document.querySelectorAll("main *, nav *, form *")].filter((e) => !e.closest("svg *, thead, dialog") &&
+    e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 200))])()"""
+
+# The lowest contrast of a text with the background of the element around it that has one.
+CONTRAST = """(() => {
+  const linear = (v) => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((v) => linear(v / 255)).reduce(
+    (sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const clear = "rgba(0, 0, 0, 0)", back = (e) => {
+    while (getComputedStyle(e).backgroundColor === clear) e = e.parentElement;
+    return getComputedStyle(e).backgroundColor;
+  };
+  return Math.min(...[...document.querySelectorAll("main *, nav a")].filter((e) => e.innerText?.trim()).map((e) => {
+    const [a, b] = [light(getComputedStyle(e).color), light(back(e))].sort((x, y) => y - x);
+    return (a + 0.05) / (b + 0.05);
+  }));
+})()"""
+
+
+@pytest.fixture(scope="module")
+def out(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of 30 packs or more, with markup wherever a record can have it, pictures and rejected records."""
+    folder = tmp_path_factory.mktemp("view")
+    records: list[Any] = []
+    for number in range(90):
+        turns = [
+            {"role": "user", "content": f"{EVIL} What is {number}?"},
+            {"role": "assistant", "content": "It is it."},
+        ]
+        records.append({"id": f"{EVIL}{number}", "messages": turns})
+    for name, size in (("a.png", (56, 84)), ("b.tif", (84, 56)), ("c.jpg", (60, 60))):
+        Image.new("RGB", size, (200, 10, 10)).save(folder / name)
+        turns = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "Red."}]
+        records.append({"id": name, "images": [name], "messages": turns})
+    records += [{"id": f"{EVIL}bad{n}", "messages": [{"role": EVIL, "content": "x"}]} for n in range(60)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options: dict[str, Any] = {"seq_len": 256, "workers": 1, "max_reject_rate": 1}
+    pack(folder / "data.jsonl", output_dir=folder / "out", tokenizer=tokenizer_dir, **options)
+    return folder / "out"
+
+
+def viewer_of(out: Path) -> Viewer:
+    folder = PackedFolder.open(out)
+    return Viewer(folder, *folder.encoder_or_reason(None))
+
+
+@pytest.fixture(scope="module")
+def server(out: Path) -> Iterator[ViewServer]:
+    with ViewServer(viewer_of(out)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def ask(server: ViewServer, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.putrequest(method, path, skip_host="Host" in headers)
+    cookie = {"Cookie": f"a=b; energon-packed-{server.server_port}={server.token}"}
+    for name, value in (cookie | headers).items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response, content
+
+
+def page(viewer: Viewer, path: str) -> str:
+    response = viewer.respond(path)
+    assert response.status == 200, response.content
+    return response.content.decode()
+
+
+def key_with(viewer: Viewer, ident: str) -> tuple[str, int]:
+    found, _ = matching_records(viewer._folder.path.parent / "lengths.parquet", Filter(ident=ident), start=0, limit=1)
+    assert found[0].pack is not None
+    assert found[0].sample is not None
+    return found[0].pack, found[0].sample
+
+
+def test_browse_filter_and_find_in_a_browser(server: ViewServer, tmp_path: Path) -> None:
+    site = server.url.partition("?")[0]
+    with Browser(tmp_path) as browser:
+        browser.open(server.url)
+        assert browser.run("location.search") == ""  # the token is in a cookie
+        assert browser.run("document.querySelectorAll('.row svg').length") == 20
+        browser.open(site + "?page=2")
+        assert browser.run("document.querySelector('.row a').textContent") == "out_00000020"
+        assert not browser.log
+
+        key, sample = key_with(server.viewer, "a.png")
+        browser.open(f"{site}pack/{key}#sample-{sample}")
+        assert "a.png" in browser.run("document.querySelector(':target').innerText")
+        assert browser.run(f"Promise.all([...document.querySelectorAll(':target img')].map({SIZE}))") == [56]
+        assert "56 x 84, 6 tokens" in browser.run("document.querySelector(':target').innerText")
+        assert not browser.log
+
+        browser.open(site + "records?status=bad_role&id=bad7")
+        assert browser.run("document.querySelectorAll('tbody tr').length") == 1
+        browser.open(site + "records?media=image&min=10&max=4000")
+        assert browser.run("[...document.querySelectorAll('td[data-label=id]')].map((cell) => cell.innerText)") == [
+            "a.png", "b.tif", "c.jpg",
+        ]  # fmt: skip
+        browser.open(site + "text?text=" + quote("What is 55?"))
+        assert browser.run("document.querySelectorAll('article').length") == 1
+        assert browser.run("document.querySelector('article a').innerText").startswith(f"{EVIL[:-1]}\\u202e55")
+        browser.open(site + "rejects?reason=bad_role&page=2")
+        assert browser.run("document.querySelectorAll('article').length") == 10
+        assert "line 144" in browser.run("document.querySelector('article').innerText")
+        assert not browser.log
+        assert "rejected records" in browser.run("document.title")  # markup of the records did not run
+
+
+def test_keys(server: ViewServer, tmp_path: Path) -> None:
+    def press(key: str) -> Any:
+        for kind in ("keyDown", "keyUp"):
+            browser.call("Input.dispatchKeyEvent", type=kind, key=key, text=key if kind == "keyDown" else "")
+        return browser.run("document.activeElement.innerText ?? ''")
+
+    with Browser(tmp_path) as browser:
+        browser.open(server.url)
+        assert [press(key) for key in "jjk"] == [f"out_0000000{number}" for number in (0, 1, 0)]
+        press("?")
+        assert browser.run("document.querySelector('#keys').open")
+        browser.run("document.querySelector('#keys').close()")
+        press("/")
+        assert browser.run("document.activeElement.name") == "text"
+        press("j")
+        assert browser.run("document.activeElement.value") == "j"  # a letter in a field is text
+        browser.open(server.url.partition("?")[0] + f"tokens/{KEY}/0")
+        press("j")
+        assert browser.run("document.querySelector('#detail').textContent").startswith("token 0, id ")
+        assert not browser.log
+
+
+@pytest.mark.parametrize("path", ["", f"pack/{KEY}", f"tokens/{KEY}/0", "records", "rejects", "text?text=What"])
+def test_narrow_and_dark(server: ViewServer, path: str, tmp_path: Path) -> None:
+    with Browser(tmp_path) as browser:
+        browser.open(server.url)
+        url = server.url.partition("?")[0] + path + ("&" if "?" in path else "?")
+        for number, (scheme, background) in enumerate((("light", "255, 255, 255"), ("dark", "15, 19, 24"))):
+            browser.show(360, scheme=scheme)
+            browser.open(f"{url}page={number}#sample-0")  # the sample of a link has another background
+            assert browser.run(CLIPPED) == [0]
+            assert browser.run("getComputedStyle(document.body).backgroundColor") == f"rgb({background})"
+            assert browser.run(CONTRAST) >= 4.5
+            assert browser.run("[...document.querySelectorAll('input, select')].every((e) => e.labels.length)")
+            assert not browser.log
+
+
+def test_tokens_have_ids_labels_and_values(server: ViewServer, encoder: ChatEncoder) -> None:
+    key, sample = key_with(server.viewer, "c.jpg")
+    text = page(server.viewer, f"/tokens/{key}/{sample}")
+    shown = invoke("inspect", server.viewer._folder.path, "--pack", key, "--tokens", "--json")
+    rows = [row for line in shown.output.splitlines() if (row := json.loads(line))["segment"] == sample]
+    assert text.count("data-item") == len(rows)
+    for row in rows:
+        assert f'title="token {row["index"]}, id {row["token"]}, label {row["label"]}, position ' in text
+    assert text.count('data-item class="supervised"') == sum(row["label"] >= 0 for row in rows) > 0
+
+
+@pytest.mark.parametrize(
+    ("headers", "part"),
+    [
+        ({"Host": "evil.example"}, "Host"),
+        ({"Host": "127.0.0.1.evil.example:80"}, "Host"),
+        ({"Host": "[127.0.0.1"}, "Host"),
+        ({"Origin": "http://evil.example"}, "Origin"),
+        ({"Origin": "null"}, "Origin"),
+        ({"Cookie": ""}, "token"),
+        ({"Cookie": "energon-packed-1=x"}, "token"),
+    ],
+)
+def test_foreign_requests_are_refused(server: ViewServer, headers: dict[str, str], part: str) -> None:
+    for path in ("/", "/page.js", f"/media/image/{KEY}/0/0"):
+        response, content = ask(server, path, **headers)
+        assert response.status == 403
+        assert content.startswith(b"error: ")
+        assert content.count(b"\n") == 1
+        assert part in content.decode()
+    assert ask(server, "/", Host="localhost:1234")[0].status == 200  # a tunnel with another port
+
+
+def test_the_token_of_the_address_becomes_a_cookie(server: ViewServer) -> None:
+    for path, local in (("//evil.example/", "/evil.example/"), ("http://evil.example/", "/http://evil.example/")):
+        response, _ = ask(server, f"{path}?a=b&token={server.token}", Cookie="")
+        assert (response.status, response.headers["Location"]) == (303, f"{local}?a=b")
+    assert "HttpOnly; SameSite=Lax" in response.headers["Set-Cookie"]
+    assert ask(server, "/?token=wrong", Cookie="")[0].status == 403
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE"])
+def test_only_get_and_head_are_answered(server: ViewServer, method: str) -> None:
+    response, content = ask(server, "/", method)
+    assert response.status == 501
+    assert content.count(b"\n") == (1 if content else 0)
+
+
+def test_answers_cannot_run_scripts(server: ViewServer) -> None:
+    key, sample = key_with(server.viewer, "a.png")
+    for path in ("/", f"/pack/{key}", "/style.css", f"/media/image/{key}/{sample}/0", "/none"):
+        response, content = ask(server, path)
+        policy = response.headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert ("sandbox" in policy) == path.startswith("/media")
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+        assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert b" style=" not in content
+        assert not ask(server, path, "HEAD")[1]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/none", "/pack/none", "/pack/" + quote("../" * 8 + "etc/passwd", safe=""), "/media/image/x/0/0", "/pack/%ff%00",
+     f"/media/image/{KEY}/999/0", f"/media/image/{KEY}/0/-1", f"/media/image/{KEY}/0/%C2%B2", f"/media/json/{KEY}/0/0",
+     f"/media/video/{KEY}/0/0", f"/tokens/{KEY}/x", "/style.css/..", "/view.html.j2", "/../style.css"],
+)  # fmt: skip
+def test_unknown_paths_are_one_line(server: ViewServer, path: str) -> None:
+    response, content = ask(server, path)
+    assert (response.status, response.headers["Content-Type"]) == (404, "text/plain; charset=utf-8")
+    assert content.startswith(b"error: ")
+    assert content.count(b"\n") == 1
+
+
+def test_images_are_shown_as_they_are_or_converted(server: ViewServer, out: Path) -> None:
+    for name, kind, same in (
+        ("a.png", "image/png", True),
+        ("c.jpg", "image/jpeg", True),
+        ("b.tif", "image/png", False),
+    ):
+        key, sample = key_with(server.viewer, name)
+        response = server.viewer.respond(f"/media/image/{key}/{sample}/0")
+        assert response.kind == kind
+        assert (response.content == (out.parent / name).read_bytes()) is same
+
+
+def test_nothing_is_written(server: ViewServer, out: Path) -> None:
+    def files() -> list[Any]:
+        return [(path, *os.stat(path)[6:9:2], path.stat().st_mtime_ns) for path in sorted(out.rglob("*"))]
+
+    before = files()
+    for path in ("/", f"/pack/{KEY}", f"/tokens/{KEY}/0", "/records?id=5", "/rejects", "/text?text=What"):
+        assert ask(server, path)[0].status == 200
+    assert files() == before
+
+
+def test_videos_have_frames_and_a_clip_by_ranges(tokenizer_dir: Path, tmp_path: Path) -> None:
+    make_video(tmp_path / "a.mp4", width=64, height=48, frames=40, fps=10)
+    turns = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "It."}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"id": "a", "messages": turns, "videos": ["a.mp4"]}))
+    options: dict[str, Any] = {"video_min_pixels": 3136, "video_max_pixels": 12544, "seq_len": 2048, "workers": 1}
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=tokenizer_dir, **options)
+    with ViewServer(viewer_of(tmp_path / "out"), token=False) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        content = (tmp_path / "a.mp4").read_bytes()
+        clip = f"/media/video/{KEY}/0/0"
+        for header, part in (("bytes=5-99", content[5:100]), ("bytes=50-", content[50:]), ("bytes=-7", content[-7:])):
+            response, got = ask(server, clip, Range=header)
+            assert (response.status, response.headers["Content-Type"], got) == (206, "video/mp4", part)
+        assert ask(server, clip, Range=f"bytes={len(content)}-")[0].status == 416
+        with Browser(tmp_path / "profile") as browser:
+            browser.open(f"{server.url}pack/{KEY}")
+            frames = f"Promise.all([...document.querySelectorAll('.strip img')].map({SIZE}))"
+            assert browser.run(frames) == [64] * 8
+            assert not browser.log
+        server.shutdown()
+
+
+def test_audio_is_played(tmp_path: Path) -> None:
+    file = write(tmp_path / "a", "flac", sound(16_000, 16_000), 16_000)
+    records: list[Any] = [{"id": "a", "audio": file.name, "text": "hello"}]
+    records.append({"id": "b", "audio": {"path": file.name, "offset": 0.25, "duration": 0.5}, "text": "hi"})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    model = qwen2_audio(tmp_path / "model")
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=model, seq_len=2048, workers=1)
+    viewer = viewer_of(tmp_path / "out")
+    for ident, kind in (("a", "audio/flac"), ("b", "audio/wav")):
+        key, sample = key_with(viewer, ident)
+        assert f'<audio controls preload="none" src="/media/audio/{key}/{sample}/0"' in page(viewer, f"/pack/{key}")
+        assert viewer.respond(f"/media/audio/{key}/{sample}/0").kind == kind
+
+
+def test_groups_are_side_by_side(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    record = {"id": "pair", "prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}
+    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=256, workers=1)
+    text = page(viewer_of(tmp_path / "out"), f"/pack/{KEY}")
+    group = text[text.index('<div class="group">') :]
+    assert group.count("data-item") == 2
+    assert ", chosen" in group
+    assert ", rejected" in group
+
+
+def test_a_large_table_is_read_in_parts(tmp_path: Path) -> None:
+    rows, group = 1_000_000, 100_000
+    places = np.arange(rows)
+    columns = {name: pa.array(places % 997) for name in ("row", "line", "length", "num_images", "sample")}
+    columns["length"] = pa.array(places % 4096)
+    columns["id"] = pa.array(places.astype(str))
+    for name in ("source", "status", "pack", "shard"):
+        columns[name] = pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), ["packed"])
+    pq.write_table(pa.table(columns), tmp_path / "lengths.parquet", row_group_size=group)
+    del columns
+    before, start, found = pa.set_memory_pool, 0, []
+    old = pa.default_memory_pool()
+    pool = pa.proxy_memory_pool(old)
+    pa.set_memory_pool(pool)
+    try:
+        while start is not None:
+            some, start = matching_records(
+                tmp_path / "lengths.parquet", Filter(ident="99999", shortest=1, longest=4000), start=start, limit=3
+            )
+            found += some
+    finally:
+        before(old)
+    expected = [str(n) for n in range(rows) if "99999" in str(n) and 1 <= n % 4096 <= 4000]
+    assert [record.id for record in found] == expected
+    assert (pool.max_memory() or 0) < 32 << 20
+
+
+def test_pages_without_reports(out: Path, tmp_path: Path) -> None:
+    """The list of packs needs no report of the run; the other pages say which file is missing or damaged."""
+    (tmp_path / "webdataset").symlink_to(out / "webdataset")
+    viewer = viewer_of(tmp_path)
+    assert KEY in page(viewer, "/")
+    assert "lengths.parquet does not exist" in page(viewer, "/records")
+    (tmp_path / "lengths.parquet").write_bytes(b"x")
+    response = viewer.respond("/records")
+    assert response.status == 500
+    assert response.content.count(b"\n") == 1
+    assert KEY in page(viewer, "/")
+
+
+def test_the_packs_around_a_damaged_pack_are_shown(out: Path, tmp_path: Path) -> None:
+    copy = copied_output(out / "webdataset", tmp_path / "out")
+    tar = next(copy.glob("*.tar"))
+    content = bytearray(tar.read_bytes())
+    content[512] ^= 0xFF  # first byte of the JSON of the first pack
+    tar.write_bytes(content)
+    viewer = viewer_of(tmp_path / "out")
+    for path in ("/", "/text?text=What"):
+        text = page(viewer, path)
+        assert "<li>pack 0: " in text
+        assert "/pack/out_00000001" in text
+        assert f"/pack/{KEY}" not in text
+    response = viewer.respond(f"/pack/{KEY}")
+    assert response.status == 500
+    assert response.content.count(b"\n") == 1
+
+
+def test_the_command_prints_its_address_and_ends_with_ctrl_c(out: Path) -> None:
+    command = [sys.executable, "-m", "energon_packed", "view", str(out), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address = urlsplit(process.stdout.readline().strip())
+        assert address.hostname == "127.0.0.1"
+        connection = HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
+        connection.request("GET", f"/?{address.query}")
+        assert connection.getresponse().status == 303
+        connection.close()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=60)[1] == ""
+    assert process.returncode == 0
+
+
+def test_a_port_in_use_is_one_line(out: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        result = invoke("view", out, "--no-browser", "--port", other.getsockname()[1])
+    assert result.exit_code != 0
+    assert "`port` must be free, got" in str(result.exception or result.output)
