@@ -39,7 +39,7 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         targets: int64 (N,), on the device of the logits.
     """
     # Not compiled: the number of pieces differs between rows, and each number would be compiled again.
-    losses: torch.Tensor = torch.compiler.disable(_CrossEntropy.apply)(logits, targets)
+    losses: torch.Tensor = torch.compiler.disable(_CrossEntropy.apply)(logits, targets)  # type: ignore[no-untyped-call]
     return losses
 
 
