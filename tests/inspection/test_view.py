@@ -217,7 +217,7 @@ def test_foreign_requests_are_refused(server: ViewServer, headers: dict[str, str
 
 def test_the_token_of_the_address_becomes_a_cookie(server: ViewServer) -> None:
     for path, local in (("//evil.example/", "/evil.example/"), ("http://evil.example/", "/http://evil.example/")):
-        response, _ = ask(server, f"{path}?a=b&token={server.token}", Cookie="")
+        response, _ = ask(server, f"{path}?a=b&token={server.token}", Cookie="", Host="localhost")
         assert (response.status, response.headers["Location"]) == (303, f"{local}?a=b")
     assert "HttpOnly; SameSite=Lax" in response.headers["Set-Cookie"]
     assert ask(server, "/?token=wrong", Cookie="")[0].status == 403
