@@ -193,6 +193,16 @@ def test_tokens_have_ids_labels_and_values(server: ViewServer, encoder: ChatEnco
     assert text.count('data-item class="supervised"') == sum(row["label"] >= 0 for row in rows) > 0
 
 
+def test_long_samples_have_pages_of_tokens(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"id": "long", "text": "0 1 2 3 " * 300}))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=8192, workers=1)
+    first, second = (page(viewer_of(tmp_path / "out"), f"/tokens/{KEY}/0?page={number}") for number in (1, 2))
+    assert first.count("data-item") == 1000
+    assert 'id="token-999"' in first
+    assert 'id="token-999"' not in second
+    assert 'id="token-1000"' in second
+
+
 @pytest.mark.parametrize(
     ("headers", "part"),
     [
