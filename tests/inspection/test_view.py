@@ -193,6 +193,16 @@ def test_tokens_have_ids_labels_and_values(server: ViewServer, encoder: ChatEnco
     assert text.count('data-item class="supervised"') == sum(row["label"] >= 0 for row in rows) > 0
 
 
+def test_long_samples_have_pages_of_tokens(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"id": "long", "text": "0 1 2 3 " * 300}))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=8192, workers=1)
+    first, second = (page(viewer_of(tmp_path / "out"), f"/tokens/{KEY}/0?page={number}") for number in (1, 2))
+    assert first.count("data-item") == 1000
+    assert 'id="token-999"' in first
+    assert 'id="token-999"' not in second
+    assert 'id="token-1000"' in second
+
+
 @pytest.mark.parametrize(
     ("headers", "part"),
     [
@@ -217,7 +227,7 @@ def test_foreign_requests_are_refused(server: ViewServer, headers: dict[str, str
 
 def test_the_token_of_the_address_becomes_a_cookie(server: ViewServer) -> None:
     for path, local in (("//evil.example/", "/evil.example/"), ("http://evil.example/", "/http://evil.example/")):
-        response, _ = ask(server, f"{path}?a=b&token={server.token}", Cookie="")
+        response, _ = ask(server, f"{path}?a=b&token={server.token}", Cookie="", Host="localhost")
         assert (response.status, response.headers["Location"]) == (303, f"{local}?a=b")
     assert "HttpOnly; SameSite=Lax" in response.headers["Set-Cookie"]
     assert ask(server, "/?token=wrong", Cookie="")[0].status == 403
