@@ -361,12 +361,17 @@ def _sample_labels(labels: Sequence[tuple[float, ...] | None]) -> torch.Tensor:
 def _token_types(
     row: EncodedRow, real: Any, dummies: Sequence[EncodedSample], bounds: npt.NDArray[np.int32]
 ) -> torch.Tensor | None:
-    """int64 (1, T), the types of the samples, 0 for dummies in the tail; None for models that do not use it."""
+    """int64 (1, T), the types of the samples, and of dummies in the tail; None for models that do not use it."""
     if row.token_type_ids is None and all(dummy.token_type_ids is None for dummy in dummies):
         return None
     types = np.zeros(int(bounds[-1]), dtype=np.int64)
     if row.token_type_ids is not None:
         types[real] = row.token_type_ids
+    start = int(bounds[-2])  # of the tail, which is the last segment
+    for dummy in dummies:
+        if dummy.token_type_ids is not None:
+            types[start : start + len(dummy)] = dummy.token_type_ids
+        start += len(dummy)
     return _row(types)
 
 
