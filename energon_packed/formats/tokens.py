@@ -6,8 +6,8 @@
 {key}.labels.npy       int32 (T,), in place of loss_spans if a label differs from its token
 {key}.weighted_spans.npy   (K,) of start int32, end int32, weight float32: supervised tokens [start, end) and their
                        loss weight, in place of loss_spans, or beside labels, if a weight is not 1
-{key}.columns.NAME.npy  (T,) or (T, k) of float32, float16, int32 or int16: a column of the tokens; 0 for samples
-                       without it
+{key}.columns.NAME.npy  (T,) of float32, float16, int32 or int16: a column of the tokens; 0 for samples without it
+{key}.columns.NAME.npy.zst   the same with k values per token, (T, k), compressed with Zstandard
 {key}.json             sample_count, ids, images, and patch_positions, video_files (see videos.py) and image_settings
                        (of each image, or null) if present; `groups` (index of the group of each sample), `roles`
                        (a string or null each) and `labels` (a list of numbers or null each) if a sample has one
@@ -40,6 +40,8 @@ _OWN_HEADER = b"\x93NUMPY\x01\x00\x76\x00{'descr': '<i4', 'fortran_order': False
 _HEADER_SIZE = 128  # 10 bytes of magic, version and length, then 0x76 = 118 bytes
 _ARRAYS = ("input_ids.npy", "cu_seqlens.npy", "loss_spans.npy", "labels.npy", "weighted_spans.npy")
 _COLUMN = "columns."  # start of the parts that are columns
+_COMPRESSED = ".zst"  # end of the parts of columns with k values per token, in Zstandard (RFC 8878)
+_MOST_DECOMPRESSED = 1 << 31  # bytes, so that a damaged part cannot take all memory
 _WEIGHTED_SPAN = np.dtype([("start", "<i4"), ("end", "<i4"), ("weight", "<f4")])
 # Key of the json -> attribute of TokenRow, and the types of its values.
 _OF_SAMPLES: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -152,7 +154,7 @@ class TokensCodec(Codec):
             ("input_ids.npy", _dump(input_ids)),
             ("cu_seqlens.npy", _dump(cu_seqlens_from_lengths([len(ids) for ids, _, _ in rows]))),
             *targets,
-            *[(f"{_COLUMN}{name}.npy", _dump(column, column.dtype.newbyteorder("<"))) for name, column in columns],
+            *[_column_part(name, column) for name, column in columns],
             ("json", write_json(value)),
             *media.parts,
         ]
@@ -281,6 +283,31 @@ def _shape(header: bytes) -> tuple[int, ...]:
     return tuple([int(number) for number in header[size : header.index(b")", size)].split(b",") if number.strip()])
 
 
+def _column_part(name: str, column: Column) -> Part:
+    """The part of a column; k values per token are compressed, as the ids of a teacher repeat."""
+    content = _dump(column, column.dtype.newbyteorder("<"))
+    if column.ndim == 1:
+        return f"{_COLUMN}{name}.npy", content
+    import pyarrow as pa
+
+    return f"{_COLUMN}{name}.npy{_COMPRESSED}", pa.Codec("zstd", compression_level=3).compress(content, asbytes=True)
+
+
+def _decompressed(value: Any) -> bytes:
+    """Decompress a part.
+
+    Raises:
+        OSError, ValueError: it is damaged, or has more than 2 GiB.
+    """
+    import pyarrow as pa
+
+    with pa.CompressedInputStream(pa.BufferReader(bytes(value)), "zstd") as stream:
+        content: bytes = stream.read(_MOST_DECOMPRESSED + 1)
+    if len(content) > _MOST_DECOMPRESSED:
+        raise ValueError(f"a column must have at most {_MOST_DECOMPRESSED} bytes")
+    return content
+
+
 def _columns(raw: RawPack, tokens: int) -> dict[str, Column] | None:
     """Read the columns of a row of T tokens; None without columns."""
     columns = {}
@@ -289,10 +316,10 @@ def _columns(raw: RawPack, tokens: int) -> dict[str, Column] | None:
             continue
         if not isinstance(value, np.ndarray):
             try:
-                value = _array(bytes(value))
-            except (ValueError, MemoryError, OverflowError) as error:
+                value = _array(_decompressed(value) if part.endswith(_COMPRESSED) else bytes(value))
+            except (ValueError, MemoryError, OverflowError, OSError) as error:
                 raise FormatError(f"{raw.get('__key__')}.{part}: {error}") from error
-        columns[part.removeprefix(_COLUMN).removesuffix(".npy")] = value
+        columns[part.removeprefix(_COLUMN).removesuffix(_COMPRESSED).removesuffix(".npy")] = value
     if not columns:
         return None
     try:
