@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from energon_packed import (
     EncodedSample,
     MapDistributor,
     Message,
+    MixtureDistributor,
     PackedDataset,
     PackedIterableDataset,
     PackOptions,
@@ -46,6 +47,7 @@ from energon_packed import (
 from tests.internals import (
     PackedFolder,
     TarShardWriter,
+    check_order,
     cli,
     codec_for,
     dry_run,
@@ -622,3 +624,41 @@ def test_inspect_shows_the_samples_of_a_group_in_order(grouped: Callable[..., Pa
         ("0", "chosen", [0.0]),
         ("0", "rejected", [1.0]),
     ]
+
+
+@pytest.mark.parametrize("kind", ["balance", "mixture"])
+def test_ranks_log_and_resume_whole_groups(
+    grouped: Callable[..., PackResult], text_tokenizer_dir: Path, tmp_path: Path, kind: str
+) -> None:
+    encoder = ChatEncoder.from_pretrained(text_tokenizer_dir)
+    folders = [grouped(mixed(), name, group_field="pair").shards for name in ("a", "b")]
+
+    def loader(rank: int, **log: Any) -> DataflowLoader:
+        packs = [PackedDataset(folder) for folder in folders]
+        if kind == "balance":
+            distributor: Any = MapDistributor(packs[0], balance="attention")
+        else:
+            distributor = MixtureDistributor([MapDistributor(own) for own in packs], [1, 1])
+        return DataflowLoader(distributor, encoder, batch_size=2, rank=rank, world_size=2, num_workers=0, **log)
+
+    def whole(batch: Any) -> list[str]:
+        """The ids of a batch, whose groups are whole; none of a row that only fills a step."""
+        counts = Counter([] if batch.groups is None else batch.groups.tolist())
+        for place, name in enumerate(batch.ids):
+            if name is not None and name[0] != "s":
+                assert counts[int(batch.groups[place])] == 2
+        return [name for name in batch.ids if name is not None]
+
+    seen: list[str] = []
+    for rank in range(2):
+        expected = [whole(batch) for batch in loader(rank, order_log=tmp_path / "log")]
+        seen += [name for ids in expected for name in ids]
+        first = loader(rank)
+        iterator = iter(first)
+        head = [whole(next(iterator)) for _ in range(2)]
+        second = loader(rank)
+        second.load_state_dict(first.state_dict())
+        assert head + [whole(batch) for batch in second] == expected
+    assert set(Counter(seen).values()) == {1 if kind == "balance" else 2}  # both datasets have the same records
+    assert len(set(seen)) == 100
+    assert check_order(tmp_path / "log").problems == []
