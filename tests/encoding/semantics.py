@@ -156,7 +156,6 @@ RECORDS: dict[str, Any] = {
                                 HELLO]},
     "resized_height": {"messages": [HI, HELLO], "images": [{"path": "a.png", "resized_height": 28}]},
     "url": {"messages": [HI, HELLO], "url": "u", "source": "s"},
-    "chosen": {"prompt": "Hi", "chosen": "Hello.", "rejected": "No."},
 }  # fmt: skip
 WITH_IMAGES = ("<img>", "Picture 1:")
 

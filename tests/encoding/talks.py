@@ -249,7 +249,7 @@ def flat(draw: st.DrawFn) -> Talk:
     if beside and draw(st.booleans()):
         record[beside] = more
         question = f"{more}\n\n{question}" if beside == "hint" else f"{question}\n\n{more}"
-    if asked == "question" and told == "answer" and draw(st.booleans()):
+    if asked == "question" and told == "answer" and question.strip() and draw(st.booleans()):
         record |= {"choices": [answer + "1", answer + "2"], "answer": 1}
         question, answer = f"{question}\nA. {answer}1\nB. {answer}2", f"B. {answer}2"
     turns = [Turn("user", question), Turn("assistant", answer)]

@@ -196,7 +196,7 @@ def test_a_finished_row_stays_alone_and_a_resumed_consumed_loader_goes_on(text_p
 
 def test_packed_trainer_has_the_arguments_of_trainer() -> None:
     own, theirs = (list(signature(kind.__init__).parameters) for kind in (PackedTrainer, Trainer))
-    assert own == [*theirs, "balance", "order_log", "logits"]
+    assert own == [*theirs, "balance", "order_log", "logits", "loss", "ref_model"]
 
 
 @pytest.mark.parametrize("kind", [Trainer, PackedTrainer])
