@@ -590,8 +590,8 @@ class ChatEncoder(Processor):
                 continue
             conversation = conversations[index]
             roles = [message.role for message in conversation.messages]
-            if conversation.role is not None or conversation.label is not None:
-                del rejects[index]  # a loss over samples, such as of embeddings, needs no target
+            if not conversation.needs_targets:
+                del rejects[index]
             elif roles and "assistant" not in roles:
                 rejects[index] = Reject(reject.reason, f"no assistant turn among {', '.join(roles)}")
         return batch, rejects

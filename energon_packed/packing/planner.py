@@ -271,35 +271,43 @@ def _packs_of_groups(
     if keys.shape != cost.shape or (keys.size and keys.dtype.kind not in "iu"):
         raise ValueError(f"`groups` must be integers of shape {cost.shape}, got {keys.dtype} of {keys.shape}.")
     # Units, in the order of their first samples: unit u is samples members[starts[u]:starts[u] + sizes[u]].
-    members = np.arange(len(keys)) if (keys[1:] >= keys[:-1]).all() else np.argsort(keys, kind="stable")
-    is_start = np.ones(len(keys), dtype=bool)
-    is_start[1:] = keys[members[1:]] != keys[members[:-1]]
-    starts = np.flatnonzero(is_start)
+    is_sorted = bool((keys[1:] >= keys[:-1]).all())
+    members: Any = slice(None) if is_sorted else np.argsort(keys, kind="stable")
+    joined = keys[members]
+    starts = np.concatenate([[0], np.flatnonzero(joined[1:] != joined[:-1]) + 1])[: len(keys)]
     sizes = np.diff(starts, append=len(keys))
     tokens = np.add.reduceat(cost[members], starts, dtype=np.int64) if len(keys) else np.zeros(0, dtype=np.int64)
-    order = np.argsort(members[starts])
-    starts, sizes, tokens = starts[order], sizes[order], tokens[order]
-    # The algorithms count units, not their samples: with a limit, the units of each size are placed on their own.
-    parts = [np.arange(len(sizes))]
-    if max_samples < len(cost):
-        parts = [np.flatnonzero(sizes == size) for size in np.unique(sizes[sizes <= max_samples]).tolist()]
-    units, bounds = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
-    for part in parts:
-        limit = max_samples // int(sizes[part[0]]) if max_samples < len(cost) else max_samples
-        indices, offsets = _packs(tokens[part], capacity, algorithm, limit)
-        bounds.append(offsets[1:] + sum(map(len, units)))
-        units.append(part[indices])
-    placed, ends = np.concatenate(units), np.concatenate(bounds)
+    if not is_sorted:
+        order = np.argsort(members[starts])
+        starts, sizes, tokens = starts[order], sizes[order], tokens[order]
+    if max_samples >= len(cost):
+        placed, ends = _packs(tokens, capacity, algorithm, max_samples)
+    else:
+        # The algorithms count units, not their samples: with a limit, the units of each size are placed on their own.
+        units, bounds = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
+        for size in np.unique(sizes[sizes <= max_samples]).tolist():
+            part = np.flatnonzero(sizes == size)
+            indices, offsets = _packs(tokens[part], capacity, algorithm, max_samples // size)
+            bounds.append(offsets[1:] + sum(map(len, units)))
+            units.append(part[indices])
+        placed, ends = np.concatenate(units), np.concatenate(bounds)
+    samples = _ranges(starts[placed], sizes[placed])
+    offsets = np.concatenate([[0], np.cumsum(sizes[placed])])[ends]
     is_placed = np.zeros(len(sizes), dtype=bool)
     is_placed[placed] = True
-    samples = _ranges(starts[placed], sizes[placed])
-    overlong = np.sort(members[_ranges(starts[~is_placed], sizes[~is_placed])])
-    return members[samples], np.concatenate([[0], np.cumsum(sizes[placed])])[ends], overlong
+    overlong = _ranges(starts[~is_placed], sizes[~is_placed])
+    if not is_sorted:
+        samples, overlong = members[samples], np.sort(members[overlong])
+    return samples, offsets, overlong
 
 
 def _ranges(starts: Int64, sizes: Int64) -> Int64:
     """The integers of all ranges, int64 (sum of sizes,): `starts[i]` to `starts[i] + sizes[i]`."""
-    return np.arange(sizes.sum()) + np.repeat(starts - np.cumsum(sizes) + sizes, sizes)
+    ends = np.cumsum(sizes)
+    steps = np.ones(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
+    steps[:1] = starts[:1]
+    steps[ends[:-1]] = starts[1:] - starts[:-1] - sizes[:-1] + 1  # from the last integer of a range to the next range
+    return np.cumsum(steps, out=steps)
 
 
 def _place(order: Any, steps: list[Step], first_pack: int, packs: int, out: Int64) -> Int64:

@@ -197,6 +197,11 @@ class Conversation:
         return "image" if self.images else "audio" if self.audios else "text"
 
     @property
+    def needs_targets(self) -> bool:
+        """Whether a token must be a target: losses over samples with a role or a label need none."""
+        return self.role is None and self.label is None
+
+    @property
     def per_token_values(self) -> list[str]:
         """Names of its columns, and of the numbers of its turns."""
         return sorted({*(self.columns or ()), *(name for turn in self.messages for name in turn.values)})

@@ -212,11 +212,12 @@ def test_pairs_are_of_one_group_and_of_comparable_samples() -> None:
     rows = [
         one("a", "rejected"), one("a", "chosen"), one("a", "rejected"),
         one("b", "completion", 2.0), one("b", "completion", 5.0), one("b", "completion", 2.0),
-        one("c", "query"), one("c", "chosen"), one(None, "rejected"), one("d", "completion"),
+        one("c", "query"), one("c", "chosen"),
+        one("c", "completion", 0.5), one(None, "rejected"), one("d", "completion"),
     ]  # fmt: skip
     preferred, other = preference_pairs(row(rows))
     assert list(zip(preferred.tolist(), other.tolist(), strict=True)) == [(1, 0), (1, 2), (4, 3), (4, 5)]
-    assert len(dpo_loss(row(rows).without_targets(), torch.zeros(10), torch.zeros(10))) == 0
+    assert len(dpo_loss(row(rows).without_targets(), torch.zeros(11), torch.zeros(11))) == 0
     assert len(dpo_loss(row([one(None)]), torch.zeros(1), torch.zeros(1))) == 0
 
 

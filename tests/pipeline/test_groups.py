@@ -662,3 +662,15 @@ def test_ranks_log_and_resume_whole_groups(
     assert set(Counter(seen).values()) == {1 if kind == "balance" else 2}  # both datasets have the same records
     assert len(set(seen)) == 100
     assert check_order(tmp_path / "log").problems == []
+
+
+def test_samples_with_a_label_need_no_target(grouped: Callable[..., PackResult], text_tokenizer_dir: Path) -> None:
+    question = {"role": "user", "content": "Is it good?"}
+    records: Records = [{"id": "a", "messages": [question], "label": 1}, {"id": "b", "messages": [question]}]
+    result = grouped(records)
+    assert result.manifest.packed == 1
+    assert json.loads(result.rejects.read_text())["reason"] == "no_supervised_tokens"
+    encoder = ChatEncoder.from_pretrained(text_tokenizer_dir)
+    (batch,) = get_packed_loader(result.shards, encoder, epochs=1, num_workers=0)
+    assert (batch.ids, batch.sample_labels.tolist(), set(batch.labels[0].tolist())) == (["a"], [1.0], {-100})
+    assert not any(check.passed is False for check in verify(PackedFolder.open(result.shards), encoder))

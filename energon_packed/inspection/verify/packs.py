@@ -213,7 +213,7 @@ class PackChecker:
             return recorded
         if recorded >= 0 and len(checked) != recorded:
             contents.encoded.fail(f"{name} has {len(checked)} tokens, {recorded} are recorded")
-        if checked.num_supervised == 0:
+        if checked.num_supervised == 0 and sample.conversation.needs_targets:
             contents.encoded.fail(f"{name} has no supervised token")
         contents.counts["supervised tokens"] += checked.num_supervised
         contents.counts["weights"] += checked.weight_checksum
