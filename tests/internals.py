@@ -36,6 +36,8 @@ PLACES = {
     "placing": "packing.placing",
     "planner": "packing.planner",
     "plan_counts": "packing:plan_counts",
+    "SampleLoss": "integrations.transformers.sample_loss:SampleLoss",
+    "without_targets": "loading.even_ranks:without_targets",
     "preference_pairs": "loading.collation.losses:preference_pairs",
     "with_weights": "loading.collation.collator:with_weights",
     "count_batch": "loading.monitoring.counts:count_batch",

@@ -29,7 +29,7 @@ from energon_packed import (
 )
 from tests.integrations.launched import tiny_qwen2
 from tests.integrations.trainer_runs import QUIET
-from tests.internals import preference_pairs
+from tests.internals import SampleLoss, preference_pairs, without_targets
 
 PROMPTS = ["What is it? ", "Count to three. ", "Name a colour. ", "Say why. "]
 CHOSEN = ["A cat.", "One, two, three.", "Blue", "Because it rains a lot in spring."]
@@ -219,6 +219,20 @@ def test_pairs_are_of_one_group_and_of_comparable_samples() -> None:
     assert list(zip(preferred.tolist(), other.tolist(), strict=True)) == [(1, 0), (1, 2), (4, 3), (4, 5)]
     assert len(dpo_loss(row(rows).without_targets(), torch.zeros(11), torch.zeros(11))) == 0
     assert len(dpo_loss(row([one(None)]), torch.zeros(1), torch.zeros(1))) == 0
+
+
+def test_samples_without_a_label_have_no_kto_loss() -> None:
+    batch = row([sample([1], [2], label=(1.0,)), sample([1], [3]), sample([1], [4], label=(0.0,))])
+    values = kto_loss(batch, torch.zeros(3), torch.zeros(3), desirable_weight=3.0)
+    assert values.tolist() == [1.5, 0.5]
+    assert len(kto_loss(batch.without_targets(), torch.zeros(3), torch.zeros(3))) == 0
+
+
+def test_a_row_that_fills_a_step_has_no_pair() -> None:
+    pair = [sample([1], [2], group="a", role=role) for role in ("chosen", "rejected")]
+    inputs = SampleLoss.collator(PaddingFreeCollator())([pair])
+    assert SampleLoss(dpo_loss).count(inputs) == 1
+    assert SampleLoss(dpo_loss).count(without_targets(inputs)) == 0
 
 
 def test_values_of_samples_leave_out_prompts_and_padding() -> None:
