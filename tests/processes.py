@@ -127,6 +127,7 @@ def run_ranks(script: str, count: int, store: Path, *arguments: object, status: 
     """
     head = "import sys, torch\nrank, count, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]\n"
     head += "torch.distributed.init_process_group('gloo', f'file://{store}', rank=rank, world_size=count)\n"
+    head += "torch.distributed.barrier()\n"  # a rank that ends before the others have connected to it breaks them
     ranks = [Python(head + script, rank, count, store, *arguments) for rank in range(count)]
     ended = [rank.wait() for rank in ranks]
     failed = [done.stderr[-4000:] for done in ended if done.returncode != status]
