@@ -6,7 +6,8 @@ records   generated records through lengths, pack, report, inspect, verify, meta
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
 members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
 driver    the driver of `pack` with a table of 10 million synthetic records of text: memory of each step
-plan      plan_counts of a million to a billion lognormal lengths, and pack_lengths of 10 million
+plan      plan_counts of a million to a billion lognormal lengths, pack_lengths of 10 million, and the packs of nodes
+          that plan on their own against those of one plan
 
 The first three parts run with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases
 per record: from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the
@@ -258,7 +259,7 @@ def run_driver(report: Report, count: int) -> None:
 
 
 def run_plan(report: Report) -> None:
-    """Report the CPU time of plans of counts, and of a plan of 10 million lengths."""
+    """Report the CPU time of plans of counts and of 10 million lengths, and the packs of separate plans."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.3, 0.8, 10_000_000), 1, 4096).astype(np.int32)
     counts = np.bincount(lengths, minlength=4097)
@@ -271,6 +272,22 @@ def run_plan(report: Report) -> None:
     start = time.process_time()
     packs = pack_lengths(lengths, 4096).num_packs
     report.add(f"{len(lengths):,} lengths: pack_lengths: CPU time", time.process_time() - start, "s", packs=packs)
+    # Nodes that pack on their own, as with --part: a share of each of two inputs, or one input after the other.
+    inputs = [
+        lengths[: len(lengths) // 2],
+        np.clip(rng.normal(2600, 300, len(lengths) // 2), 1, 4096).astype(np.int32),
+    ]
+    joined = plan_counts(np.bincount(np.concatenate(inputs)), 4096).num_packs
+    for nodes in (8, 64, 512):
+        shares = zip(*(np.array_split(values, nodes) for values in inputs), strict=True)
+        for name, parts in (
+            ("a share of each input", map(np.concatenate, shares)),
+            ("one input after the other", np.array_split(np.concatenate(inputs), nodes)),
+        ):
+            packs = sum(plan_counts(np.bincount(part), 4096).num_packs for part in parts)
+            report.add(
+                f"{nodes} nodes, {name}: more packs than one plan", 100 * (packs / joined - 1), "%", packs=packs
+            )
 
 
 def main() -> None:

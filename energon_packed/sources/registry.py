@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,8 @@ def open_sources(
         inputs: paths, glob patterns, or SourceConfigs. A weight above 1 opens files repeatedly.
         work_dir: folder for converted copies of formats without random access.
         image_root: folder of relative media paths; by default the folder of each input.
-        part: (I, N) opens the I-th of N input parts of about equal size in bytes. Each record is in exactly one part.
+        part: (I, N) opens the I-th of N input parts, which have about equal numbers of bytes of each input. Each
+            record is in exactly one part.
         split: split of Energon datasets (train by default) and of Hugging Face datasets with several splits.
         seed: seed of the selection for fractional weights.
         trust_sample_loader: run the sample_loader.py of Energon datasets.
@@ -119,7 +121,7 @@ def open_sources(
             f"`source_split` is {split!r}, but no input has splits. Remove it, or pass a folder that has."
         )
     sources = []
-    for ((kind, path, folder), reading), share in zip(files, _shares([m[1] for m, _ in files], part), strict=True):
+    for ((kind, path, folder), reading), share in zip(files, _shares(files, part), strict=True):
         if share is None:
             continue
         config = configs[reading.config]
@@ -326,17 +328,21 @@ def _refuse_irregular(path: Path) -> None:
         )
 
 
-def _shares(paths: list[Path], part: tuple[int, int] | None) -> Iterator[tuple[int, int, int] | None]:
-    """Compute the slice of each file in an input part, as `Source.share`; None for an empty slice."""
+def _shares(files: list[tuple[Match, Reading]], part: tuple[int, int] | None) -> Iterator[tuple[int, int, int] | None]:
+    """Compute the slice of each file in an input part, as `Source.share`; None for an empty slice.
+
+    A part has an equal share of each input: packed alone, it then has the lengths of all of them to combine.
+    """
     index, count = part or (0, 1)
-    sizes = [path.stat().st_size for path in paths]
-    first_byte, last_byte = (sum(sizes) * edge // count for edge in (index, index + 1))
-    start = 0
-    for size in sizes:
-        first, last = max(first_byte - start, 0), min(last_byte - start, size)
-        # Empty files belong to every run without parts, so that they are reported.
-        yield (first, last, size) if first < last else (None if part or size else (0, 1, 1))
-        start += size
+    for _, of_input in groupby(files, lambda file: file[1].config):
+        sizes = [path.stat().st_size for (_, path, _), _ in of_input]
+        first_byte, last_byte = (sum(sizes) * edge // count for edge in (index, index + 1))
+        start = 0
+        for size in sizes:
+            first, last = max(first_byte - start, 0), min(last_byte - start, size)
+            # Empty files belong to every run without parts, so that they are reported.
+            yield (first, last, size) if first < last else (None if part or size else (0, 1, 1))
+            start += size
 
 
 def _expand(pattern: str) -> list[Path]:

@@ -77,7 +77,11 @@ def test_parts_of_several_files_and_formats(tokenizer_dir: Path, tmp_path: Path,
             workers=1,
         )
         result = pack(options)
-        names += ids_in(result.shards.parent)
+        found = ids_in(result.shards.parent)
+        names += found
+        # A part has its share of each input, and not the inputs one after the other.
+        shares = [sum(name.startswith(file) for name in found) for file in ("a", "c", "b")]
+        assert all(abs(share - size / count) <= 2 for share, size in zip(shares, (50, 500, 50), strict=True)), shares
         prefixes |= {tar.name.rpartition("-")[0] for tar in result.shards.glob("*.tar")}
     assert len(names) == len(set(names)) == 600
     assert prefixes == {f"out_p{number:03d}" for number in range(count)}
