@@ -1,10 +1,15 @@
 """Benchmark reading from an object store: bytes and requests, and samples per second with latency.
 
-    python tools/bench_storage.py [--json storage.json] [--records 400] [--latency 0.02]
+    python tools/bench_storage.py [--json storage.json] [--records 400] [--latency 0.02] [--parts traffic images]
 
-The store is moto's S3 server in a process of its own on this machine. Each loader reads one shuffled epoch in one
-process. Bytes needed are the packs (and the referenced images) of the epoch; for `pack`, the files of the input.
-Peers: bare Energon on msc://, and WebDataset over s3fs, which reads each tar as a stream, in order.
+traffic   bytes and requests of `pack` and the loaders, and their speed against local files
+images    images per second of wall time and of CPU time, as bytes, against LitData and against clients alone that
+          request the same ranges; needs `pip install --no-deps litdata lightning-utilities obstore tifffile`
+
+The store is moto's S3 server in a process of its own on this machine. It reads a whole object to answer a range, so
+shards are small. Each loader reads one shuffled epoch in one process; LitData has threads of its own. Bytes needed are
+the packs (and the referenced images) of the epoch; for `pack`, the files of the input. Peers: bare Energon on msc://,
+and WebDataset over s3fs, which reads each tar as a stream, in order.
 """
 
 import io
@@ -16,7 +21,9 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,10 +150,22 @@ def main() -> None:
     parser = arguments(__doc__, "storage")
     parser.add_argument("--records", type=int, default=400, help="records with images")
     parser.add_argument("--latency", type=float, default=0.02, help="seconds added to each request")
+    parser.add_argument("--images", type=int, default=2000, help="images of the part `images`")
+    parser.add_argument("--parts", nargs="*", choices=("traffic", "images"), default=["traffic", "images"])
     options = parser.parse_args()
-    work: Path = options.work / "storage"
     report = Report("Object storage", options.json)
     store = Store()
+    if "traffic" in options.parts:
+        bench_traffic(report, store, options)
+    if "images" in options.parts:
+        bench_images(report, store, options)
+    store.stop()
+    report.finish()
+
+
+def bench_traffic(report: Report, store: Store, options: Any) -> None:
+    """Compare bytes, requests and speed with what is needed and with local files."""
+    work: Path = options.work / "storage"
     tokenizer = bench_tokenizer(options.work, vision=True)
     encoder = ChatEncoder.from_pretrained(tokenizer)
     source = work / "source"
@@ -203,8 +222,105 @@ def main() -> None:
                 label = f"{name}, {media}, {latency * 1000:.0f} ms: speed / local files"
                 report.add(label, count / spent / base, rate=count / spent, local_rate=base)
             store.latency(0)
-    store.stop()
-    report.finish()
+
+
+def packed_images(path: Any, encoder: ChatEncoder) -> Iterator[bytes]:
+    """Images of a PackedDataset in random order of the packs."""
+    for item in packs_alone(path, encoder):
+        for conversation in item.conversations():
+            yield from (image.read() for image in conversation.images)
+
+
+def litdata_images(path: Any, cache: Path) -> Iterator[bytes]:
+    """Images of a LitData dataset in its random order; chunks are downloaded to an empty folder."""
+    import litdata
+
+    endpoint = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
+    options = {"storage_options": endpoint} if str(path).startswith("s3://") else {}
+    for sample in litdata.StreamingDataset(str(path), shuffle=True, seed=0, cache_dir=str(_emptied(cache)), **options):
+        yield sample["image"]
+
+
+def ranges_alone(ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
+    """Content of ranges (key, start, stop) by boto3, with as many requests at a time as a PackedDataset has."""
+    import boto3
+    from botocore.config import Config
+
+    client = boto3.client("s3", config=Config(max_pool_connections=16))
+
+    def read(wanted: tuple[str, int, int]) -> bytes:
+        key, start, stop = wanted
+        found: bytes = client.get_object(Bucket="bucket", Key=key, Range=f"bytes={start}-{stop - 1}")["Body"].read()
+        return found
+
+    with ThreadPoolExecutor(16) as threads:
+        yield from threads.map(read, ranges)
+
+
+def bench_images(report: Report, store: Store, options: Any) -> None:
+    """Compare images per second of wall time and of CPU time, from local files and from the store."""
+    from litdata.streaming import downloader
+    from litdata.streaming.writer import BinaryWriter
+
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # its fast client; the store has no TLS
+    work = options.work / f"storage-images-{options.images}"
+    tokenizer = bench_tokenizer(options.work, vision=True)
+    encoder = ChatEncoder.from_pretrained(tokenizer)
+    source = work / "source"
+    records = [_with_names(record) for record in image_records(source, options.images)]
+    jsonl = write_jsonl(source / "data.jsonl", iter(records))
+    raw = store.put_folder("images", source)
+    places: dict[str, tuple[Path, str]] = {}
+    for media, given in (("copy", str(jsonl)), ("reference", f"{raw}/data.jsonl")):
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            result = pack(inputs=(given,), output_dir=folder, tokenizer=tokenizer, media=media, **_OPTIONS)
+            os.rename(result.shards, _emptied(work / media))
+        places[media] = work / media, store.put_folder(f"images-{media}", work / media)
+    with tempfile.TemporaryDirectory(dir=work) as folder:  # references to local files
+        result = pack(inputs=(str(jsonl),), output_dir=folder, tokenizer=tokenizer, media="reference", **_OPTIONS)
+        os.rename(result.shards, _emptied(work / "reference-local"))
+    places["reference"] = work / "reference-local", places["reference"][1]
+    writer = BinaryWriter(str(_emptied(work / "litdata")), chunk_bytes="64MB")
+    for number, record in enumerate(records):
+        writer[number] = {"id": number, "image": (source / record["images"][0]).read_bytes()}
+    writer.done()
+    writer.merge()
+    places["litdata"] = work / "litdata", store.put_folder("images-litdata", work / "litdata")
+    reader = PackedDataset(places["copy"][0], encoder).reader
+    ranges: dict[str, list[tuple[str, int, int]]] = {"copy": [], "reference": []}
+    for item in np.random.default_rng(0).permutation(len(reader)).tolist():
+        shard, start, stop = reader.locate(item)
+        ranges["copy"].append((f"images-copy/{reader.tars[shard].name}", start, stop))
+    for number in np.random.default_rng(0).permutation(len(records)).tolist():
+        name = records[number]["images"][0]
+        ranges["reference"].append((f"images/{name}", 0, (source / name).stat().st_size))
+    for latency in (None, 0.0, options.latency):
+        where = "local files" if latency is None else f"{latency * 1000:.0f} ms"
+        store.latency(latency or 0.0)
+        readers = {
+            media: partial(packed_images, places[media][latency is not None], encoder)
+            for media in ("copy", "reference")
+        }
+        readers["LitData"] = partial(litdata_images, places["litdata"][latency is not None], work / "cache")
+        if latency is not None:
+            readers |= {f"client alone, {media}": partial(ranges_alone, ranges[media]) for media in ranges}
+        rates: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
+        for _ in range(3):  # in turns, so that a slow moment of the machine affects all
+            for name, images in readers.items():
+                start = time.perf_counter(), time.process_time()
+                found = list(map(len, images()))
+                if "alone" not in name and len(found) != len(records):
+                    raise AssertionError(f"{name} has {len(found)} images of {len(records)}")
+                wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
+                rates[name].append((len(records) / wall, len(records) / cpu))
+        peer_wall, peer_cpu = np.median(rates["LitData"], axis=0)
+        for name, measured in rates.items():
+            wall, cpu = np.median(measured, axis=0)
+            report.add(
+                f"images, {where}, {name}: per second", wall, "/s", per_cpu_second=cpu, of_litdata=wall / peer_wall,
+                cpu_of_litdata=cpu / peer_cpu,
+            )  # fmt: skip
+    store.latency(0)
 
 
 def _with_names(record: dict[str, Any]) -> dict[str, Any]:
