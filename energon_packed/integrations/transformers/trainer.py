@@ -5,6 +5,7 @@ loss is the mean over tokens. The evaluation loss of a stock Trainer is the mean
 with few targets has the same weight as a row with many targets, and with several processes some packs count twice.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from math import ceil
@@ -15,6 +16,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import PreparedLoader
@@ -24,7 +26,12 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, TrainerStreamCallback
 from energon_packed.integrations.transformers.model_loss import loss_in_pieces
 from energon_packed.integrations.transformers.patches import check_trainer, names_of_model
-from energon_packed.integrations.transformers.sample_loss import LossOfSamples, SampleLoss, outputs_without_loss
+from energon_packed.integrations.transformers.sample_loss import (
+    LossOfSamples,
+    SampleLoss,
+    outputs_without_loss,
+    without_loss,
+)
 from energon_packed.integrations.transformers.stream import TrainerStream
 from energon_packed.integrations.transformers.target_logits import computes_target_logits, without_target_logits
 from energon_packed.libraries import private
@@ -37,8 +44,6 @@ from energon_packed.loading.dataflow.raw_records import PlannedDataset
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
-
-_OF_LOSS = ("labels", "loss_mask", "shift_labels", "skip_logits")  # inputs from which the model would compute a loss
 
 
 class PackedTrainerMixin(Trainer):
@@ -146,6 +151,22 @@ class PackedTrainerMixin(Trainer):
         )
         self._loader = PreparedLoader(self.accelerator, consumed)
         return self._loader
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as in Trainer.
+
+        Raises:
+            ConfigError: there is no checkpoint to resume from.
+        """
+        folder = self.args.output_dir if resume_from_checkpoint is True else resume_from_checkpoint
+        if folder and not (
+            os.path.isdir(folder) and (resume_from_checkpoint is not True or get_last_checkpoint(folder))
+        ):
+            raise ConfigError(
+                f"`resume_from_checkpoint` must be True or a folder that has a checkpoint, got {folder} without one. "
+                "Train without it to start from step 0."
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train as in Trainer; the path of the checkpoint is needed before the number of steps is computed."""
@@ -335,7 +356,7 @@ class PackedTrainerMixin(Trainer):
             name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
         # Without labels, the model computes no loss.
-        outputs = outputs_without_loss(model, {name: value for name, value in inputs.items() if name not in _OF_LOSS})
+        outputs = outputs_without_loss(model, without_loss(inputs))
         logits, weights = outputs.logits, inputs["loss_mask"][0, 1:]
         if "logits_to_keep" in inputs:
             losses = signals_of(logits.flatten(0, 1), inputs["shift_labels"][0].to(logits.device))
