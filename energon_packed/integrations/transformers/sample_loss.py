@@ -52,7 +52,7 @@ class SampleLoss:
         """
         row: PackedBatch = inputs[_ROW]
         arguments = without_loss(inputs)
-        outputs = outputs_without_loss(model, arguments)
+        outputs = outputs_without_router_loss(model, arguments)
         row = row.to(outputs.logits.device)
         return self._function(row, row.sample_logps(outputs.logits), self._reference(model, arguments, row)), outputs
 
@@ -74,11 +74,11 @@ def without_loss(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name not in of_loss}
 
 
-def outputs_without_loss(model: Any, arguments: dict[str, Any]) -> Any:
-    """Return the outputs of a model for inputs without labels.
+def outputs_without_router_loss(model: Any, arguments: dict[str, Any]) -> Any:
+    """Return the outputs of a model.
 
     Raises:
-        ConfigError: the model adds the loss of a router to the loss that it computes from labels.
+        ConfigError: the model adds the loss of a router to its loss.
     """
     outputs = model(**arguments)
     if getattr(outputs, "aux_loss", None) is not None:

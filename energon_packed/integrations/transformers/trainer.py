@@ -29,11 +29,15 @@ from energon_packed.integrations.transformers.patches import check_trainer, name
 from energon_packed.integrations.transformers.sample_loss import (
     LossOfSamples,
     SampleLoss,
-    outputs_without_loss,
+    outputs_without_router_loss,
     without_loss,
 )
 from energon_packed.integrations.transformers.stream import TrainerStream
-from energon_packed.integrations.transformers.target_logits import computes_target_logits, without_target_logits
+from energon_packed.integrations.transformers.target_logits import (
+    computes_head_in_pieces,
+    computes_target_logits,
+    without_target_logits,
+)
 from energon_packed.libraries import private
 from energon_packed.loading.collation.batch import signals_of, target_signals, target_weights
 from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator, with_weights
@@ -93,6 +97,7 @@ class PackedTrainerMixin(Trainer):
         needs_all = logits == "all" or self.label_smoother or self.compute_loss_func or is_own_loss
         one_process_a_row = self.get_sp_size() == self.get_cp_size() == 1
         self._computes_target_logits: bool | None = None if one_process_a_row and not needs_all else False
+        self._computes_head_in_pieces = False
         self._only_loss = True
         self._sample_loss: SampleLoss | None = None
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
@@ -313,7 +318,7 @@ class PackedTrainerMixin(Trainer):
 
         def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
             # With `torch_compile`, the compiler fuses the loss, and a change of the model would be compiled again.
-            with nullcontext() if self.args.torch_compile or not self._is_packed else loss_in_pieces(model):
+            with nullcontext() if self.args.torch_compile or not self._is_packed else self._in_pieces(model, inputs):
                 result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
             return result if return_outputs else (result, None)
 
@@ -347,17 +352,34 @@ class PackedTrainerMixin(Trainer):
             return inputs
         if self._computes_target_logits is None:
             self._computes_target_logits = computes_target_logits(model)
-        needed = self._computes_target_logits and (self._sums is None or self._only_loss) and not return_outputs
-        return inputs if needed else without_target_logits(inputs)
+            needs_logits = any(
+                getattr(callback, "needs_logits", False) for callback in self.callback_handler.callbacks
+            )
+            if self._computes_target_logits and not needs_logits and not self.args.torch_compile:
+                self._computes_head_in_pieces = computes_head_in_pieces(model)
+        # An evaluation requests the outputs, and drops them if it needs the loss alone.
+        of_loss_alone = self._only_loss if self._sums is not None else not return_outputs
+        return inputs if self._computes_target_logits and of_loss_alone else without_target_logits(inputs)
+
+    def _in_pieces(self, model: Any, inputs: Any, weights: torch.Tensor | None = None) -> Any:
+        """Context manager in which the model computes its loss in pieces."""
+        head = self._computes_head_in_pieces and "logits_to_keep" in inputs
+        return loss_in_pieces(model, head=head, weights=weights)
 
     def _weighted_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """Mean of the row, weighted by `loss_mask`, and the outputs of the model."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
+        weights = inputs["loss_mask"][0, 1:]
+        if "logits_to_keep" in inputs and self._computes_head_in_pieces:
+            weights = weights[inputs["logits_to_keep"]]
+            with self._in_pieces(model, inputs, weights):
+                outputs = outputs_without_router_loss(model, {k: v for k, v in inputs.items() if k != "loss_mask"})
+            return outputs.loss, outputs
         # Without labels, the model computes no loss.
-        outputs = outputs_without_loss(model, without_loss(inputs))
-        logits, weights = outputs.logits, inputs["loss_mask"][0, 1:]
+        outputs = outputs_without_router_loss(model, without_loss(inputs))
+        logits = outputs.logits
         if "logits_to_keep" in inputs:
             losses = signals_of(logits.flatten(0, 1), inputs["shift_labels"][0].to(logits.device))
             weights = weights[inputs["logits_to_keep"]]
