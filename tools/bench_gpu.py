@@ -449,8 +449,8 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(self, inputs: Row) -> None:
-        """Run one training step; with logits of targets alone, the loss is computed in pieces, as by PackedTrainer."""
-        with loss_in_pieces(self.model) if "logits_to_keep" in inputs else contextlib.nullcontext():
+        """Run one training step; logits of targets alone are computed in pieces with the loss, as by PackedTrainer."""
+        with loss_in_pieces(self.model, head=True) if "logits_to_keep" in inputs else contextlib.nullcontext():
             self.model(**inputs).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

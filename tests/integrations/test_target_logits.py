@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2ForCausalLM, TrainerCallback
+from transformers import Qwen2ForCausalLM, Trainer, TrainerCallback
 
 from energon_packed import (
     ChatEncoder,
@@ -16,6 +16,7 @@ from energon_packed import (
     PackedBatch,
     PackedDataset,
     PackedTrainer,
+    PackedTrainerMixin,
     PaddingFreeCollator,
     packed_training_arguments,
 )
@@ -304,19 +305,26 @@ def test_the_loss_is_computed_in_pieces(dtype: torch.dtype, all_logits: bool, mo
     torch.testing.assert_close(found, logits.grad, **close)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The Linear layers that were called."""
+    called: list[Any] = []
+    before = torch.nn.Linear.forward
+
+    def forward(self: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
+        called.append(self)
+        return before(self, values)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+    return called
+
+
 @pytest.mark.parametrize("weighting", ["token", "sample"])
 def test_a_trainer_has_no_logits_for_the_loss_alone(
-    weighting: Any, text_packs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    weighting: Any, text_packs: list[Path], tmp_path: Path, layers: list[Any]
 ) -> None:
     """Neither a step nor an evaluation calls the last layer, unless a callback needs its logits."""
     data, collator = PackedDataset(text_packs[0]), PaddingFreeCollator(loss_weighting=weighting)
-    calls: list[Any] = []
-    linear = torch.nn.Linear.forward
-    monkeypatch.setattr(
-        torch.nn.Linear,
-        "forward",
-        lambda self, x: (calls.append(self), linear(self, x))[1],  # type: ignore[func-returns-value]
-    )
     results = []
     for options in ({}, {"logits": "all"}, {"callbacks": [NeedsLogits()]}):
         model = tiny_qwen2()
@@ -325,16 +333,42 @@ def test_a_trainer_has_no_logits_for_the_loss_alone(
         )
         trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator, **options)  # type: ignore[arg-type]
         assert trainer.compute_loss(model, trainer.data_collator([data[0]])) > 0  # checks the model
-        calls.clear()
+        layers.clear()
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         losses.append(trainer.evaluate(data)["eval_loss"])
-        results.append((losses, calls.count(model.lm_head)))
+        results.append((losses, layers.count(model.lm_head)))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     assert results[2][0] == pytest.approx(results[1][0], rel=1e-6)
     # The check of the isolation calls it too.
     rows = 2 + len(trainer.get_eval_dataloader(data))
     assert [calls - results[0][1] for _, calls in results] == [0, rows, rows]
+
+
+class PassesOn(Trainer):
+    """A trainer with a loss that is the loss of the model, as in LLaMA-Factory."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class Derived(PackedTrainerMixin, PassesOn):
+    pass
+
+
+@pytest.mark.parametrize("logits", [None, "targets"])
+def test_a_trainer_with_its_own_loss_computes_logits_of_targets_if_requested(
+    logits: Any, text_packs: list[Path], tmp_path: Path, layers: list[Any]
+) -> None:
+    data, model = PackedDataset(text_packs[0]), tiny_qwen2()
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    trainer = Derived(model, args, train_dataset=data, data_collator=PaddingFreeCollator(), logits=logits)
+    inputs = trainer.data_collator([data[0]])
+    trainer.compute_loss(model, dict(inputs), num_items_in_batch=7.0)  # checks the model
+    layers.clear()
+    loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=7.0)
+    assert layers.count(model.lm_head) == (logits is None)
+    assert loss.item() == pytest.approx(model(**inputs).loss.item() * inputs["shift_labels"].shape[1] / 7, rel=1e-6)
 
 
 class NeedsLogits(TrainerCallback):

@@ -59,7 +59,8 @@ class PackedTrainerMixin(Trainer):
     `to_hf()` of a dataset is read like the dataset, for trainers that accept nothing else.
 
     Args: as in the other base class, and `balance`, `order_log` and `logits` as in PackedTrainer; `data_collator` may
-        also be set by the constructor of the other base class.
+        also be set by the constructor of the other base class. If that class has its own `compute_loss`, all logits
+        are computed by default: pass `logits="targets"` if it uses only the loss of the model.
 
     Raises:
         ConfigError: as in PackedTrainer.
@@ -79,7 +80,7 @@ class PackedTrainerMixin(Trainer):
         *args: Any,
         balance: Balance | None = None,
         order_log: str | Path | None = None,
-        logits: Literal["targets", "all"] = "targets",
+        logits: Literal["targets", "all"] | None = None,
         **kwargs: Any,
     ) -> None:
         check_trainer()
@@ -93,8 +94,8 @@ class PackedTrainerMixin(Trainer):
             self.data_collator = with_weights(self.data_collator)
         self._sums: torch.Tensor | None = None
         # The loss of another base class may read all logits.
-        is_own_loss = super().compute_loss.__func__ is not Trainer.compute_loss
-        needs_all = logits == "all" or self.label_smoother or self.compute_loss_func or is_own_loss
+        has_own_loss = logits is None and super().compute_loss.__func__ is not Trainer.compute_loss
+        needs_all = logits == "all" or self.label_smoother or self.compute_loss_func or has_own_loss
         one_process_a_row = self.get_sp_size() == self.get_cp_size() == 1
         self._computes_target_logits: bool | None = None if one_process_a_row and not needs_all else False
         self._computes_head_in_pieces = False
