@@ -73,14 +73,10 @@ def has_plain_head(model: Any, loss_of: Callable[[], torch.Tensor]) -> bool:
     try:
         with loss_in_pieces(model, head=True) as head:
             found = loss_of()
-    except _ChangedLogits:
+    except (TypeError, ValueError, RuntimeError, IndexError):
         return False
     # Another loss, such as the loss of Liger, does not use the head.
     return head is not None and head.is_used and bool((found - expected).abs() <= ROUNDING * expected.abs())
-
-
-class _ChangedLogits(RuntimeError):
-    """The loss is not of the outputs of the last layer, but of values that the model computes from them."""
 
 
 class _Head:
@@ -106,7 +102,7 @@ class _Head:
     def sum_of_losses(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Sum of the losses, of which each is multiplied by its weight."""
         if hidden is not self._input:
-            raise _ChangedLogits("The model changes its logits before it computes its loss. Set `logits='all'`.")
+            raise RuntimeError("The model changes its logits before it computes its loss. Set `logits='all'`.")
         self.is_used, self._input = True, None
         linear = self.linear
         return linear_cross_entropy(hidden.flatten(0, -2), linear.weight, linear.bias, targets, self.weights)
