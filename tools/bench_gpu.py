@@ -331,12 +331,9 @@ def cases(part: str, small: bool) -> list[Case]:
     """List the families of a part."""
     known = isolation_table()["families"]
     texts = {entry[2]: entry for entry in model_types()}
-    if small:
-        return (
-            []
-            if part == "families"
-            else [("Qwen2ForCausalLM", texts["Qwen2ForCausalLM"]), ("qwen3_vl", ("qwen3_vl",))]
-        )
+    if small:  # the kernels of Qwen3-Next run on a GPU alone
+        names = ("LlamaForCausalLM",) if part == "families" else ("Qwen2ForCausalLM", "Qwen3NextForCausalLM")
+        return [(name, texts[name]) for name in names] + [("qwen3_vl", ("qwen3_vl",))] * (part == "isolation")
     kernels = [name for name, row in known.items() if "needs" in row]
     chosen = [*CHOSEN, *kernels]
     if part == "families":
