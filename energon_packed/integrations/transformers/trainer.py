@@ -469,9 +469,10 @@ class PackedTrainer(PackedTrainerMixin):
 
     Args: as in Trainer, `data_collator` by default a PaddingFreeCollator, `balance` as for MapDistributor, and
         `order_log`: a folder in which the rows of each step are recorded, for data that is read in its global order. A
-        TrainerStream has its own argument. `logits="all"` computes the logits of all tokens, in place of the targets
-        alone; so do models for which the loss would differ, label smoothing, `compute_loss_func`, and evaluation with
-        metrics or predictions. `loss` is computed from the log probabilities of the samples of a row, such as
+        TrainerStream has its own argument. By default, logits are computed for targets alone, by most models in pieces
+        and without returning them. `logits="all"` computes and returns the logits of all tokens; so do models for
+        which the loss would differ, label smoothing, `compute_loss_func`, and evaluation with metrics or predictions.
+        `loss` is computed from the log probabilities of the samples of a row, such as
         `dpo_loss` or `functools.partial(dpo_loss, beta=0.2)`, and averaged over its values in the step; `ref_model` is
         its reference, without gradients. Without it, the reference is the column `ref_logprobs` of the data, or the
         model without its PEFT adapter.
