@@ -44,11 +44,17 @@ def test_the_check_of_a_gpu_runs_in_a_small_form_on_the_cpu(tmp_path: Path) -> N
     done = run_tool("bench_gpu.py", "--small", "--json", file)
     assert done.returncode == 0, done.stderr
     tables = json.loads(file.read_text(encoding="utf-8"))["tables"]
-    assert set(tables) == {"peak", "throughput", "isolation", "waits", "training from a loader"}
+    assert set(tables) == {"peak", "throughput", "isolation", "families", "waits", "training from a loader"}
     assert {row["attention"] for row in tables["throughput"]} == {"sdpa", "flash_varlen"}
-    assert all(row["tokens per second"] > 0 for row in tables["throughput"])
-    assert {row["family"] for row in tables["isolation"]} == {"Qwen2ForCausalLM", "qwen3_vl"}
-    for row in tables["isolation"]:
+    kinds = {row["batches"] for row in tables["throughput"]}
+    assert {"padded", "packed", "packed, logits of 10% targets", "packed, logits of 100% targets"} <= kinds
+    assert all(row["tokens per second"] > 0 and row["MFU"] > 0 for row in tables["throughput"])
+    assert [(row["family"], row["result"]) for row in tables["families"]] == [("LlamaForCausalLM", "clean")]
+    kernels = [row for row in tables["isolation"] if row["family"] == "Qwen3NextForCausalLM"]
+    assert [(row["result"], row["reason"]) for row in kernels] == [("kernel", "causal_conv1d")] * 2
+    others = [row for row in tables["isolation"] if row not in kernels]
+    assert {row["family"] for row in others} == {"Qwen2ForCausalLM", "qwen3_vl"}
+    for row in others:
         exact = row["dtype"] == "float32"
         assert row["result"] == "clean"
         assert row["logits"] < (1e-5 if exact else 1e-2)

@@ -331,12 +331,9 @@ def cases(part: str, small: bool) -> list[Case]:
     """List the families of a part."""
     known = isolation_table()["families"]
     texts = {entry[2]: entry for entry in model_types()}
-    if small:
-        return (
-            []
-            if part == "families"
-            else [("Qwen2ForCausalLM", texts["Qwen2ForCausalLM"]), ("qwen3_vl", ("qwen3_vl",))]
-        )
+    if small:  # the kernels of Qwen3-Next run on a GPU alone
+        names = ("LlamaForCausalLM",) if part == "families" else ("Qwen2ForCausalLM", "Qwen3NextForCausalLM")
+        return [(name, texts[name]) for name in names] + [("qwen3_vl", ("qwen3_vl",))] * (part == "isolation")
     kernels = [name for name, row in known.items() if "needs" in row]
     chosen = [*CHOSEN, *kernels]
     if part == "families":
@@ -449,8 +446,8 @@ class Trained:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
 
     def step(self, inputs: Row) -> None:
-        """Run one training step; with logits of targets alone, the loss is computed in pieces, as by PackedTrainer."""
-        with loss_in_pieces(self.model) if "logits_to_keep" in inputs else contextlib.nullcontext():
+        """Run one training step; logits of targets alone are computed in pieces with the loss, as by PackedTrainer."""
+        with loss_in_pieces(self.model, head=True) if "logits_to_keep" in inputs else contextlib.nullcontext():
             self.model(**inputs).loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -2,7 +2,8 @@
 
 For every causal language model and vision-language model of the installed Transformers, a tiny random model is tested
 with `check_isolation`, with attention `sdpa` and `eager`. The results are written to
-energon_packed/integrations/isolation_table.json and to the table in docs/isolation.md. With model types, only their
+energon_packed/integrations/isolation_table.json and to the table in docs/isolation.md, with the logits that
+PackedTrainer computes for the loss of the model. With model types, only their
 rows change. --dry-run prints the results without writing.
 
 A family counts as clean only if the same test detects leakage when boundaries are withheld (a positive control).
@@ -11,6 +12,7 @@ Rows with images are tested by tools/family_table.py.
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import sys
@@ -30,6 +32,10 @@ from tiny_models import model_types, tiny_config, tiny_model  # noqa: E402
 
 from energon_packed import PackedBatch  # noqa: E402
 from energon_packed.integrations.isolation import IsolationResult, measure, short_row  # noqa: E402
+from energon_packed.integrations.transformers.target_logits import (  # noqa: E402
+    computes_head_in_pieces,
+    computes_target_logits,
+)
 
 DATA = ROOT / "energon_packed" / "integrations" / "isolation_table.json"
 GPU = ROOT / "tools" / "gpu" / "isolation.json"
@@ -52,7 +58,17 @@ def family(kind: str, model_type: str, class_name: str) -> dict[str, Any]:
         row |= result(model, attention)
         if "not_tested" in row:
             return row
+        if row[attention] in ("clean", "leaks") and "loss_logits" not in row:
+            with contextlib.suppress(Exception):  # some models need an image for their loss
+                row["loss_logits"] = loss_logits(model)
     return row
+
+
+def loss_logits(model: Any) -> str:
+    """Logits that PackedTrainer computes for the loss: `all`, of `targets` alone, or of targets in `pieces`."""
+    if not computes_target_logits(model):
+        return "all"
+    return "pieces" if computes_head_in_pieces(model) else "targets"
 
 
 def result(model: Any, attention: str, batch: PackedBatch | None = None) -> dict[str, Any]:

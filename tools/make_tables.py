@@ -52,11 +52,11 @@ def _trainer(result: dict[str, Any]) -> list[str]:
 
 
 def families() -> str:
-    """Render the attention implementations with which each tested model class keeps samples apart."""
+    """Render for each tested class the attention with which it keeps samples apart, and the logits of its loss."""
     table = _isolation()
     flash = _flash(table)
     cells = [
-        [f"`{name}`", cell]
+        [f"`{name}`", cell, row.get("loss_logits", "not tested")]
         for name, row in sorted(table["families"].items())
         if (cell := _clean(row, flash.get(name)))
     ]
@@ -64,7 +64,7 @@ def families() -> str:
         f"Transformers {table['transformers']}: {len(cells)} classes. {len(table['families']) - len(cells)} other "
         "classes could not be tested with a tiny model."
     )
-    listed = _narrow_table(["model class", "clean with"], cells)
+    listed = _narrow_table(["model class", "clean with", "logits of the loss"], cells)
     return f'{head}\n\n<div class="searchable" markdown>\n\n{listed}\n\n</div>'
 
 
@@ -176,6 +176,7 @@ def _rate(values: dict[str, Any]) -> str:
     return f"{(more['records'] - less['records']) / (more['wall'] - less['wall']):,.0f}"
 
 
+_NOT_MEASURED = "not measured"
 _TIME, _RATE = "seconds until the first step (CPU)", "conversations prepared per second"
 _LOSS = "largest difference of a sample's loss"
 _BAD = {"too long": "5 records that are too long", "no answer": "5 records without an answer"}
@@ -188,6 +189,7 @@ _COMPARED: dict[str, Callable[[dict[str, Any]], str]] = {
     _RATE: _rate,
     "peak memory, MiB": lambda values: f"{values['preparation'][1]['memory'] / 2**20:,.0f}",
     "tokens per second of training": lambda values: f"{values['tokens_per_second']:,.0f}",
+    "peak memory of a training step, MiB": lambda values: f"{values['step_memory'] / 2**20:,.0f}",
     "utilization": _utilization,
     _LOSS: lambda values: f"{values['leakage']:.0e}",
     "resume from a checkpoint": lambda values: values["resume"],
@@ -216,6 +218,7 @@ def comparison(*, short: bool = False) -> str:
             for title, cell in _COMPARED.items()
             if title in wanted
         ]
+        cells = [row for row in cells if {*row[1:]} != {_NOT_MEASURED}]
         parts.append(_table(["" if short else kind, *names], cells))
         failed = sorted(name for name, values in results[kind].items() if "error" in values)
         if failed and not short:
@@ -228,7 +231,7 @@ def _cell(cell: Callable[[dict[str, Any]], str], values: dict[str, Any]) -> str:
     try:
         return cell(values)
     except KeyError:
-        return "not measured"
+        return _NOT_MEASURED
 
 
 def _isolation() -> dict[str, Any]:

@@ -73,8 +73,8 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
         used: batches that the trainer has used in this run.
 
     Raises:
-        ConfigError: `steps` is below 1, or `ahead` above 1; when it is iterated, the loader has no state, or repeats
-            indefinitely or packs on the fly while `steps` is None.
+        ConfigError: `steps` is below 1, `ahead` above 1, or `to_inputs` not a function; when it is iterated, the
+            loader has no state, or repeats indefinitely or packs on the fly while `steps` is None.
 
     Examples:
         >>> loader = DataflowLoader(MapDistributor([{"text": "A document."}] * 4), encoder)
@@ -97,6 +97,10 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
             raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         if ahead not in (0, 1, None):
             raise ConfigError(f"`ahead` must be 0, 1 or None, got {ahead}. Pass None and call `use()` for each batch.")
+        if not callable(to_inputs):
+            raise ConfigError(
+                f"`to_inputs` must be a function of a batch, got {to_inputs}. Omit it for `transformers_inputs()`."
+            )
         self.loader = as_loader(loader)
         self.to_inputs = to_inputs
         self.ahead = ahead

@@ -170,3 +170,14 @@ def test_a_stock_trainer_that_would_lose_weights_is_refused(
 def test_models_with_their_own_names_are_accepted(text_packs: list[Path], tmp_path: Path) -> None:
     data = PackedDataset(text_packs[0])
     check_training_arguments(packed_training_arguments(str(tmp_path), data, **QUIET), data, model=tiny_qwen2())
+
+
+@pytest.mark.parametrize("checkpoint", [True, "checkpoint-7"])
+def test_resuming_without_a_checkpoint_is_refused(
+    checkpoint: Any, text_packs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = PackedDataset(text_packs[0])
+    args = packed_training_arguments("run", data, **QUIET)
+    with pytest.raises(ConfigError, match="must be True or a folder that has a checkpoint, got (run|checkpoint-7) "):
+        PackedTrainer(tiny_qwen2(), args, train_dataset=data).train(resume_from_checkpoint=checkpoint)

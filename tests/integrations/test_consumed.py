@@ -367,3 +367,8 @@ def test_stateful_data_loaders_of_two_ranks(text_packs: list[Path]) -> None:
             assert [batch["input_ids"].tolist() for batch in resumed] == batches[step:]
         seen += batches
     assert sorted(seen) == sorted(PaddingFreeCollator()([pack])["input_ids"].tolist() for pack in data)
+
+
+def test_batches_need_a_function_that_converts_them() -> None:
+    with pytest.raises(ConfigError, match="`to_inputs` must be a function of a batch, got None"):
+        Consumed(Numbers(), None)  # type: ignore[arg-type]

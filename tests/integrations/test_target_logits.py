@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import Qwen2ForCausalLM
+from transformers import Qwen2ForCausalLM, Trainer, TrainerCallback
 
 from energon_packed import (
     ChatEncoder,
@@ -16,12 +16,13 @@ from energon_packed import (
     PackedBatch,
     PackedDataset,
     PackedTrainer,
+    PackedTrainerMixin,
     PaddingFreeCollator,
     packed_training_arguments,
 )
 from tests.integrations.launched import tiny_qwen2
 from tests.integrations.trainer_runs import QUIET
-from tests.internals import CROSS_ENTROPY, computes_target_logits
+from tests.internals import CROSS_ENTROPY, computes_head_in_pieces, computes_target_logits, loss_in_pieces
 from tests.loading.models import tiny_model
 
 FAMILIES = ("qwen2", "llama", "qwen2_vl", "qwen2_5_vl")
@@ -67,6 +68,92 @@ def test_loss_and_gradients_are_those_of_all_logits(
     assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12)
     assert_equal(step(model, losses[1]), step(model, losses[0]))
     assert computes_target_logits(model)
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_in_pieces_have_the_loss_and_gradients_of_all_logits(
+    name: str,
+    weighting: Any,
+    encoder: ChatEncoder,
+    text_encoder: ChatEncoder,
+    image_packs: Path,
+    text_packs: list[Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CROSS_ENTROPY, "_PIECE", 1)
+    monkeypatch.setattr(CROSS_ENTROPY, "_ROWS", 5)
+    encoder, packs = (encoder, image_packs) if "vl" in name else (text_encoder, text_packs[0])
+    model, batch = tiny_model(name, encoder, "sdpa").double(), row(encoder, packs, weighting=weighting)
+    inputs = batch.transformers_inputs(weighted_loss=True, logits="targets")
+    assert computes_head_in_pieces(model)
+    weights = None if weighting == "token" else batch.loss_mask[0, 1:][inputs["logits_to_keep"]]
+    step_targets = {} if weights is not None else {"num_items_in_batch": 7.0}
+    with loss_in_pieces(model, head=True, weights=weights), Operators() as ran:
+        output = model(**inputs, **step_targets)
+        ran.largest = 0
+        found = step(model, output.loss)
+    assert output.logits is None
+    logits = model(**batch.transformers_inputs(weighted_loss=True)).logits
+    losses = torch.nn.functional.cross_entropy(logits[0, :-1], batch.labels[0, 1:], reduction="none")
+    mask = batch.loss_mask[0, 1:].double()
+    expected = (losses * mask).sum() / (7.0 if weights is None else mask.sum())
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert_equal(found, step(model, expected))
+
+
+@pytest.mark.parametrize("count", [0, 11])
+def test_the_sum_of_losses_of_a_layer_with_a_bias(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CROSS_ENTROPY, "_PIECE", 1)
+    torch.manual_seed(0)
+    linear, hidden = torch.nn.Linear(4, 9).double(), torch.randn(count, 4, dtype=torch.float64, requires_grad=True)
+    targets, factors = torch.arange(count) % 9, torch.rand(count)
+    targets[1:2] = -100
+    leaves = (hidden, linear.weight, linear.bias)
+    loss = CROSS_ENTROPY.linear_cross_entropy(*leaves, targets, factors) * 3
+    expected = (torch.nn.functional.cross_entropy(linear(hidden), targets, reduction="none") * factors).sum() * 3
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    for found, gradient in zip(*(torch.autograd.grad(value, leaves) for value in (loss, expected)), strict=True):
+        torch.testing.assert_close(found, gradient, rtol=1e-12, atol=1e-14)
+
+
+class Capped(Qwen2ForCausalLM):
+    """A model that changes its logits before the loss, as Gemma 2."""
+
+    def forward(self, *args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = torch.tanh(output.logits)
+        if labels is not None:
+            output.loss = self.loss_function(output.logits, labels, self.vocab_size, shift_labels=shift_labels)
+        return output
+
+
+def test_a_model_that_changes_its_logits_computes_them_at_once() -> None:
+    model = Capped(tiny_qwen2().config)
+    assert computes_target_logits(model)
+    assert not computes_head_in_pieces(model)
+    plain = tiny_qwen2()
+    assert computes_head_in_pieces(plain)
+    plain.lm_head.register_forward_hook(lambda *values: None)
+    assert not computes_head_in_pieces(plain)
+
+
+def test_gradients_of_a_frozen_layer_and_of_bfloat16_and_autocast(text_packs: list[Path]) -> None:
+    batch = PaddingFreeCollator().collate(list(PackedDataset(text_packs[0])[0]))
+    inputs = batch.transformers_inputs(logits="targets")
+    for is_frozen, dtype, cast in ((True, torch.float32, False), (False, torch.bfloat16, False), (False, None, True)):
+        model = tiny_qwen2().to(dtype)
+        model.lm_head.weight.requires_grad_(not is_frozen)
+        results = []
+        for head in (False, True):
+            with loss_in_pieces(model, head=head), torch.autocast("cpu", enabled=cast):
+                loss = model(**inputs).loss
+            results.append((loss.item(), step(model, loss)))
+        assert results[1][0] == pytest.approx(results[0][0], rel=1e-5)
+        assert results[1][1].keys() == results[0][1].keys()
+        for name, gradient in results[0][1].items():
+            difference = (results[1][1][name] - gradient).float().norm() / gradient.float().norm()
+            assert difference < (1e-5 if is_frozen else 0.02), name
 
 
 @pytest.mark.parametrize("divisor", [None, 7.0])
@@ -216,6 +303,76 @@ def test_the_loss_is_computed_in_pieces(dtype: torch.dtype, all_logits: bool, mo
     close = {"rtol": 1e-12, "atol": 1e-15} if dtype == torch.float64 else {}
     torch.testing.assert_close(loss, expected, **close)  # type: ignore[arg-type]
     torch.testing.assert_close(found, logits.grad, **close)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def layers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The Linear layers that were called."""
+    called: list[Any] = []
+    before = torch.nn.Linear.forward
+
+    def forward(self: torch.nn.Linear, values: torch.Tensor) -> torch.Tensor:
+        called.append(self)
+        return before(self, values)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", forward)
+    return called
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_a_trainer_has_no_logits_for_the_loss_alone(
+    weighting: Any, text_packs: list[Path], tmp_path: Path, layers: list[Any]
+) -> None:
+    """Neither a step nor an evaluation calls the last layer, unless a callback needs its logits."""
+    data, collator = PackedDataset(text_packs[0]), PaddingFreeCollator(loss_weighting=weighting)
+    results = []
+    for options in ({}, {"logits": "all"}, {"callbacks": [NeedsLogits()]}):
+        model = tiny_qwen2()
+        args = packed_training_arguments(
+            str(tmp_path), data, **QUIET | {"save_strategy": "no", "logging_steps": 1}, max_steps=2
+        )
+        trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator, **options)  # type: ignore[arg-type]
+        assert trainer.compute_loss(model, trainer.data_collator([data[0]])) > 0  # checks the model
+        layers.clear()
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses.append(trainer.evaluate(data)["eval_loss"])
+        results.append((losses, layers.count(model.lm_head)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    assert results[2][0] == pytest.approx(results[1][0], rel=1e-6)
+    # The check of the isolation calls it too.
+    rows = 2 + len(trainer.get_eval_dataloader(data))
+    assert [calls - results[0][1] for _, calls in results] == [0, rows, rows]
+
+
+class PassesOn(Trainer):
+    """A trainer with a loss that is the loss of the model, as in LLaMA-Factory."""
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class Derived(PackedTrainerMixin, PassesOn):
+    pass
+
+
+@pytest.mark.parametrize("logits", [None, "targets"])
+def test_a_trainer_with_its_own_loss_computes_logits_of_targets_if_requested(
+    logits: Any, text_packs: list[Path], tmp_path: Path, layers: list[Any]
+) -> None:
+    data, model = PackedDataset(text_packs[0]), tiny_qwen2()
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    trainer = Derived(model, args, train_dataset=data, data_collator=PaddingFreeCollator(), logits=logits)
+    inputs = trainer.data_collator([data[0]])
+    trainer.compute_loss(model, dict(inputs), num_items_in_batch=7.0)  # checks the model
+    layers.clear()
+    loss = trainer.compute_loss(model, dict(inputs), num_items_in_batch=7.0)
+    assert layers.count(model.lm_head) == (logits is None)
+    assert loss.item() == pytest.approx(model(**inputs).loss.item() * inputs["shift_labels"].shape[1] / 7, rel=1e-6)
+
+
+class NeedsLogits(TrainerCallback):
+    needs_logits = True
 
 
 @pytest.mark.parametrize("weighting", ["token", "sample"])

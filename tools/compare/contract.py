@@ -111,6 +111,14 @@ def run(main: Callable[[Spec], None], *packages: str) -> None:
     print(json.dumps({name: version(name).partition("+")[0] for name in packages}))
 
 
+def peak_memory(*, reset: bool = False) -> int:
+    """Return the peak resident memory in bytes; `reset` starts it at the present memory (Linux, proc(5))."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
 class Rows:
     """Trains on micro batches, and writes a line about each.
 
@@ -127,6 +135,7 @@ class Rows:
         self._system = self._tokenizer("<|im_start|>system", add_special_tokens=False).input_ids
         self._pad = self._tokenizer.pad_token_id
         self._lines = 0
+        self._memory = 0  # before the first step
         self._single: Any = None
         self._logits: Any = None
 
@@ -142,6 +151,8 @@ class Rows:
             raise SystemExit(0)
         kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         is_checked = self._lines < _CHECKED
+        before = peak_memory(reset=True)
+        self._memory = self._memory or before
         if is_checked:
             self._load_single(model)
             calls: list[tuple[dict[str, Any], Any]] = []
@@ -153,7 +164,8 @@ class Rows:
             self._logits = self._logits_of(model, kept["input_ids"].numel(), *calls[0])
         else:
             loss = train()
-        self._write(self._line(kept, is_checked) | {"loss": float(loss)})
+        memory = peak_memory() - self._memory
+        self._write(self._line(kept, is_checked) | {"loss": float(loss), "memory": memory})
         self._lines += 1
         return loss
 

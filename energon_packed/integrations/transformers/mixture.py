@@ -94,6 +94,7 @@ class MixtureCallback(CheckpointCallback, LogCallback):
         if signal not in (valid := get_args(RewardSignal)):
             raise ConfigError(f"`signal` must be one of {', '.join(valid)}, got {signal!r}.")
         self.mixture = mixture
+        self.needs_logits = signal != "validation_loss"  # PackedTrainer then does not compute them in pieces
         self._signal: RewardSignal = signal
         self._every, self._rewards, self._group = every, rewards, group
         self._losses: dict[str, float] = {}  # of the last update

@@ -18,7 +18,6 @@ REFERENCE = "ref_logprobs"
 """Column with the log probability of each token by the reference model."""
 _ROW = "packed_batch"  # entry of the inputs with the row itself
 _MEDIA = ("pixel_values", "pixel_values_videos", "patch_positions", "vision_inputs", "audio_inputs")
-_OF_LOSS = ("labels", "loss_mask", "shift_labels", "skip_logits", _ROW)
 
 
 class SampleLoss:
@@ -52,8 +51,8 @@ class SampleLoss:
             ConfigError: the model adds the loss of a router.
         """
         row: PackedBatch = inputs[_ROW]
-        arguments = {name: value for name, value in inputs.items() if name not in _OF_LOSS}
-        outputs = outputs_without_loss(model, arguments)
+        arguments = without_loss(inputs)
+        outputs = outputs_without_router_loss(model, arguments)
         row = row.to(outputs.logits.device)
         return self._function(row, row.sample_logps(outputs.logits), self._reference(model, arguments, row)), outputs
 
@@ -69,11 +68,17 @@ class SampleLoss:
             return row.sample_logps((self._ref_model or model)(**arguments).logits)
 
 
-def outputs_without_loss(model: Any, arguments: dict[str, Any]) -> Any:
-    """Return the outputs of a model for inputs without labels.
+def without_loss(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs without those from which a loss is computed."""
+    of_loss = ("labels", "loss_mask", "shift_labels", "skip_logits", _ROW)
+    return {name: value for name, value in inputs.items() if name not in of_loss}
+
+
+def outputs_without_router_loss(model: Any, arguments: dict[str, Any]) -> Any:
+    """Return the outputs of a model.
 
     Raises:
-        ConfigError: the model adds the loss of a router to the loss that it computes from labels.
+        ConfigError: the model adds the loss of a router to its loss.
     """
     outputs = model(**arguments)
     if getattr(outputs, "aux_loss", None) is not None:

@@ -10,9 +10,9 @@ import torch
 
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.integrations.isolation import repeatable, short_row
+from energon_packed.integrations.transformers.model_loss import ROUNDING, has_plain_head
 
 ARGUMENTS = ("logits_to_keep", "shift_labels")
-_ROUNDING = 0.02  # of bfloat16; other logits, or the loss of other targets, differ by far more
 _SHARE = 3  # every third token of the trial row is a target
 
 
@@ -24,13 +24,7 @@ def computes_target_logits(model: Any) -> bool:
     Args:
         model: a Hugging Face causal language model or vision-language model, wrapped (PEFT, DDP) or not.
     """
-    row = short_row(model)
-    row.labels[:, torch.arange(row.labels.shape[1]) % _SHARE > 0] = IGNORE_INDEX
-    device = next(model.parameters()).device
-    inputs = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in row.transformers_inputs(weighted_loss=True, logits="targets").items()
-    }
+    inputs = _trial_inputs(model)
     with repeatable(model):
         full = _run(model, without_target_logits(inputs))
         try:
@@ -41,6 +35,23 @@ def computes_target_logits(model: Any) -> bool:
         return False
     expected = full.logits[:, inputs["logits_to_keep"]]
     return found.logits.shape == expected.shape and _equal(found.logits, expected) and _equal(found.loss, full.loss)
+
+
+def computes_head_in_pieces(model: Any) -> bool:
+    """Whether a model that computes target logits has the same loss in `loss_in_pieces(model, head=True)`."""
+    inputs = _trial_inputs(model)
+    with repeatable(model):
+        return has_plain_head(model, lambda: _run(model, inputs).loss)
+
+
+def _trial_inputs(model: Any) -> dict[str, Any]:
+    row = short_row(model)
+    row.labels[:, torch.arange(row.labels.shape[1]) % _SHARE > 0] = IGNORE_INDEX
+    device = next(model.parameters()).device
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in row.transformers_inputs(weighted_loss=True, logits="targets").items()
+    }
 
 
 def without_target_logits(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -56,4 +67,4 @@ def _run(model: Any, inputs: dict[str, Any]) -> Any:
 
 
 def _equal(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    return bool((found - expected).abs().max() <= _ROUNDING * expected.abs().max())
+    return bool((found - expected).abs().max() <= ROUNDING * expected.abs().max())

@@ -5,6 +5,7 @@ loss is the mean over tokens. The evaluation loss of a stock Trainer is the mean
 with few targets has the same weight as a row with many targets, and with several processes some packs count twice.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from math import ceil
@@ -15,6 +16,7 @@ import torch
 from accelerate.data_loader import DataLoaderShard
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME, TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.accelerate import PreparedLoader
@@ -24,9 +26,18 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, TrainerStreamCallback
 from energon_packed.integrations.transformers.model_loss import loss_in_pieces
 from energon_packed.integrations.transformers.patches import check_trainer, names_of_model
-from energon_packed.integrations.transformers.sample_loss import LossOfSamples, SampleLoss, outputs_without_loss
+from energon_packed.integrations.transformers.sample_loss import (
+    LossOfSamples,
+    SampleLoss,
+    outputs_without_router_loss,
+    without_loss,
+)
 from energon_packed.integrations.transformers.stream import TrainerStream
-from energon_packed.integrations.transformers.target_logits import computes_target_logits, without_target_logits
+from energon_packed.integrations.transformers.target_logits import (
+    computes_head_in_pieces,
+    computes_target_logits,
+    without_target_logits,
+)
 from energon_packed.libraries import private
 from energon_packed.loading.collation.batch import signals_of, target_signals, target_weights
 from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator, with_weights
@@ -38,8 +49,6 @@ from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
 
-_OF_LOSS = ("labels", "loss_mask", "shift_labels", "skip_logits")  # inputs from which the model would compute a loss
-
 
 class PackedTrainerMixin(Trainer):
     """Makes a PackedTrainer of a class that is derived from Trainer; put it first among the base classes.
@@ -50,7 +59,8 @@ class PackedTrainerMixin(Trainer):
     `to_hf()` of a dataset is read like the dataset, for trainers that accept nothing else.
 
     Args: as in the other base class, and `balance`, `order_log` and `logits` as in PackedTrainer; `data_collator` may
-        also be set by the constructor of the other base class.
+        also be set by the constructor of the other base class. If that class has its own `compute_loss`, all logits
+        are computed by default: pass `logits="targets"` if it uses only the loss of the model.
 
     Raises:
         ConfigError: as in PackedTrainer.
@@ -70,7 +80,7 @@ class PackedTrainerMixin(Trainer):
         *args: Any,
         balance: Balance | None = None,
         order_log: str | Path | None = None,
-        logits: Literal["targets", "all"] = "targets",
+        logits: Literal["targets", "all"] | None = None,
         **kwargs: Any,
     ) -> None:
         check_trainer()
@@ -84,10 +94,11 @@ class PackedTrainerMixin(Trainer):
             self.data_collator = with_weights(self.data_collator)
         self._sums: torch.Tensor | None = None
         # The loss of another base class may read all logits.
-        is_own_loss = super().compute_loss.__func__ is not Trainer.compute_loss
-        needs_all = logits == "all" or self.label_smoother or self.compute_loss_func or is_own_loss
+        has_own_loss = logits is None and super().compute_loss.__func__ is not Trainer.compute_loss
+        needs_all = logits == "all" or self.label_smoother or self.compute_loss_func or has_own_loss
         one_process_a_row = self.get_sp_size() == self.get_cp_size() == 1
         self._computes_target_logits: bool | None = None if one_process_a_row and not needs_all else False
+        self._computes_head_in_pieces = False
         self._only_loss = True
         self._sample_loss: SampleLoss | None = None
         # Trainer averages the means of rows for these models. With the attribute set, it counts the targets of a step.
@@ -146,6 +157,22 @@ class PackedTrainerMixin(Trainer):
         )
         self._loader = PreparedLoader(self.accelerator, consumed)
         return self._loader
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as in Trainer.
+
+        Raises:
+            ConfigError: there is no checkpoint to resume from.
+        """
+        folder = self.args.output_dir if resume_from_checkpoint is True else resume_from_checkpoint
+        if folder and not (
+            os.path.isdir(folder) and (resume_from_checkpoint is not True or get_last_checkpoint(folder))
+        ):
+            raise ConfigError(
+                f"`resume_from_checkpoint` must be True or a folder that has a checkpoint, got {folder} without one. "
+                "Train without it to start from step 0."
+            )
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
         """Train as in Trainer; the path of the checkpoint is needed before the number of steps is computed."""
@@ -292,7 +319,7 @@ class PackedTrainerMixin(Trainer):
 
         def computed(inputs: Any, targets: Any) -> tuple[torch.Tensor, Any]:
             # With `torch_compile`, the compiler fuses the loss, and a change of the model would be compiled again.
-            with nullcontext() if self.args.torch_compile or not self._is_packed else loss_in_pieces(model):
+            with nullcontext() if self.args.torch_compile or not self._is_packed else self._in_pieces(model, inputs):
                 result = super(PackedTrainerMixin, self).compute_loss(model, inputs, return_outputs, targets)
             return result if return_outputs else (result, None)
 
@@ -326,17 +353,34 @@ class PackedTrainerMixin(Trainer):
             return inputs
         if self._computes_target_logits is None:
             self._computes_target_logits = computes_target_logits(model)
-        needed = self._computes_target_logits and (self._sums is None or self._only_loss) and not return_outputs
-        return inputs if needed else without_target_logits(inputs)
+            needs_logits = any(
+                getattr(callback, "needs_logits", False) for callback in self.callback_handler.callbacks
+            )
+            if self._computes_target_logits and not needs_logits and not self.args.torch_compile:
+                self._computes_head_in_pieces = computes_head_in_pieces(model)
+        # An evaluation requests the outputs, and drops them if it needs the loss alone.
+        of_loss_alone = self._only_loss if self._sums is not None else not return_outputs
+        return inputs if self._computes_target_logits and of_loss_alone else without_target_logits(inputs)
+
+    def _in_pieces(self, model: Any, inputs: Any, weights: torch.Tensor | None = None) -> Any:
+        """Context manager in which the model computes its loss in pieces."""
+        head = self._computes_head_in_pieces and "logits_to_keep" in inputs
+        return loss_in_pieces(model, head=head, weights=weights)
 
     def _weighted_loss(self, model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """Mean of the row, weighted by `loss_mask`, and the outputs of the model."""
         if self.label_smoother is not None or self.compute_loss_func is not None:
             name = "compute_loss_func" if self.label_smoother is None else "label_smoothing_factor"
             raise ConfigError(f"`{name}` must not be set with loss weights, as its loss ignores them. Remove it.")
+        weights = inputs["loss_mask"][0, 1:]
+        if "logits_to_keep" in inputs and self._computes_head_in_pieces:
+            weights = weights[inputs["logits_to_keep"]]
+            with self._in_pieces(model, inputs, weights):
+                outputs = outputs_without_router_loss(model, {k: v for k, v in inputs.items() if k != "loss_mask"})
+            return outputs.loss, outputs
         # Without labels, the model computes no loss.
-        outputs = outputs_without_loss(model, {name: value for name, value in inputs.items() if name not in _OF_LOSS})
-        logits, weights = outputs.logits, inputs["loss_mask"][0, 1:]
+        outputs = outputs_without_router_loss(model, without_loss(inputs))
+        logits = outputs.logits
         if "logits_to_keep" in inputs:
             losses = signals_of(logits.flatten(0, 1), inputs["shift_labels"][0].to(logits.device))
             weights = weights[inputs["logits_to_keep"]]
@@ -425,9 +469,10 @@ class PackedTrainer(PackedTrainerMixin):
 
     Args: as in Trainer, `data_collator` by default a PaddingFreeCollator, `balance` as for MapDistributor, and
         `order_log`: a folder in which the rows of each step are recorded, for data that is read in its global order. A
-        TrainerStream has its own argument. `logits="all"` computes the logits of all tokens, in place of the targets
-        alone; so do models for which the loss would differ, label smoothing, `compute_loss_func`, and evaluation with
-        metrics or predictions. `loss` is computed from the log probabilities of the samples of a row, such as
+        TrainerStream has its own argument. By default, logits are computed for targets alone, by most models in pieces
+        and without returning them. `logits="all"` computes and returns the logits of all tokens; so do models for
+        which the loss would differ, label smoothing, `compute_loss_func`, and evaluation with metrics or predictions.
+        `loss` is computed from the log probabilities of the samples of a row, such as
         `dpo_loss` or `functools.partial(dpo_loss, beta=0.2)`, and averaged over its values in the step; `ref_model` is
         its reference, without gradients. Without it, the reference is the column `ref_logprobs` of the data, or the
         model without its PEFT adapter.
