@@ -352,7 +352,7 @@ def dry_run(options: PackOptions) -> DryRun:
         known = stage.reusable(chunks) if options.resume else set()
         total = sum(chunk.stop - chunk.start for chunk in chunks)
         if len(known) == len(chunks):
-            table, scale = load_table(chunks, len(reader.sources)), 1.0
+            table, scale = load_table(chunks, len(reader.sources), work), 1.0
         else:
             sample = replace(stage, folder=work / "sample", keep_tokens=False, keep_media=False)
             picked, scale = sampled_chunks(sample, _SAMPLE, options.seed)
@@ -363,7 +363,7 @@ def dry_run(options: PackOptions) -> DryRun:
         rejected.check(options.limits)
         rejects, summary = rejected.counts, rejected.summary()
         example = _example(table, rejected.status, reader)
-    planned = _planned(entries, options, scale)
+        planned = _planned(entries, options, scale)
     output.check_space(planned["num_bytes"], keys.write, options.unfinished_bytes)
     files = tuple(source.path for source in reader.sources)
     return DryRun(
@@ -409,14 +409,14 @@ def _json(value: object) -> str:
 
 def _planned(table: RecordTable, options: PackOptions, scale: float) -> dict[str, int]:
     """Estimate packs, tokens, bytes and shards of the whole input, which is `scale` times the measured part."""
-    packs = plan_packs(table, options)
-    planned = plan_shards(packs, table, options)
+    packs, pack, _ = plan_packs(table, options)
+    planned = plan_shards(packs, pack, table, options)
     num_bytes = round(scale * sum(shard.num_bytes for shard in planned))
     count = max(1, round(scale * packs.num_packs))
     if scale == 1:
         shards = len(planned)
     else:
-        copied = plan_shards(packs, table, replace(options, media="copy"))  # its size decides the cuts
+        copied = plan_shards(packs, pack, table, replace(options, media="copy"))  # its size decides the cuts
         copied_bytes = round(scale * sum(shard.num_bytes for shard in copied))
         shards = max(-(-count // options.max_packs_per_shard), -(-copied_bytes // options.max_shard_bytes), 1)
     return {"packs": count, "shards": shards, "tokens": round(scale * packs.tokens), "num_bytes": num_bytes}
