@@ -105,7 +105,8 @@ class TableRejects:
         lines = self.table.empty(len(self.table), np.int64)
         ranges = zip(self.reader.sources, pairwise(self.table.source_starts.tolist()), strict=True)
         for source, (start, stop) in ranges:
-            lines[start:stop] = source.line_numbers(self.table.address[start:stop], self.table.size[start:stop])
+            own = slice(start, stop)
+            source.line_numbers(self.table.address[own], self.table.size[own], out=lines[own])
         return lines
 
     def report(self) -> RejectReport:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -237,13 +238,20 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         if options.output is not None:
             write_lengths(table, reader, options.output)
         rejects, summary = rejected.counts, rejected.summary()
-    usable = table.status == 0
+        lengths, usable = table.empty(len(table), np.int32), 0
+        for own in table.packable(table.length):
+            lengths[usable : usable + len(own)] = own
+            usable += len(own)
+
+    def total(column: npt.NDArray[np.integer[Any]]) -> int:
+        return sum(int(values.sum(dtype=np.int64)) for values in table.packable(column))
+
     return Survey(
-        lengths=table.length[usable],
-        videos=int(table.num_videos[usable].sum(dtype=np.int64)),
-        frames=int(table.num_frames[usable].sum(dtype=np.int64)),
-        audios=int(table.num_audios[usable].sum(dtype=np.int64)),
-        audio_seconds=int(table.audio_ms[usable].sum()) / 1000,
+        lengths=lengths[:usable],
+        videos=total(table.num_videos),
+        frames=total(table.num_frames),
+        audios=total(table.num_audios),
+        audio_seconds=total(table.audio_ms) / 1000,
         rejects=rejects,
         reject_summary=summary,
         advice=advice(rejects),
