@@ -490,7 +490,7 @@ def disk_array(folder: Path, count: int, dtype: npt.DTypeLike) -> npt.NDArray[An
                 file.truncate(size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror}; {format_bytes(size)} are needed", str(folder)) from error
+        raise OSError(error.errno, f"{error.strerror} for {format_bytes(size)}", str(folder)) from error
 
 
 def blocks(count: int) -> Iterator[slice]:

@@ -33,6 +33,7 @@ PLACES = {
     "CROSS_ENTROPY": "loading.collation.cross_entropy",
     "computes_target_logits": "integrations.transformers.target_logits:computes_target_logits",
     "with_extra": "loading.collation.collator:with_extra",
+    "files": "files",
     "placing": "packing.placing",
     "planner": "packing.planner",
     "plan_counts": "packing:plan_counts",
