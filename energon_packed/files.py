@@ -8,12 +8,14 @@ inner_names, check_inner            file names that cannot leave their folder
 visible                             strings that cannot control the terminal
 atomic_path, atomic_write, move     a file has its old content or all of its new content, at every moment
 remove_tree                         deletes a folder
+disk_array, blocks                  arrays that may be larger than the memory, and their ranges
 Streams                             open files of a reader, limited in number
 """
 
 import contextlib
 import errno
 import itertools
+import mmap
 import os
 import re
 import shutil
@@ -28,6 +30,8 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
@@ -39,6 +43,8 @@ _MOST_BYTES = 64 << 20  # of a YAML file
 _MOST_NODES = 5_000_000  # of its content, aliases counted each time: a few lines of aliases can expand to billions
 _MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
 _MOST_BRACES = 16  # in one pattern
+_IN_MEMORY = 1 << 20  # bytes of an array that needs no file
+_BLOCK = 1 << 18  # entries of an array that are handled at a time
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _LAYOUT = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
@@ -458,6 +464,39 @@ def remove_tree(folder: Path) -> None:
             path.unlink()
     else:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def disk_array(folder: Path, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Make an array of zeros, shape (count,), in a file: its pages leave the memory if other data needs it.
+
+    The file has no name, so that it is gone with the last process that uses it, and no other run can read it. A small
+    array has no file.
+
+    Args:
+        folder: folder on a local disk with enough space.
+        count, dtype: entries of the array.
+
+    Raises:
+        OSError: the file cannot be made, or the disk is full.
+    """
+    size = count * np.dtype(dtype).itemsize
+    if size < _IN_MEMORY:
+        return np.zeros(count, dtype=dtype)
+    try:
+        with tempfile.TemporaryFile(prefix=".", suffix=".tmp", dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):  # a page that has no space on the disk would kill the process
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:
+                file.truncate(size)
+            return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror} for {format_bytes(size)}", str(folder)) from error
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """Yield ranges of the entries of an array that is not handled as a whole, so that temporary arrays are small."""
+    for first in range(0, count, _BLOCK):
+        yield slice(first, min(first + _BLOCK, count))
 
 
 def error_of_path(error: OSError, path: Path) -> OSError:

@@ -5,7 +5,8 @@
 records   generated records through lengths, pack, report, inspect, verify, metadataset and the loaders
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
 members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
-driver    the driver of `pack` with a table of 10 million synthetic records of text: memory of each step
+driver    the driver of `pack` with a table of 10 million synthetic records of text: memory of each step. Anonymous
+          memory is needed; pages of mapped files leave the memory if other data needs it
 plan      plan_counts of a million to a billion lognormal lengths, pack_lengths of 10 million, and the packs of nodes
           that plan on their own against those of one plan
 
@@ -61,13 +62,16 @@ next(iter(DataflowLoader(MapDistributor(PackedDataset(sys.argv[1])), num_workers
 )
 
 
-# Steps of the driver with a synthetic table: name, bytes per record at the peak and after it, CPU seconds.
+# Steps of the driver with a synthetic table: name, bytes per record at the peak and after it, of anonymous memory (at
+# the peak, by a thread that reads it every 5 ms) and of all memory; CPU seconds.
 _DRIVER = (
     _HEAD
     + """
+import tempfile, threading
 from pathlib import Path
 import numpy as np
 from energon_packed import PackOptions
+from energon_packed.files import blocks, disk_array
 from energon_packed.pipeline.chunks import NUMERIC, TokenCache
 from energon_packed.pipeline.stages.plan import plan_packs, plan_shards, sample_places
 from energon_packed.pipeline.table import RecordTable
@@ -75,35 +79,51 @@ from energon_packed.pipeline.table import RecordTable
 def status(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
 
+def watch():
+    global peak
+    while True:
+        peak = max(peak, status("RssAnon"))
+        time.sleep(0.005)
+
 def step(name, run):
+    global peak
     open("/proc/self/clear_refs", "w").write("5")  # sets the peak to the present memory
-    start = time.process_time()
+    peak, start, wall = status("RssAnon"), time.process_time(), time.perf_counter()
     result = run()
-    print(name, (status("VmHWM") - before) / count, (status("VmRSS") - before) / count, time.process_time() - start)
+    anonymous = [(value - anonymous_before) / count for value in (peak, status("RssAnon"))]
+    mapped = [(status(value) - before) / count for value in ("VmHWM", "VmRSS")]
+    print(name, *anonymous, *mapped, time.process_time() - start, time.perf_counter() - wall)
     return result
 
 def make_table():
     rng = np.random.default_rng(0)
     columns = {name: np.broadcast_to(np.zeros((), dtype=dtype), count) for name, dtype in NUMERIC.items()}
-    values = {"address": 1200, "size": 1200, "text_bytes": 1100, "supervised": 100, "length": 0}
-    columns |= {name: np.full(count, value, dtype=NUMERIC[name]) for name, value in values.items()}
-    columns["address"] *= np.arange(count)
-    for first in range(0, count, 10**6):
-        part = columns["length"][first : first + 10**6]
-        part[:] = np.clip(rng.lognormal(5.3, 0.8, len(part)), 1, 4096)
-    starts = np.zeros(1, dtype=np.int64)
+    values = {"address": 1200, "size": 1200, "text_bytes": 1100, "supervised": 100, "length": 0, "status": 0}
+    for name, value in values.items():
+        columns[name] = disk_array(folder, count, NUMERIC[name])
+        for block in blocks(count):
+            columns[name][block] = value * np.arange(block.start, block.stop) if name == "address" else value
+    for block in blocks(count):
+        columns["length"][block] = np.clip(rng.lognormal(5.3, 0.8, block.stop - block.start), 1, 4096)
+    starts = np.arange(0, count, 50_000)
     return RecordTable(
-        **columns, source_starts=np.array([0, count]), counts={}, files=[Path("x")], file_starts=starts
+        **columns,
+        source_starts=np.array([0, count]),
+        counts={},
+        folder=folder,
+        files=[Path("x")] * len(starts),
+        file_starts=starts,
     )
 
-count, before = int(sys.argv[1]), status("VmRSS")
+count, folder = int(sys.argv[1]), Path(sys.argv[2])
 options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096, sample_class="PackedTokensSample")
+before, anonymous_before, peak = status("VmRSS"), status("RssAnon"), 0
+threading.Thread(target=watch, daemon=True).start()
 table = step("table", make_table)
-packs = step("packs", lambda: plan_packs(table, options))
-shards = step("shards", lambda: plan_shards(packs, table, options))
-places = step("places", lambda: sample_places(count, packs, shards, options))
-del places
-tokens = step("tokens", lambda: TokenCache(table.files, table.file_starts, table.length))
+packs, pack, place = step("packs", lambda: plan_packs(table, options))
+shards = step("shards", lambda: plan_shards(packs, pack, table, options))
+places = step("places", lambda: sample_places(pack, place, shards, options))
+tokens = step("tokens", lambda: TokenCache(table.files, table.file_starts, table.length, table.empty))
 """
 )
 
@@ -251,11 +271,13 @@ def run_members(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
     return measured(lines, count)
 
 
-def run_driver(report: Report, count: int) -> None:
+def run_driver(report: Report, work: Path, count: int) -> None:
     """Report the memory of the driver in each step of planning, per record."""
-    for line in usage([sys.executable, "-c", _DRIVER, str(count)]).output.splitlines():
-        name, peak, kept, cpu = line.split()
-        report.add(f"{count:,} records: driver, {name}: peak memory", float(peak), "B/record", kept=kept, cpu=cpu)
+    for line in usage([sys.executable, "-c", _DRIVER, str(count), str(work)]).output.splitlines():
+        name, peak, kept, mapped, mapped_kept, cpu, wall = line.split()
+        label = f"{count:,} records: driver, {name}"
+        report.add(f"{label}: anonymous memory", float(peak), "B/record", "<= 1", kept=kept, cpu=cpu, wall=wall)
+        report.add(f"{label}: with mapped files", float(mapped), "B/record", kept=mapped_kept)
 
 
 def run_plan(report: Report) -> None:
@@ -306,7 +328,7 @@ def main() -> None:
     if "members" in options.parts:
         bench(report, "members", 1_000, 200_000, partial(run_members, work))
     if "driver" in options.parts:
-        run_driver(report, 10 * options.records)
+        run_driver(report, work, 10 * options.records)
     if "plan" in options.parts:
         run_plan(report)
     report.finish()

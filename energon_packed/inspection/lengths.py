@@ -6,13 +6,15 @@ utilization, attention span), length percentiles and a histogram. The candidates
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
+from energon_packed.files import blocks
 from energon_packed.inspection.report import log_integer_bins
-from energon_packed.packing import pack_lengths
+from energon_packed.packing import CountPlan, PackPlan, pack_lengths, plan_counts
 
 Int32 = npt.NDArray[np.int32]
 PERCENTS = (1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
@@ -46,8 +48,19 @@ class Candidate:
 
 def percentiles(lengths: Int32) -> dict[float, int]:
     """Compute the length that each percentage of samples does not exceed."""
-    values = np.percentile(lengths, PERCENTS, method="inverted_cdf")
+    ends = np.cumsum(_counts(lengths, int(lengths.max())))
+    ranks = np.ceil(len(lengths) * (np.array(PERCENTS) / 100)) - 1  # of the sorted lengths
+    values = np.searchsorted(ends, np.maximum(ranks, 0), side="right")
     return {percent: int(value) for percent, value in zip(PERCENTS, values, strict=True)}
+
+
+def _counts(lengths: Int32, longest: int) -> npt.NDArray[np.int64]:
+    """Number of samples of each length up to `longest`: int64 (longest + 1,)."""
+    counts = np.zeros(longest + 1, dtype=np.int64)
+    for block in blocks(len(lengths)):
+        own = lengths[block]
+        counts += np.bincount(own[own <= longest], minlength=longest + 1)
+    return counts
 
 
 def histogram(lengths: Int32, bins: int = 16) -> list[tuple[int, int, int]]:
@@ -86,22 +99,28 @@ def compare(
     for seq_len in sorted(set(seq_lens)):
         if seq_len < multiple:
             raise ConfigError(f"`seq_len` must be at least `pad_multiple` {multiple}, got {seq_len}.")
-        plan = pack_lengths(lengths, seq_len, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
-        # A sample fits if its length, rounded up to `multiple`, fits. Float64, as squares of lengths overflow int32.
-        kept = lengths[lengths <= seq_len - seq_len % multiple].astype(np.float64)
+        counts, tokens = _counts(lengths, seq_len), np.arange(seq_len + 1)
+        arguments: dict[str, Any] = {"max_samples": max_samples, "multiple": multiple}
+        plan: PackPlan | CountPlan
+        if algorithm == "bfd":  # in little memory, for any number of samples
+            plan = plan_counts(counts, seq_len, **arguments)
+        else:
+            plan = pack_lengths(lengths, seq_len, algorithm=algorithm, **arguments)
+        # A sample fits if its length, rounded up to `multiple`, fits. Float64, as squares of lengths overflow int64.
+        kept = np.where(tokens <= seq_len - seq_len % multiple, counts, 0).astype(np.float64)
         # Rejected records are in the denominator of records only: their tokens are unknown.
         total = lengths.sum(dtype=np.int64)
         out.append(
             Candidate(
                 seq_len=seq_len,
-                dropped_records=len(plan.overlong) / records,
+                dropped_records=(len(lengths) - int(kept.sum())) / records,
                 dropped_tokens=float(1 - plan.tokens / total),
                 packs=plan.num_packs,
                 utilization=plan.utilization,
-                samples_per_pack=len(kept) / max(plan.num_packs, 1),
+                samples_per_pack=int(kept.sum()) / max(plan.num_packs, 1),
                 # A causal token attends to itself and all earlier tokens of its sample: L * (L + 1) / 2 pairs for L
                 # tokens.
-                attention=float((kept * (kept + 1) / 2).sum() / max(kept.sum(), 1)),
+                attention=float((kept * (tokens * (tokens + 1) / 2)).sum() / max((kept * tokens).sum(), 1)),
             )
         )
     return out

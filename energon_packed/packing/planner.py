@@ -1,13 +1,16 @@
 """`pack_lengths`: sample lengths, row capacity and the name of an algorithm -> PackPlan.
 
-The algorithms work on counts of lengths (placing.py). Here the samples of each length, in input order, get the places.
+The algorithms work on counts of lengths (placing.py). Here the samples of each length, in input order, get the places:
+`assign` reads the lengths in blocks, once to count them and once to number the samples of each length, so that nothing
+is sorted as a whole, and its arrays may be files.
 """
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +24,8 @@ Int64 = npt.NDArray[np.int64]
 _MOST_TOKENS = 2**31 - 1  # int32, dtype of lengths
 _ALGORITHMS = ("bfd", "ffd", "sequential")
 _BLOCK = 1 << 18  # samples that are handled at a time, so that temporary arrays are small
+Allocate = Callable[[int, Any], npt.NDArray[Any]]
+"""Makes an array of zeros of a size and dtype, in memory or in a file."""
 _PACKS = 1 << 12  # packs that are copied at a time
 _WINDOW = re.compile(r"window_([1-9][0-9]*)")
 
@@ -132,8 +137,8 @@ def pack_lengths(
             or all of them in `overlong`. A window of `window_N` has N groups. With `max_samples`, only groups of equal
             size share a pack. None without groups.
 
-    Needs at most 16 bytes of memory per sample at a time beside `lengths` of int32, with `seed` 19 and with `multiple`
-    27; the plan has 8, and 8 per pack. `window_N` needs 28, as its packs have many patterns. `groups` need 80.
+    Needs at most 20 bytes of memory per sample at a time beside `lengths` of int32, with `seed` 21; the plan has 8,
+    and 8 per pack. `groups` need 80.
     `energon_packed.packing.plan_counts` plans any number of samples in little memory.
 
     Raises:
@@ -147,14 +152,9 @@ def pack_lengths(
         raise ConfigError(f"`capacity` must be at most {_MOST_TOKENS} (int32), got {capacity}.")
     check_algorithm(algorithm)
     array = _checked_lengths(lengths)
-    usable = int(capacity) // multiple * multiple
-    cost = array if multiple == 1 else round_up(array.astype(np.int64), multiple)
-    limit = max_samples or len(array) or 1
-    if groups is None:
-        indices, offsets = _packs(cost, usable, algorithm, limit)
-        overlong = np.flatnonzero(cost > usable)
-    else:
-        indices, offsets, overlong = _packs_of_groups(groups, cost, usable, algorithm, limit)
+    assigned = assign(array, int(capacity), algorithm, max_samples, int(multiple), groups)
+    overlong = np.flatnonzero(assigned.pack < 0)
+    indices, offsets = _by_pack(assigned)
     plan = PackPlan(
         indices=indices,
         offsets=offsets,
@@ -162,6 +162,7 @@ def pack_lengths(
         tokens=int(array.sum(dtype=np.int64) - array[overlong].sum(dtype=np.int64)),
         capacity=int(capacity),
     )
+    del assigned
     if seed is None:
         return plan
     return plan.reordered(np.random.default_rng(seed).permutation(plan.num_packs))
@@ -178,84 +179,214 @@ def check_algorithm(name: str) -> None:
         raise ConfigError(f"unknown algorithm {name!r}; use one of {', '.join(algorithm_names())}")
 
 
-def _packs(cost: Int64 | Int32, capacity: int, algorithm: str, max_samples: int) -> tuple[Int64, Int64]:
-    """Place the samples that fit a pack.
+class Assignment(NamedTuple):
+    """Pack of each sample: a PackPlan in the order of the samples.
+
+    Attributes:
+        pack: int32 (n,), or int64 from 2**31 samples: index of its pack; -1 for a sample longer than a pack.
+        place: int32 (n,), its index in the pack.
+        sizes: integers (P,), samples of each pack.
+    """
+
+    pack: npt.NDArray[Any]
+    place: Int32
+    sizes: npt.NDArray[Any]
+
+
+def assign(
+    lengths: Int32 | Int64,
+    capacity: int,
+    algorithm: str,
+    max_samples: int | None = None,
+    multiple: int = 1,
+    groups: npt.ArrayLike | None = None,
+    empty: Allocate = np.zeros,
+) -> Assignment:
+    """Find the packs of `pack_lengths` of all samples, reading and writing arrays in order.
 
     Args:
-        cost: integers (n,), tokens of each sample with its padding.
+        lengths: integers (n,) >= 1.
+        capacity, algorithm, max_samples, multiple, groups: as for `pack_lengths`, of valid values.
+        empty: makes the arrays of n entries. Only groups are placed in memory.
+    """
+    count, usable = len(lengths), capacity // multiple * multiple
+    pack, place = empty(count, np.int32 if count < 1 << 31 else np.int64), empty(count, np.int32)
+    if groups is not None:
+        cost = lengths if multiple == 1 else round_up(lengths.astype(np.int64), multiple)
+        indices, offsets, overlong = _packs_of_groups(groups, cost, usable, algorithm, max_samples or count or 1)
+        sizes = np.diff(offsets)
+        pack[indices] = np.repeat(np.arange(len(sizes)), sizes)
+        place[indices] = np.arange(len(indices)) - np.repeat(offsets[:-1], sizes)
+        pack[overlong] = -1
+        return Assignment(pack, place, sizes)
+
+    def cost_of(block: slice) -> npt.NDArray[Any]:
+        return lengths[block] if multiple == 1 else round_up(lengths[block].astype(np.int64), multiple)
+
+    place_all = _in_order if algorithm == "sequential" else _longest_first
+    sizes = place_all(cost_of, usable, algorithm, max_samples or count or 1, pack, place, empty)
+    return Assignment(pack, place, sizes)
+
+
+def _by_pack(assigned: Assignment) -> tuple[Int64, Int64]:
+    """`indices` and `offsets` of the PackPlan."""
+    offsets = np.zeros(len(assigned.sizes) + 1, dtype=np.int64)
+    np.cumsum(assigned.sizes, out=offsets[1:])
+    indices = np.empty(int(offsets[-1]), dtype=np.int64)
+    for first in range(0, len(assigned.pack), _BLOCK):
+        pack = assigned.pack[first : first + _BLOCK]
+        own = np.flatnonzero(pack >= 0)
+        indices[offsets[pack[own]] + assigned.place[first : first + _BLOCK][own]] = own + first
+    return indices, offsets
+
+
+def _in_order(
+    cost_of: Callable[[slice], npt.NDArray[Any]],
+    capacity: int,
+    algorithm: str,
+    max_samples: int,
+    pack: npt.NDArray[Any],
+    place: Int32,
+    empty: Allocate,
+) -> npt.NDArray[Any]:
+    """Place the samples in input order; arguments and result as for `_longest_first`."""
+    count = len(pack)
+    blocks = [slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK)]
+    costs, total = empty(count, np.int32), 0
+    for block in blocks:
+        cost = cost_of(block)
+        kept = cost[cost <= capacity]
+        costs[total : total + len(kept)] = kept
+        total += len(kept)
+    firsts = next_fit(costs[:total], capacity, max_samples) if max_samples > 1 else np.arange(total + 1)
+    done = 0
+    for block in blocks:
+        kept = np.flatnonzero(cost_of(block) <= capacity)
+        sample = np.arange(done, done + len(kept))
+        number = np.searchsorted(firsts, sample, side="right") - 1
+        pack[block] = -1
+        pack[block][kept], place[block][kept] = number, sample - firsts[number]
+        done += len(kept)
+    return np.diff(firsts)
+
+
+def _longest_first(
+    cost_of: Callable[[slice], npt.NDArray[Any]],
+    capacity: int,
+    algorithm: str,
+    max_samples: int,
+    pack: npt.NDArray[Any],
+    place: Int32,
+    empty: Allocate,
+) -> npt.NDArray[Any]:
+    """Place the samples that fit a pack from the longest, in each window.
+
+    Args:
+        cost_of: returns the tokens of each sample with its padding, of a range of samples.
         capacity, max_samples: of a pack.
         algorithm: a valid name.
+        pack, place: zeros, filled as in `Assignment`.
+        empty: not used here.
 
     Returns:
-        `indices` and `offsets` of the PackPlan.
+        Number of samples of each pack, integers (P,).
     """
-    if algorithm == "sequential":
-        kept = np.flatnonzero(cost <= capacity)
-        return kept, next_fit(cost if len(kept) == len(cost) else cost[kept], capacity, max_samples)
-    window, size = _WINDOW.fullmatch(algorithm), max(len(cost), 1)
+    window, count = _WINDOW.fullmatch(algorithm), len(pack)
+    size = max(count, 1)
     if window:
         # Compared as strings: Python limits the digits of an integer.
         size = int(min(window[1], str(size), key=lambda text: (len(text), text)))
-    order, starts, bounds = _longest_first(cost, capacity, size)
-    lengths, counts = cost[order[starts]], np.diff(starts, append=len(order))
-    indices = np.empty(len(order), dtype=np.int64)
-    sizes: list[Int64] = [np.zeros(0, dtype=np.int64)]
-    steps: list[Step] = []
-    done = packs = 0  # samples that have a place, and packs
-    # Each window has packs of its own. Together, windows have more steps than fit in memory.
-    for first, last in pairwise(np.searchsorted(starts, bounds).tolist()):
-        runs = list(zip(lengths[first:last].tolist(), counts[first:last].tolist(), strict=True))
-        if algorithm == "ffd":
-            placed = first_fit(runs, capacity, max_samples)
+    sizes = [np.zeros(0, dtype=np.int32)]
+    packs = 0
+    span = max(_BLOCK // size, 1) * size
+    for start in range(0, count, span):
+        stop = min(start + span, count)
+        parts = [slice(first, min(first + _BLOCK, stop)) for first in range(start, stop, _BLOCK)]
+        # Small windows are sorted once, many at a time; of a large window, the samples of each length are counted.
+        is_sorted = len(parts) == 1
+        ordered = _sorted(cost_of(parts[0]), capacity, size)
+        if is_sorted:
+            lengths, counts, windows = (
+                ordered.lengths,
+                np.diff(ordered.starts, append=len(ordered.samples)),
+                ordered.windows,
+            )
         else:
-            placed = best_fit(runs, capacity, max_samples, packs)
-        steps += placed.steps
-        if len(steps) >= _BLOCK or last == len(starts):
-            stop = int(starts[last]) if last < len(starts) else len(order)
-            before = sum(map(len, sizes))
-            sizes.append(_place(order[done:stop], steps, before, placed.packs, indices[done:stop]))
-            steps, done = [], stop
-        packs = placed.packs
-    return indices, np.cumsum(np.concatenate([[0], *sizes]))
+            lengths, counts = _counted(map(cost_of, parts), capacity)
+            windows = [0, len(lengths)]
+        steps: list[Step] = []
+        before = packs
+        for first, last in pairwise(windows):
+            runs = list(zip(lengths[first:last].tolist(), counts[first:last].tolist(), strict=True))
+            if algorithm == "ffd":
+                placed = first_fit(runs, capacity, max_samples)
+            else:
+                placed = best_fit(runs, capacity, max_samples, packs)
+            steps += placed.steps
+            packs = placed.packs
+        places = _Places(steps)
+        sizes.append(places.sizes(before, packs))
+        following = np.cumsum(counts) - counts  # the next sample of each length in the order of the steps
+        for part in parts:
+            if not is_sorted:
+                ordered = _sorted(cost_of(part), capacity, size)
+            own = np.arange(len(lengths)) if is_sorted else np.searchsorted(-lengths, -ordered.lengths)
+            of_run = np.diff(ordered.starts, append=len(ordered.samples))
+            number = np.arange(len(ordered.samples)) + np.repeat(following[own] - ordered.starts, of_run)
+            following[own] += of_run
+            pack[part] = -1
+            pack[part][ordered.samples], place[part][ordered.samples] = places.find(number)
+    return np.concatenate(sizes)
 
 
-def _longest_first(cost: Int64 | Int32, capacity: int, size: int) -> tuple[Any, Int64, list[int]]:
-    """Sort the samples that fit a pack by window, then from the longest; equal lengths are in input order.
+class _Sorted(NamedTuple):
+    """Samples of some windows that fit a pack, by window, then from the longest; equal lengths are in input order.
 
-    Args:
-        cost, capacity: as for `_packs`.
-        size: samples of a window.
-
-    Returns:
-        The samples, int32 or int64 (m,); in them, the places at which a length or window starts, int64 (r,), and the
-        places at which each window starts, and m.
+    Attributes:
+        samples: int64 (m,), their indices.
+        lengths: int64 (r,), length of each run of equal lengths in a window.
+        starts: int64 (r,), index in `samples` of the first sample of each run.
+        windows: the first run of each window, and r.
     """
-    # Numbers of unused tokens and index are sorted in place: `argsort` needs three times the memory.
+
+    samples: Int64
+    lengths: Int64
+    starts: Int64
+    windows: list[int]
+
+
+def _sorted(cost: npt.NDArray[Any], capacity: int, size: int) -> _Sorted:
+    """Sort samples; integers (n,) with at most `size` samples per window."""
+    kept = np.flatnonzero(cost <= capacity)
+    # Numbers of unused tokens and index are sorted: `argsort` needs more time.
     bits = np.uint64(max(len(cost) - 1, 1).bit_length())
-    keys = np.empty(len(cost), dtype=np.uint64)
-    bounds = [0]
-    for start in range(0, len(cost), size):
-        stop, count = min(start + size, len(cost)), bounds[-1]
-        for first in range(start, stop, _BLOCK):
-            block = cost[first : min(first + _BLOCK, stop)]
-            kept = np.flatnonzero(block <= capacity)
-            key = (capacity - block[kept].astype(np.int64)).astype(np.uint64)
-            key <<= bits
-            key |= (kept + first).astype(np.uint64)
-            keys[count : count + len(kept)] = key
-            count += len(kept)
-        keys[bounds[-1] : count].sort()
-        bounds.append(count)
-    total = bounds[-1]
-    order = np.empty(total, dtype=np.int32 if len(cost) < 1 << 31 else np.int64)
-    starts = [np.array(bounds[:-1], dtype=np.int64)]
-    mask = (np.uint64(1) << bits) - np.uint64(1)
-    for first in range(0, total, _BLOCK):
-        stop = min(first + _BLOCK, total)
-        order[first:stop] = keys[first:stop] & mask
-        starts.append(np.flatnonzero(np.diff(keys[first : stop + 1] >> bits)) + first + 1)
-    places = np.unique(np.concatenate(starts))
-    return order, places[places < total], bounds
+    keys = ((capacity - cost[kept].astype(np.int64)).astype(np.uint64) << bits) | kept.astype(np.uint64)
+    bounds = np.searchsorted(kept, [*range(0, len(cost), size), len(cost)])
+    for first, last in pairwise(bounds.tolist()):
+        keys[first:last].sort()
+    is_start = np.ones(len(keys), dtype=bool)
+    unused = keys >> bits
+    is_start[1:] = unused[1:] != unused[:-1]
+    is_start[bounds[:-1][bounds[:-1] < len(keys)]] = True
+    starts = np.flatnonzero(is_start)
+    return _Sorted(
+        samples=(keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64),
+        lengths=capacity - unused[starts].astype(np.int64),
+        starts=starts,
+        windows=np.searchsorted(starts, bounds).tolist(),
+    )
+
+
+def _counted(costs: Iterable[npt.NDArray[Any]], capacity: int) -> tuple[Int64, Int64]:
+    """Different lengths of the samples that fit a pack, from the longest, and how many samples have each length."""
+    total: Counter[int] = Counter()
+    for cost in costs:
+        lengths, counts = np.unique(cost[cost <= capacity], return_counts=True)
+        total.update(dict(zip(lengths.tolist(), counts.tolist(), strict=True)))
+    longest_first = sorted(total, reverse=True)
+    return np.array(longest_first, dtype=np.int64), np.array(
+        [total[length] for length in longest_first], dtype=np.int64
+    )
 
 
 def _packs_of_groups(
@@ -265,7 +396,8 @@ def _packs_of_groups(
 
     Args:
         groups: integers (n,), key of the group of each sample.
-        cost, capacity, algorithm, max_samples: as for `_packs`.
+        cost: integers (n,), tokens of each sample with its padding.
+        capacity, algorithm, max_samples: as for `assign`.
     """
     keys = np.asarray(groups)
     if keys.shape != cost.shape or (keys.size and keys.dtype.kind not in "iu"):
@@ -281,13 +413,13 @@ def _packs_of_groups(
         order = np.argsort(members[starts])
         starts, sizes, tokens = starts[order], sizes[order], tokens[order]
     if max_samples >= len(cost):
-        placed, ends = _packs(tokens, capacity, algorithm, max_samples)
+        placed, ends = _by_pack(assign(tokens, capacity, algorithm, max_samples))
     else:
         # The algorithms count units, not their samples: with a limit, the units of each size are placed on their own.
         units, bounds = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
         for size in np.unique(sizes[sizes <= max_samples]).tolist():
             part = np.flatnonzero(sizes == size)
-            indices, offsets = _packs(tokens[part], capacity, algorithm, max_samples // size)
+            indices, offsets = _by_pack(assign(tokens[part], capacity, algorithm, max_samples // size))
             bounds.append(offsets[1:] + sum(map(len, units)))
             units.append(part[indices])
         placed, ends = np.concatenate(units), np.concatenate(bounds)
@@ -310,42 +442,40 @@ def _ranges(starts: Int64, sizes: Int64) -> Int64:
     return np.cumsum(steps, out=steps)
 
 
-def _place(order: Any, steps: list[Step], first_pack: int, packs: int, out: Int64) -> Int64:
-    """Put the samples, integers (m,) in the order of the steps, into the packs from `first_pack` up to `packs`.
+class _Places:
+    """Packs and places of the samples that steps place.
 
     Args:
-        order, steps: samples, and where they go.
-        first_pack, packs: range of the packs.
-        out: int64 (m,), filled with the samples of these packs, pack after pack.
-
-    Returns:
-        Number of samples of each pack, int64 (packs - first_pack,).
+        steps: in the order of the samples.
     """
-    first, step, count, share, before = np.array(steps, dtype=np.int64).reshape(-1, 5).T
-    first = first - first_pack
-    lowest = np.minimum(first, first + step * (count - 1))
-    change = np.zeros(packs - first_pack + 1, dtype=np.int64)  # of the samples from one pack to the next
-    np.add.at(change, lowest, share)
-    np.subtract.at(change, lowest + count, share)
-    sizes = np.cumsum(change[:-1])
-    offsets = np.cumsum(sizes) - sizes
-    ends = np.cumsum(count * share)
-    starts = ends - count * share
-    for low in range(0, len(order), _BLOCK):  # in blocks, as a sample needs several numbers
-        high = min(low + _BLOCK, len(order))
-        own = slice(*np.searchsorted(ends, [low, high - 1], side="right").tolist())
-        own = slice(own.start, own.stop + 1)
-        of_step = np.minimum(ends[own], high) - np.maximum(starts[own], low)
-        place = np.arange(low, high) - np.repeat(starts[own], of_step)  # of a sample in its step
-        samples = np.repeat(share[own], of_step)
-        pack = place // samples
-        place -= pack * samples
-        place += np.repeat(before[own], of_step)  # of a sample in its pack
-        pack *= np.repeat(step[own], of_step)
-        pack += np.repeat(first[own], of_step)
-        place += offsets[pack]
-        out[place] = order[low:high]
-    return sizes
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self._first, self._step, self._count, self._share, self._before = (
+            np.array(steps, dtype=np.int64).reshape(-1, 5).T.copy()
+        )
+        self._ends = np.cumsum(self._count * self._share)
+        self._starts = self._ends - self._count * self._share
+
+    def sizes(self, start: int, stop: int) -> Int32:
+        """Number of samples of each pack from `start` up to `stop`, int32 (stop - start,)."""
+        lowest = np.minimum(self._first, self._first + self._step * (self._count - 1)) - start
+        share = self._share.astype(np.int32)
+        change = np.zeros(stop - start + 1, dtype=np.int32)  # of the samples from one pack to the next
+        np.add.at(change, lowest, share)
+        np.subtract.at(change, lowest + self._count, share)
+        return np.cumsum(change[:-1], dtype=np.int32, out=change[:-1])
+
+    def find(self, number: Int64) -> tuple[Int64, Int64]:
+        """Pack and place in the pack of samples with these numbers in the order of the steps."""
+        own = np.searchsorted(self._ends, number, side="right")
+        share = self._share[own]
+        place = number - self._starts[own]
+        pack = place // share
+        place -= pack * share
+        place += self._before[own]
+        pack *= self._step[own]
+        pack += self._first[own]
+        return pack, place
 
 
 def _checked_lengths(lengths: npt.ArrayLike) -> Int32:

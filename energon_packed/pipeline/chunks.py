@@ -48,6 +48,7 @@ from energon_packed.files import atomic_path, atomic_write, of_type
 from energon_packed.formats.audios import clip_as_dict, clip_from_dict
 from energon_packed.formats.references import media_digest
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict
+from energon_packed.packing.planner import Allocate
 from energon_packed.records import AudioClip, FrameSelection, MediaReference
 from energon_packed.records.columns import Columns
 from energon_packed.storage import as_path, is_remote
@@ -540,10 +541,13 @@ class RecordBytes:
         files: files of all chunks, in order.
         starts: int64 (chunks,), index of the first record of each chunk.
         sizes: (n,), bytes of each record, or units of `unit` bytes; -1 for a rejected record.
+        empty: makes an array of 4 or 8 bytes per record.
         unit: bytes of a unit.
     """
 
-    def __init__(self, files: Sequence[Path], starts: Int64, sizes: npt.NDArray[np.integer], unit: int = 1) -> None:
+    def __init__(
+        self, files: Sequence[Path], starts: Int64, sizes: npt.NDArray[np.integer], empty: Allocate, unit: int = 1
+    ) -> None:
         self._files = files
         self._starts = starts
         self._unit = unit
@@ -551,7 +555,7 @@ class RecordBytes:
         chunks = [sizes[start:stop] for start, stop in pairwise([*starts.tolist(), len(sizes)])]
         self._units = np.array([np.maximum(own, 0).sum(dtype=np.int64) for own in chunks], dtype=np.int64)
         # Units of the records of the chunk that are before each record: half the memory of units of all chunks.
-        self._before = np.zeros(len(sizes), dtype=np.uint32 if self._units.max(initial=0) < 1 << 32 else np.int64)
+        self._before = empty(len(sizes), np.uint32 if self._units.max(initial=0) < 1 << 32 else np.int64)
         for start, own in zip(starts.tolist(), chunks, strict=True):
             self._before[start : start + len(own)][1:] = np.cumsum(np.maximum(own[:-1], 0), dtype=np.int64)
 
@@ -576,6 +580,7 @@ class TokenCache(RecordBytes):
         files: token files of all chunks, in order.
         starts: int64 (chunks,), index of the first record of each chunk.
         lengths: int32 (n,), tokens of each record, -1 for a rejected record.
+        empty: as for `RecordBytes`.
         columns: files of the columns of all records; None if no record has columns.
     """
 
@@ -584,9 +589,10 @@ class TokenCache(RecordBytes):
         files: Sequence[Path],
         starts: Int64,
         lengths: npt.NDArray[np.int32],
+        empty: Allocate,
         columns: RecordBytes | None = None,
     ) -> None:
-        super().__init__(files, starts, lengths, _TOKEN)
+        super().__init__(files, starts, lengths, empty, _TOKEN)
         self._columns = columns
 
     def refs(self, rows: Int64) -> RecordOffsets:

@@ -102,12 +102,12 @@ class TableRejects:
     @cached_property
     def lines(self) -> npt.NDArray[np.int64]:
         """Line of each record in its file, as `Source.line_numbers`: int64 (n,)."""
+        lines = self.table.empty(len(self.table), np.int64)
         ranges = zip(self.reader.sources, pairwise(self.table.source_starts.tolist()), strict=True)
-        lines = [
-            source.line_numbers(self.table.address[start:stop], self.table.size[start:stop])
-            for source, (start, stop) in ranges
-        ]
-        return lines[0] if len(lines) == 1 else np.concatenate(lines)  # no copy of the lines of a large file
+        for source, (start, stop) in ranges:
+            own = slice(start, stop)
+            source.line_numbers(self.table.address[own], self.table.size[own], out=lines[own])
+        return lines
 
     def report(self) -> RejectReport:
         """Return the counts and the first rejected records."""
@@ -119,15 +119,16 @@ class TableRejects:
         Args:
             reason: yield only records with this reason; None for all.
         """
-        wanted = self.status != 0 if reason is None else self.status == STATUSES.index(reason)
         for file, start, stop in zip(
             self.table.files, self.table.file_starts, [*self.table.file_starts[1:], len(self.table)], strict=True
         ):
-            if not wanted[start:stop].any():  # most chunk files are not read
+            own = self.status[start:stop]
+            wanted = np.flatnonzero(own if reason is None else own == STATUSES.index(reason)).tolist()
+            if not wanted:  # most chunk files are not read
                 continue
             rows = read_rows(file)
             ids, details = rows["id"], rows["detail"]
-            for index in np.flatnonzero(wanted[start:stop]).tolist():
+            for index in wanted:
                 record = int(start) + index
                 line = 0 if self.is_sample else int(self.lines[record])
                 yield self.row(record, line, ids[index].as_py(), details[index].as_py())
@@ -181,7 +182,7 @@ class TableRejects:
             for rejected in self.rows():
                 limits.check_record(rejected)
         what = "sampled records" if self.is_sample else "records"
-        limits.check_all(counts, int(np.count_nonzero(self.status == 0)), self._example, report, what)
+        limits.check_all(counts, len(self.table) - sum(counts.values()), self._example, report, what)
 
     def summary(self) -> str:
         """Summarize the reasons with the function `summary`."""
@@ -288,9 +289,6 @@ def write_reports(
     table, reader, status = rejects.table, rejects.reader, rejects.status
     listed = max(_ALWAYS_LISTED, int(status.max(initial=0)) + 1)
     names_of = (*STATUSES[:listed], TRUNCATED, SPLIT, FRAGMENT)
-    split = np.zeros(len(table), dtype=bool)
-    if fragments is not None:
-        split[fragments["record"]] = True
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
@@ -312,13 +310,13 @@ def write_reports(
             chunk_status, measured = status[chunk.rows], table.length[chunk.rows]
             is_cut = (chunk_status == 0) & (measured > usable_len)
             shown = np.where(is_cut, names_of.index(TRUNCATED), chunk_status)
-            shown = np.where(split[chunk.rows] & (chunk_status == 0), names_of.index(SPLIT), shown)
             source, local, names, images = chunk.source, chunk.local, chunk.names, table.num_images[chunk.rows]
             rows, lines = chunk.rows, rejects.lines[chunk.rows]
             if fragments is not None:
                 first, last = np.searchsorted(fragments["record"], [chunk.rows[0], chunk.rows[-1] + 1])
                 of_chunk = fragments[first:last]
                 parent = of_chunk["record"] - chunk.rows[0]
+                shown[parent[chunk_status[parent] == 0]] = names_of.index(SPLIT)
                 source, local, lines = (np.append(own, own[parent]) for own in (source, local, lines))
                 rows = np.append(rows, np.arange(len(table) + first, len(table) + last))
                 names = [*names, *map(fragment_id, [names[i] for i in parent.tolist()], of_chunk["number"].tolist())]

@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from energon_packed.encoding import ChatEncoder, Processor
 from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
+from energon_packed.files import blocks
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
@@ -262,7 +263,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
             table = measure.run()
     _warn_of_lost_inputs(table, reader.sources)
     # The runs of input parts do not see each other's records, but must choose the same flavor.
-    fits_captioning = options.part is None and bool(table.narrow[table.status == 0].all())
+    fits_captioning = options.part is None and all(narrow.all() for narrow in table.packable(table.narrow))
     options = options.resolved(fits_captioning, table.needs_tokens)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
@@ -346,10 +347,11 @@ def _watched(inputs: Stamps, output: Folder, keys: Fingerprints) -> Iterator[Non
 
 def _warn_of_lost_inputs(table: RecordTable, sources: Sequence[Source]) -> None:
     """Warn of inputs without a usable record if others have some: they may need another record format."""
-    rejected = ~np.isin(table.status, [0, *(STATUSES.index(reason.value) for reason in REQUESTED_REJECTS)])
+    usable = [0, *(STATUSES.index(reason.value) for reason in REQUESTED_REJECTS)]
     lost = []
     for number, (start, stop) in enumerate(itertools.pairwise(table.source_starts.tolist())):
-        if stop > start and rejected[start:stop].all():
+        own = table.status[start:stop]
+        if len(own) and not any(np.isin(own[block], usable).any() for block in blocks(len(own))):
             lost.append((sources[number].path, STATUSES[int(table.status[start])], stop - start))
     if lost and len(lost) < len(sources):
         path, reason, records = lost[0]

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -237,13 +238,20 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
         if options.output is not None:
             write_lengths(table, reader, options.output)
         rejects, summary = rejected.counts, rejected.summary()
-    usable = table.status == 0
+        lengths, usable = table.empty(len(table), np.int32), 0
+        for own in table.packable(table.length):
+            lengths[usable : usable + len(own)] = own
+            usable += len(own)
+
+    def total(column: npt.NDArray[np.integer[Any]]) -> int:
+        return sum(int(values.sum(dtype=np.int64)) for values in table.packable(column))
+
     return Survey(
-        lengths=table.length[usable],
-        videos=int(table.num_videos[usable].sum(dtype=np.int64)),
-        frames=int(table.num_frames[usable].sum(dtype=np.int64)),
-        audios=int(table.num_audios[usable].sum(dtype=np.int64)),
-        audio_seconds=int(table.audio_ms[usable].sum()) / 1000,
+        lengths=lengths[:usable],
+        videos=total(table.num_videos),
+        frames=total(table.num_frames),
+        audios=total(table.num_audios),
+        audio_seconds=total(table.audio_ms) / 1000,
         rejects=rejects,
         reject_summary=summary,
         advice=advice(rejects),
@@ -352,7 +360,7 @@ def dry_run(options: PackOptions) -> DryRun:
         known = stage.reusable(chunks) if options.resume else set()
         total = sum(chunk.stop - chunk.start for chunk in chunks)
         if len(known) == len(chunks):
-            table, scale = load_table(chunks, len(reader.sources)), 1.0
+            table, scale = load_table(chunks, len(reader.sources), work), 1.0
         else:
             sample = replace(stage, folder=work / "sample", keep_tokens=False, keep_media=False)
             picked, scale = sampled_chunks(sample, _SAMPLE, options.seed)
@@ -363,7 +371,7 @@ def dry_run(options: PackOptions) -> DryRun:
         rejected.check(options.limits)
         rejects, summary = rejected.counts, rejected.summary()
         example = _example(table, rejected.status, reader)
-    planned = _planned(entries, options, scale)
+        planned = _planned(entries, options, scale)
     output.check_space(planned["num_bytes"], keys.write, options.unfinished_bytes)
     files = tuple(source.path for source in reader.sources)
     return DryRun(
@@ -409,14 +417,14 @@ def _json(value: object) -> str:
 
 def _planned(table: RecordTable, options: PackOptions, scale: float) -> dict[str, int]:
     """Estimate packs, tokens, bytes and shards of the whole input, which is `scale` times the measured part."""
-    packs = plan_packs(table, options)
-    planned = plan_shards(packs, table, options)
+    packs, pack, _ = plan_packs(table, options)
+    planned = plan_shards(packs, pack, table, options)
     num_bytes = round(scale * sum(shard.num_bytes for shard in planned))
     count = max(1, round(scale * packs.num_packs))
     if scale == 1:
         shards = len(planned)
     else:
-        copied = plan_shards(packs, table, replace(options, media="copy"))  # its size decides the cuts
+        copied = plan_shards(packs, pack, table, replace(options, media="copy"))  # its size decides the cuts
         copied_bytes = round(scale * sum(shard.num_bytes for shard in copied))
         shards = max(-(-count // options.max_packs_per_shard), -(-copied_bytes // options.max_shard_bytes), 1)
     return {"packs": count, "shards": shards, "tokens": round(scale * packs.tokens), "num_bytes": num_bytes}

@@ -1,11 +1,11 @@
-"""RecordTable, which has the numeric columns of all records in the memory of the driver.
+"""RecordTable, which has the numeric columns of all records, in files that the driver maps.
 
-Input: the files of all chunks. Output: a RecordTable (arrays by record, 25 bytes per record of text) for the planner,
-and RecordRefs (arrays of selected records) for the tasks that read them again.
+Input: the files of all chunks. Output: a RecordTable (arrays by record, 24 bytes on disk per record of text) for the
+planner, and RecordRefs (arrays of selected records) for the tasks that read them again.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.fragments import FRAGMENT, Fragments
+from energon_packed.files import blocks, disk_array
 from energon_packed.pipeline.chunks import (
     COUNTED,
     MEMBER,
@@ -63,9 +64,10 @@ class RecordRefs:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RecordTable:
-    """Columns of all n records, in input order. Records of text need 25 bytes each, others up to 90.
+    """Columns of all n records, in input order. Records of text need 24 bytes each, others up to 90.
 
-    Arrays are read-only if all records have the same value.
+    Arrays are files that are mapped, as `disk_array` makes them. A column is a single value if all records have it,
+    and then read-only.
 
     Attributes:
         address: int64 (n,), address of the record in its source.
@@ -94,6 +96,7 @@ class RecordTable:
         members: int32 (n,), samples of a record that is a group; 0 for others.
         labeled: int8 (n,), 1 for a sample with a role or a label.
         source_starts: int64 (sources + 1,), index of the first record of each source, and n.
+        folder: folder for more arrays of the records.
         files: chunk files, in input order.
         file_starts: int64 (chunks,), index of the first record of each file.
         counts: by the names in `COUNTED`, the number of records with each unused field or note.
@@ -127,6 +130,7 @@ class RecordTable:
     members: npt.NDArray[np.int32]
     labeled: npt.NDArray[np.int8]
     source_starts: Int64
+    folder: Path
     files: list[Path]
     file_starts: Int64
     counts: StringCounts
@@ -135,6 +139,21 @@ class RecordTable:
 
     def __len__(self) -> int:
         return len(self.status)
+
+    def empty(self, count: int, dtype: Any) -> npt.NDArray[Any]:
+        """Make an array of zeros, shape (count,), in a file."""
+        return disk_array(self.folder, count, dtype)
+
+    def copy(self, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Copy a column, shape (n,)."""
+        new = self.empty(len(column), column.dtype)
+        new[:] = column
+        return new
+
+    def packable(self, column: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+        """Yield the values of a column, (n,), of all records that are not rejected, in blocks."""
+        for block in blocks(len(self)):
+            yield column[block][self.status[block] == 0]
 
     @property
     def has_groups(self) -> bool:
@@ -166,18 +185,25 @@ class RecordTable:
 
     def with_fragments(self, fragments: Fragments) -> "RecordTable":
         """Append fragments; the records that they are of are not packed themselves."""
-        record = fragments["record"]
-        status = self.status.copy()
-        status[record] = -1
-        own: dict[str, Any] = {name: getattr(self, name) for name in NUMERIC}
-        columns: dict[str, Any] = {name: np.concatenate([column, column[record]]) for name, column in own.items()}
-        count = len(self)
-        columns["status"] = np.concatenate([status, np.zeros(len(record), dtype=np.int8)])
-        columns["length"][count:] = fragments["stop"] - fragments["start"]
-        columns["supervised"][count:] = fragments["supervised"]
-        columns["num_images"][count:] = fragments["last_image"] - fragments["first_image"]
+        record, count = fragments["record"], len(self)
+        own: dict[str, npt.NDArray[Any]] = {name: getattr(self, name) for name in NUMERIC}
+        more = {name: column[record] for name, column in own.items()}
+        more["status"][:] = 0
+        more["length"][:] = fragments["stop"] - fragments["start"]
+        more["supervised"][:] = fragments["supervised"]
+        more["num_images"][:] = fragments["last_image"] - fragments["first_image"]
         for name in ("num_decoded", "weight_checksum"):
-            columns[name][count:][fragments["number"] > 0] = 0  # counted with the first fragment
+            more[name][fragments["number"] > 0] = 0  # counted with the first fragment
+        columns: dict[str, Any] = {}
+        for name, column in own.items():
+            values = more[name]
+            if not column.flags.writeable and name != "status" and (values == column[:1]).all():
+                columns[name] = np.broadcast_to(column[0], count + len(values))
+                continue
+            columns[name] = self.empty(count + len(values), column.dtype)
+            columns[name][:count] = column
+            columns[name][count:] = values
+        columns["status"][record] = -1
         return replace(self, **columns, fragments=fragments)
 
     def group_numbers(self) -> Int64 | None:
@@ -225,12 +251,17 @@ class RecordTable:
         )
 
 
-def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
-    """Join the files of chunks that are all measured."""
+def load_table(chunks: Sequence[Chunk], sources: int, folder: Path) -> RecordTable:
+    """Join the files of chunks that are all measured.
+
+    Args:
+        chunks: chunks in input order.
+        sources: number of sources.
+        folder: folder for the columns.
+    """
     counts = [measured_records(chunk) for chunk in chunks]
     total = sum(counts)
-    # Filled chunk by chunk: joining at the end would need the memory twice. A column of equal values (such as those of
-    # images in a text dataset) is one value, which is repeated.
+    # A column of equal values (such as those of images in a text dataset) is one value, which is repeated.
     columns: dict[str, npt.NDArray[Any]] = {
         name: np.broadcast_to(np.zeros((), dtype=dtype), total) for name, dtype in NUMERIC.items()
     }
@@ -250,7 +281,7 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
             elif start == 0 and (values == values[0]).all():
                 columns[name] = np.broadcast_to(values[0], total)
             elif start == 0 or (values != column[0]).any():
-                columns[name] = np.empty(total, dtype=column.dtype)
+                columns[name] = disk_array(folder, total, column.dtype)
                 columns[name][:start] = column[:start]
                 columns[name][start : start + count] = values
         for name, counter in read_counts(table).items():
@@ -261,6 +292,7 @@ def load_table(chunks: Sequence[Chunk], sources: int) -> RecordTable:
     return RecordTable(
         **columns,
         source_starts=np.cumsum(per_source),
+        folder=folder,
         files=[chunk.file for chunk in chunks],
         file_starts=np.cumsum([0, *counts], dtype=np.int64)[:-1],
         counts=listed,
@@ -300,5 +332,7 @@ def most_common(counts: Counter[str]) -> dict[str, int]:
 
 def reject_counts(status: npt.NDArray[np.int8]) -> dict[str, int]:
     """Rejected records by reason; only reasons that occur."""
-    counts = np.bincount(status, minlength=len(STATUSES))
+    counts = np.zeros(len(STATUSES), dtype=np.int64)
+    for block in blocks(len(status)):
+        counts += np.bincount(status[block], minlength=len(STATUSES))
     return {name: int(count) for name, count in zip(STATUSES, counts, strict=True) if count and name != PACKED}

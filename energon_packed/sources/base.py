@@ -168,14 +168,19 @@ class Source(ABC):
         chunks = self.chunks()
         return [address - chunks[0][0] for address in addresses]
 
-    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    def line_numbers(
+        self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any], out: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.int64]:
         """Line of `path` that each record is on, from 1: int64 (k,), 0 if records are not lines or it is not known.
 
         Args:
             addresses: int64 (k,), ascending, as in `SourceRecord`.
             sizes: integers (k,), as in `SourceRecord`; 0 if they are not known, which reads more of the file.
+            out: int64 (k,), is filled and returned; None for a new array.
         """
-        return np.zeros(len(addresses), dtype=np.int64)
+        lines = np.empty(len(addresses), dtype=np.int64) if out is None else out
+        lines[:] = 0
+        return lines
 
     def fingerprint(self) -> str:
         """Hex digest of the size and of samples of the bytes, so that a copy has the same fingerprint."""

@@ -16,6 +16,7 @@ import orjson
 import pyarrow as pa
 
 from energon_packed.errors import Reason, Reject
+from energon_packed.files import blocks
 from energon_packed.records.exact_json import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord
@@ -51,11 +52,17 @@ class CsvSource(ArrowSource):
 
         return cls(path, data=converted(path, work_dir, ".arrow", convert), image_root=image_root)
 
-    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    def line_numbers(
+        self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any], out: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.int64]:
         """Look up the first line of each row in the converted copy."""
         with pa.memory_map(str(self.data)) as source:
-            lines = pa.ipc.open_file(source).read_all()[_LINE].to_numpy()
-            return np.asarray(lines[addresses], dtype=np.int64)
+            column = pa.ipc.open_file(source).read_all()[_LINE]
+            lines = np.empty(len(addresses), dtype=np.int64) if out is None else out
+            for block in blocks(len(addresses)):
+                own = addresses[block]
+                lines[block] = column.slice(own[0], own[-1] - own[0] + 1).to_numpy()[own - own[0]]
+            return lines
 
     def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
         if isinstance(values, dict):

@@ -162,7 +162,9 @@ class JsonlSource(Source):
         start, stop = self.chunks()[0][0], max(addresses, default=0) + 1
         return indices_of(addresses, (offset for offset, _ in self._lines(start, stop)))
 
-    def line_numbers(self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    def line_numbers(
+        self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any], out: npt.NDArray[np.int64] | None = None
+    ) -> npt.NDArray[np.int64]:
         """Count the lines of the records, and read the bytes between them, for which a remote file is not read.
 
         They are not known for elements of an array or object, nor in an input part that starts within the file.
@@ -175,9 +177,10 @@ class JsonlSource(Source):
             ends = addresses[:-1][block] + sizes[:-1][block]
             gaps += (np.flatnonzero(addresses[1:][block] > ends) + block.start + 1).tolist()
         if is_copied or self.share[0] > 0 or (gaps and is_remote(self.data)):
-            return super().line_numbers(addresses, sizes)
+            return super().line_numbers(addresses, sizes, out)
         # A longer line has not its whole size in `sizes`; the rest of it, with its end, is a gap.
-        lines = np.ones_like(addresses)
+        lines = np.empty_like(addresses) if out is None else out
+        lines[:1] = 1
         for block in blocks:
             lines[1:][block] = (sizes[:-1][block] > 0) & (sizes[:-1][block] < LONGEST_RECORD)
         if gaps:

@@ -606,7 +606,9 @@ def test_verify_finds_a_group_in_two_rows(grouped: Callable[..., PackResult], mo
     assert checks["groups are whole, each in one row"].summary == "30 groups"
     planned = plan_stage._plan_group
     with monkeypatch.context() as patched:
-        patched.setattr(plan_stage, "_plan_group", lambda lengths, options, units: planned(lengths, options, None))
+        patched.setattr(
+            plan_stage, "_plan_group", lambda lengths, options, units, table: planned(lengths, options, None, table)
+        )
         torn = grouped(records, "torn")
     checks = {check.name: check for check in verify(PackedFolder.open(torn.shards), None)}
     assert checks["groups are whole, each in one row"].passed is False

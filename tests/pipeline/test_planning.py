@@ -59,6 +59,7 @@ def table_of(count: int, seed: int = 0, **columns: Any) -> Any:
     return table.RecordTable(
         **values,
         source_starts=np.array([0, count]),
+        folder=Path(),
         files=[Path("a.arrow"), Path("b.arrow")],
         file_starts=np.array([0, half]),
         counts={},
@@ -109,7 +110,7 @@ def shards_of(packs: int, max_packs: int) -> int:
 )
 def test_packs_are_those_of_each_group_in_a_random_order(values: dict[str, Any]) -> None:
     options, records = options_of(**values), table_of(90)
-    plan = plan_stage.plan_packs(records, options)
+    plan, _, _ = plan_stage.plan_packs(records, options)
     groups = [[row for row in range(90) if records.status[row] == 0]]
     if options.group_by == "media":
         groups = [[row for row in groups[0] if records.kind[row] == kind] for kind in (0, 1, 2)]
@@ -134,11 +135,11 @@ def test_packs_are_those_of_each_group_in_a_random_order(values: dict[str, Any])
 
 def test_a_group_without_a_record_has_no_packs() -> None:
     options = options_of(group_by="media")
-    plan = plan_stage.plan_packs(table_of(4, status=[0] * 4, kind=[2, 0, 2, 0]), options)
+    plan, _, _ = plan_stage.plan_packs(table_of(4, status=[0] * 4, kind=[2, 0, 2, 0]), options)
     assert sorted(row for pack in plan for row in pack) == [0, 1, 2, 3]
-    none = plan_stage.plan_packs(table_of(4, status=[1] * 4), options)
+    none, pack, _ = plan_stage.plan_packs(table_of(4, status=[1] * 4), options)
     assert (none.num_packs, none.indices.tolist(), none.offsets.tolist()) == (0, [], [0])
-    assert plan_stage.plan_shards(none, table_of(4, status=[1] * 4), options) == []
+    assert plan_stage.plan_shards(none, pack, table_of(4, status=[1] * 4), options) == []
 
 
 @pytest.mark.parametrize("sample_class", ["PackedCaptioningSample", "PackedTokensSample", "MultiMixQASample"])
@@ -155,9 +156,9 @@ def test_sizes_of_shards_are_the_sum_of_their_members(sample_class: str, media: 
         shard_prefix="some",
     )
     records = table_of(120)
-    plan = plan_stage.plan_packs(records, options)
+    plan, pack, place = plan_stage.plan_packs(records, options)
     before = {name: getattr(records, name).copy() for name in chunks.NUMERIC}
-    shards = plan_stage.plan_shards(plan, records, options)
+    shards = plan_stage.plan_shards(plan, pack, records, options)
     assert all((getattr(records, name) == column).all() for name, column in before.items())
     tokens = sample_class == "PackedTokensSample"
 
@@ -192,7 +193,12 @@ def test_sizes_of_shards_are_the_sum_of_their_members(sample_class: str, media: 
         assert shard.name("some") == f"some-{number:06d}.tar"
     assert {shard.split for shard in shards} == {"train", "val"}
     whole = plan_stage.Plan(
-        status=records.status, entries=records, packs=plan, shards=shards, utilization_ungrouped=None
+        status=records.status,
+        entries=records,
+        packs=plan,
+        places=plan_stage.sample_places(pack, place, shards, options),
+        shards=shards,
+        utilization_ungrouped=None,
     )
     assert whole.num_bytes == sum(written)
 
@@ -200,9 +206,9 @@ def test_sizes_of_shards_are_the_sum_of_their_members(sample_class: str, media: 
 def test_places_are_those_of_the_shards() -> None:
     options = options_of(max_packs_per_shard=6, shard_prefix="some")
     records = table_of(80)
-    plan = plan_stage.plan_packs(records, options)
-    shards = plan_stage.plan_shards(plan, records, options)
-    places = plan_stage.sample_places(80, plan, shards, options)
+    plan, pack, place = plan_stage.plan_packs(records, options)
+    shards = plan_stage.plan_shards(plan, pack, records, options)
+    places = plan_stage.sample_places(pack, place, shards, options)
     expected = {int(row): (pack, place) for pack, rows in enumerate(plan) for place, row in enumerate(rows)}
     assert {row: (pack, places.sample[row]) for row, pack in enumerate(places.pack) if pack >= 0} == expected
     assert {int(places.sample[row]) for row in range(80) if row not in expected} == {0}
@@ -214,7 +220,7 @@ def test_places_are_those_of_the_shards() -> None:
         assert (key[row], sample[row], shard[row]) == (
             (None, None, None) if pack is None else (f"some_{pack:08d}", place, names[pack])
         )
-    without = plan_stage.sample_places(3, None, [], options)
+    without = plan_stage.sample_places(np.full(3, -1), np.zeros(3), [], options)
     assert (without.pack.tolist(), without.shards, len(without.first_packs)) == ([-1] * 3, [], 0)
     assert [column.to_pylist() for column in without.columns(np.arange(3))] == [[None] * 3] * 3
 
@@ -387,7 +393,7 @@ def test_stored_tokens_with_another_number_of_images_are_not_split(tmp_path: Pat
     for file in files:
         chunks.write_tokens(file, [sample])
     rows = np.arange(2)
-    tokens = chunks.TokenCache(files, records.file_starts, records.length).refs(rows)
+    tokens = chunks.TokenCache(files, records.file_starts, records.length, np.zeros).refs(rows)
     loader = options_of(encoder=Letters()).encoder_loader
     check = plan_stage.OverlongCheck(reader=None, encoder=loader, max_length=40, overlap=3)
     task = plan_stage.OverlongTask(rows=rows, records=records.refs(rows), images=records.num_images, tokens=tokens)

@@ -116,6 +116,7 @@ class Input:
         self.table = table.RecordTable(
             **arrays,
             source_starts=np.array(source_starts),
+            folder=files[0].parent,
             files=files,
             file_starts=np.array(self.file_starts),
             counts={},

@@ -4,7 +4,7 @@ Input: the finished shards of a run, with their state files, its Plan and Record
 packing.json, the PackingManifest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
+from energon_packed.files import blocks
 from energon_packed.pipeline.media.locator import StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.run_state import Fingerprints, RunState
@@ -29,7 +30,6 @@ from energon_packed.shards.nv_meta import write_nv_meta
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import map_paths
 
-_BLOCK = 1 << 18  # samples whose values are copied at a time
 _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs would make it large
 
 
@@ -87,17 +87,23 @@ def _check_shard(tar: Path, shard: ShardSummary) -> None:
 
 def _entries(plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -> list[ShardEntry]:
     """Build the manifest entries of the shards: counts from the plan, size and hash from the tar."""
+    pack, length = plan.places.pack, plan.entries.length
+    tokens = np.zeros(len(shards), dtype=np.int64)
+    for block in blocks(len(pack)):
+        own = np.flatnonzero(pack[block] >= 0) + block.start
+        shard = np.searchsorted(plan.places.first_packs, pack[own], side="right") - 1
+        np.add.at(tokens, shard, np.minimum(length[own], options.usable_len))
     return [
         ShardEntry(
             name=shard.name,
             split=planned.split,
             packs=shard.packs,
             samples=len(planned.rows),
-            tokens=int(np.minimum(plan.entries.length[planned.rows], options.usable_len).sum(dtype=np.int64)),
+            tokens=used,
             bytes=shard.size,
             sha256=shard.sha256,
         )
-        for planned, shard in zip(plan.shards, shards, strict=True)
+        for planned, shard, used in zip(plan.shards, shards, tokens.tolist(), strict=True)
     ]
 
 
@@ -114,12 +120,13 @@ def _manifest(
     encoder = options.encoder_loader.load()
     cut = 0, 0  # records, tokens
     if options.truncate is not None:
-        longer = np.maximum(entries_of.length[packs.indices] - options.usable_len, 0)
-        cut = int(np.count_nonzero(longer)), int(longer.sum(dtype=np.int64))
+        for lengths in entries_of.packable(entries_of.length):
+            longer = np.maximum(lengths - options.usable_len, 0)
+            cut = cut[0] + int(np.count_nonzero(longer)), cut[1] + int(longer.sum(dtype=np.int64))
     fragments = entries_of.fragments
 
     def total(column: npt.NDArray[np.integer[Any]]) -> int:
-        return sum(int(values.sum(dtype=np.int64)) for values in _packed(plan, column))
+        return sum(int(values.sum(dtype=np.int64)) for values in entries_of.packable(column))
 
     num_videos = total(entries_of.num_videos)
     return PackingManifest(
@@ -175,12 +182,6 @@ def _manifest(
     )
 
 
-def _packed(plan: Plan, column: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
-    """Yield the values of a column, (n,), of all packed samples, in blocks."""
-    for first in range(0, len(plan.packs.indices), _BLOCK):
-        yield column[plan.packs.indices[first : first + _BLOCK]]
-
-
 def _groups(plan: Plan) -> int:
     """Number of groups of at least two samples."""
     units = plan.entries.units()
@@ -192,7 +193,7 @@ def _groups(plan: Plan) -> int:
 def _supervised(plan: Plan) -> int | None:
     """Targets in all packs; None if the targets of a sample are unknown."""
     total = 0
-    for targets in _packed(plan, plan.entries.supervised):
+    for targets in plan.entries.packable(plan.entries.supervised):
         if (targets < 0).any():
             return None
         total += int(targets.sum(dtype=np.int64))
@@ -202,21 +203,26 @@ def _supervised(plan: Plan) -> int | None:
 def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:
     """Build the manifest entries of the sources; sources after the first `_MAX_SOURCES` are joined in one entry."""
     configs, readings = state.options.source_configs, [source.reading for source in state.reader.sources]
+    fragments = plan.entries.fragments
     config_of = np.minimum([reading.config for reading in readings], _MAX_SOURCES)
-    packed = plan.status == 0
-    lengths = np.minimum(table.length, state.options.usable_len)
-    if (fragments := plan.entries.fragments) is not None:
-        np.put(lengths, fragments["record"], 0)
-        np.add.at(lengths, fragments["record"], (fragments["stop"] - fragments["start"]).astype(lengths.dtype))
     count = min(len(configs), _MAX_SOURCES + 1)
     # A weight above 1 reads a file several times: repeats are not counted as files.
     originals = [config for config, reading in zip(config_of, readings, strict=True) if not reading.copy]
     totals = (np.bincount(originals, minlength=count), *np.zeros((3, count), dtype=np.int64))
     for config, (start, stop) in zip(config_of.tolist(), pairwise(table.source_starts.tolist()), strict=True):
-        own = packed[start:stop]
         totals[1][config] += stop - start
-        totals[2][config] += np.count_nonzero(own)
-        totals[3][config] += lengths[start:stop].sum(dtype=np.int64, where=own)
+        for block in blocks(stop - start):
+            own = slice(start + block.start, start + block.stop)
+            is_packed = plan.status[own] == 0
+            lengths = np.minimum(table.length[own], state.options.usable_len)
+            if fragments is not None:  # of a split record, its fragments count
+                is_split = slice(*np.searchsorted(fragments["record"], [own.start, own.stop]))
+                record = fragments["record"][is_split] - own.start
+                lengths[record] = 0
+                tokens = fragments["stop"][is_split] - fragments["start"][is_split]
+                np.add.at(lengths, record, tokens.astype(lengths.dtype))
+            totals[2][config] += np.count_nonzero(is_packed)
+            totals[3][config] += lengths.sum(dtype=np.int64, where=is_packed)
     settings = [config.settings() for config in configs[:_MAX_SOURCES]] + [{"path": ["(others)"]}]
     return [
         SourceEntry(**source, files=files, records=records, packed=used, tokens=tokens)

@@ -150,7 +150,7 @@ class MeasureStage:
         with closing(self.engine.run(self.measurer, todo)) as reports:
             for report in reports:
                 self._count(report)
-        table = load_table(chunks, len(self.reader.sources))
+        table = load_table(chunks, len(self.reader.sources), self.folder)
         check_image_urls(table)
         return table
 
@@ -196,7 +196,7 @@ def check_image_urls(table: RecordTable) -> None:
     Raises:
         RejectLimitError: all records that can be packed have it in the same field, and none has an image.
     """
-    packed = int(np.count_nonzero(table.status == 0))
+    packed = sum(map(len, table.packable(table.status)))
     for note, count in table.counts["notes"].items():
         if note.startswith(IMAGE_URL) and count >= packed > 0:
             name = note.removeprefix(IMAGE_URL).strip()

@@ -5,8 +5,7 @@ and the reports lengths.parquet and rejects.jsonl.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +17,9 @@ import numpy.typing as npt
 from energon_packed.encoding import EncodedSample
 from energon_packed.encoding.fragments import Fragments, split_sample, text_fragments
 from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
-from energon_packed.packing import PackPlan, pack_lengths
+from energon_packed.files import blocks
+from energon_packed.packing import PackPlan
+from energon_packed.packing.planner import Assignment, assign
 from energon_packed.pipeline.chunks import (
     KINDS,
     STATUSES,
@@ -42,11 +43,12 @@ from energon_packed.shards.nv_meta import split_ranges
 
 Status = npt.NDArray[np.int8]
 _OVERLONG_BATCH = 64  # records per task
+Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 OVERLONG = STATUSES.index(Reason.OVERLONG.value)
-_PACKS = 1 << 12  # packs that are handled at a time, so that temporary arrays are small
 _MEMBER_OVERHEAD = 1024  # bytes: the 512-byte header of a tar member, and at most 511 bytes of padding
 _TOKENS_JSON = 80  # estimated bytes of a sample of tokens beside its tokens: id, boundaries, supervised spans
+_BUCKET = 1 << 22  # entries of an array that is written in any order
 _LOCATOR = 400  # estimated bytes of a reference to an image or video
 
 
@@ -59,7 +61,7 @@ class ShardPlan:
         split: `train`, `val` or `test`.
         first_pack: index of its first pack.
         rows: int64 (samples,), records of all its packs, pack after pack.
-        offsets: int64 (packs+1,), pack p is `rows[offsets[p]:offsets[p + 1]]`.
+        bounds: int64 (packs+1,), `offsets` of the packs in the plan.
         num_bytes: estimated size of the tar, from the bytes of media and text; references have few bytes.
     """
 
@@ -67,66 +69,149 @@ class ShardPlan:
     split: str
     first_pack: int
     rows: Int64
-    offsets: Int64
+    bounds: Int64
     num_bytes: int
+
+    @property
+    def offsets(self) -> Int64:
+        """Pack p is `rows[offsets[p]:offsets[p + 1]]`: int64 (packs+1,)."""
+        offsets: Int64 = self.bounds - self.bounds[0]
+        return offsets
 
     def name(self, prefix: str) -> str:
         """File name of the tar."""
         return f"{prefix}-{self.number:06d}.tar"
 
 
-def plan_packs(table: RecordTable, options: PackOptions) -> PackPlan:
-    """Pack all records and fragments whose status is 0; `indices` are indices into the table, of int32 if they fit.
+def plan_packs(table: RecordTable, options: PackOptions) -> tuple[PackPlan, Int32, Int32]:
+    """Pack all records and fragments whose status is 0.
 
     Args:
         table: measured records, with the rejects of planning.
         options: options of the run.
+
+    Returns:
+        The packs, whose `indices` are indices into the table, of int32 if they fit; int32 (n,), the pack of each
+        entry, -1 if it is rejected; and int32 (n,), its place in the pack. All arrays are files, except for 12 bytes
+        per pack while they are shuffled.
     """
-    # Half the memory of int64, for tables of almost any size.
-    rows: Any = np.flatnonzero(table.status == 0).astype(np.int32 if len(table) < 1 << 31 else np.int64)
-    lengths = table.length if options.truncate is None else np.minimum(table.length, options.truncate)
-    units, groups = table.units(), [rows]
-    if options.group_by == "media":
-        kinds = table.kind
-        if units is not None:  # a group is of the last of its kinds in KINDS
-            kinds = np.zeros_like(kinds)
-            np.maximum.at(kinds, units[rows], table.kind[rows])
-            kinds = kinds[units]
-        groups = [rows[kinds[rows] == kind] for kind in range(len(KINDS))]
-
-    def plan(rows: Int64) -> PackPlan:
-        own = lengths if len(rows) == len(lengths) else lengths[rows]
-        return _plan_group(own, options, None if units is None else units[rows])
-
-    with ThreadPoolExecutor(len(groups)) as pool:  # in parallel: the kernels release the GIL
-        plans = list(pool.map(plan, groups))
-    # Join the plans: offsets of a group are shifted by the samples of the groups before it.
-    shift = np.cumsum([0, *(plan.offsets[-1] for plan in plans)])
-    joined = PackPlan(
-        indices=np.concatenate([group[plan.indices] for group, plan in zip(groups, plans, strict=True)]),
-        offsets=np.concatenate([[0], *(plan.offsets[1:] + s for plan, s in zip(plans, shift, strict=False))]).astype(
-            np.int64
-        ),
-        overlong=np.zeros(0, dtype=np.int64),
-        tokens=sum(plan.tokens for plan in plans),
-        capacity=options.seq_len,
-    )
+    count, units, lengths, kinds = len(table), table.units(), table.length, table.kind
+    index: Any = np.int32 if count < 1 << 31 else np.int64  # half the memory of int64, for tables of almost any size
+    if options.truncate is not None:
+        lengths = table.copy(lengths)
+        for block in blocks(count):
+            np.minimum(lengths[block], options.truncate, out=lengths[block])
+    if options.group_by == "media" and units is not None:  # a group is of the last of its kinds in KINDS
+        packed = np.flatnonzero(table.status == 0)
+        kinds = np.zeros_like(kinds)
+        np.maximum.at(kinds, units[packed], table.kind[packed])
+        kinds = kinds[units]
+    pack, place = table.empty(count, index), table.empty(count, np.int32)
+    for block in blocks(count):
+        pack[block] = -1
+    sizes, packs, tokens = [np.zeros(0, dtype=np.int32)], 0, 0
+    for kind in range(len(KINDS)) if options.group_by == "media" else (None,):
+        rows = _rows(table, None if kind is None else kinds, kind)
+        own = table.empty(len(rows), np.int32)
+        for block in blocks(len(rows)):
+            own[block] = lengths[rows[block]]
+            tokens += int(own[block].sum(dtype=np.int64))
+        assigned = _plan_group(own, options, None if units is None else units[rows], table)
+        for block in blocks(len(rows)):
+            pack[rows[block]] = assigned.pack[block] + packs
+            place[rows[block]] = assigned.place[block]
+        sizes.append(assigned.sizes)
+        packs += len(assigned.sizes)
     # Planners emit packs by length: without a shuffle, splits and shards would differ in their samples.
-    order = np.random.default_rng(options.seed).permutation(joined.num_packs)
-    del plans, rows, groups
-    return joined.reordered(order)
+    order = np.arange(packs, dtype=index)
+    np.random.default_rng(options.seed).shuffle(order)
+    number, offsets = table.empty(packs, index), table.empty(packs + 1, np.int64)
+    joined = np.concatenate(sizes)
+    del sizes, assigned
+    for block in blocks(packs):
+        number[order[block]] = np.arange(block.start, block.stop)
+        offsets[block.start + 1 : block.stop + 1] = (
+            np.cumsum(joined[order[block]], dtype=np.int64) + offsets[block.start]
+        )
+    del order, joined
+    indices = table.empty(int(offsets[-1]), index)
+
+    def places() -> Iterator[tuple[Int64, Int64]]:
+        for block in blocks(count):
+            own = np.flatnonzero(pack[block] >= 0)
+            pack[block][own] = number[pack[block][own]]
+            yield offsets[pack[block][own]] + place[block][own], own + block.start
+
+    _distribute(places(), [indices], table)
+    plan = PackPlan(
+        indices=indices, offsets=offsets, overlong=np.zeros(0, dtype=np.int64), tokens=tokens, capacity=options.seq_len
+    )
+    return plan, pack, place
 
 
-def _plan_group(lengths: npt.NDArray[np.int32], options: PackOptions, units: Int64 | None) -> PackPlan:
+def _rows(table: RecordTable, kinds: Status | None, kind: int | None) -> npt.NDArray[Any]:
+    """Entries of a kind whose status is 0, in order, integers (k,); of all kinds, if `kinds` is None."""
+    rows, total = table.empty(len(table), np.int32 if len(table) < 1 << 31 else np.int64), 0
+    for block in blocks(len(table)):
+        own = table.status[block] == 0
+        if kinds is not None:
+            own &= kinds[block] == kind
+        found = np.flatnonzero(own)
+        rows[total : total + len(found)] = found + block.start
+        total += len(found)
+    return rows[:total]
+
+
+def _plan_group(
+    lengths: npt.NDArray[np.int32], options: PackOptions, units: Int64 | None, table: RecordTable
+) -> Assignment:
     single = not options.codec.packed
-    return pack_lengths(
+    return assign(
         lengths,
         options.seq_len,
-        algorithm="sequential" if single else options.algorithm,
-        max_samples=1 if single else options.max_samples_per_pack,
-        multiple=options.pad_multiple,
-        groups=units,
+        "sequential" if single else options.algorithm,
+        1 if single else options.max_samples_per_pack,
+        options.pad_multiple,
+        units,
+        table.empty,
     )
+
+
+def _distribute(
+    parts: Iterable[tuple[npt.NDArray[Any], ...]], outs: Sequence[npt.NDArray[Any]], table: RecordTable
+) -> None:
+    """Write values to places in any order, each place once: `outs[i][place] = values[i]`.
+
+    They pass through buckets of consecutive places, so that files are read and written nearly in order.
+
+    Args:
+        parts: integers (k,), places, then (k,) values for each of `outs`.
+        outs: arrays (m,).
+        table: makes the buckets.
+    """
+    count = len(outs[0])
+    if count <= _BUCKET:
+        for place, *values in parts:
+            for out, own in zip(outs, values, strict=True):
+                out[place] = own
+        return
+    places, buckets = table.empty(count, np.int32), [table.empty(count, out.dtype) for out in outs]
+    filled = list(range(0, count, _BUCKET))
+    for place, *values in parts:
+        bucket = (place // _BUCKET).astype(np.uint16)
+        order = np.argsort(bucket, kind="stable")
+        used, starts = np.unique(bucket[order], return_index=True)
+        for number, first, last in zip(used.tolist(), starts, np.append(starts[1:], len(order)), strict=False):
+            own = order[first:last]
+            target = slice(filled[number], filled[number] + len(own))
+            filled[number] = target.stop
+            places[target] = place[own] - number * _BUCKET
+            for stored, column in zip(buckets, values, strict=True):
+                stored[target] = column[own]
+    for first in range(0, count, _BUCKET):
+        target = slice(first, first + _BUCKET)
+        for out, stored in zip(outs, buckets, strict=True):
+            out[target][places[target]] = stored[target]
 
 
 def _columns_bytes(table: RecordTable) -> Int64:
@@ -134,70 +219,76 @@ def _columns_bytes(table: RecordTable) -> Int64:
     sizes = table.columns_bytes
     if table.fragments is None or not sizes.any():
         return sizes
-    own, count = sizes.copy(), len(table) - len(table.fragments)
+    own, count = table.copy(sizes), len(table) - len(table.fragments)
     own[count:] = own[count:] * table.length[count:] // table.fragments["total"]
     return own
 
 
-def plan_shards(plan: PackPlan, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
-    """Cut the packs into splits, and each split into shards of even size within the limits."""
-    sizes, written = _pack_sizes(plan, table, options)
+def plan_shards(plan: PackPlan, pack: Int32, table: RecordTable, options: PackOptions) -> list[ShardPlan]:
+    """Cut the packs into splits, and each split into shards of even size within the limits.
+
+    Args:
+        plan, pack: the packs, and the pack of each entry of the table, as `plan_packs` returns them.
+        table: entries.
+        options: options of the run.
+    """
+    sizes, written = _pack_sizes(plan, pack, table, options)
     shards: list[ShardPlan] = []
     for split, (start, stop) in split_ranges(plan.num_packs, options.split).items():
         for first, last in cut_evenly(sizes[start:stop], options.max_packs_per_shard, options.max_shard_bytes):
             begin, end = start + first, start + last
-            offsets = plan.offsets[begin : end + 1]
+            bounds = plan.offsets[begin : end + 1]
             shards.append(
                 ShardPlan(
                     number=len(shards),
                     split=split,
                     first_pack=begin,
-                    rows=plan.indices[offsets[0] : offsets[-1]],
-                    offsets=offsets - offsets[0],
+                    rows=plan.indices[bounds[0] : bounds[-1]],
+                    bounds=bounds,
                     num_bytes=int(written[begin:end].sum()),
                 )
             )
     return shards
 
 
-def _pack_sizes(plan: PackPlan, table: RecordTable, options: PackOptions) -> tuple[Int64, Int64]:
+def _pack_sizes(plan: PackPlan, pack: Int32, table: RecordTable, options: PackOptions) -> tuple[Int64, Int64]:
     """Estimate the bytes of each pack, int64 (P,): with all files, by which packs are cut into shards, and as written.
 
     They differ if media are stored by reference.
     """
-    columns_bytes, with_media = _columns_bytes(table), np.zeros(plan.num_packs, dtype=np.int64)
-    written = with_media.copy() if options.media == "reference" else with_media
-    for first in range(0, plan.num_packs, _PACKS):  # in blocks, as a sample needs several numbers
-        bounds = plan.offsets[first : first + _PACKS + 1]
-        rows, starts = plan.indices[bounds[0] : bounds[-1]], bounds[:-1] - bounds[0]
-        images, videos, audios = (column[rows] for column in (table.num_images, table.num_videos, table.num_audios))
-        media, files = table.media_bytes[rows], images + videos + audios
+    columns_bytes, with_media = _columns_bytes(table), table.empty(plan.num_packs, np.int64)
+    with_media[:] = _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members beside the media
+    written = with_media
+    if options.media == "reference":
+        written = table.copy(with_media)
+        written += _MEMBER_OVERHEAD
+    for block in blocks(len(table)):
+        own = np.flatnonzero(pack[block] >= 0) + block.start
+        images, videos, audios = (column[own] for column in (table.num_images, table.num_videos, table.num_audios))
+        media, files = table.media_bytes[own], images + videos + audios
         if options.extract_frames:
-            media = np.where(videos > 0, table.extracted_bytes[rows], media)
-            files = images + table.num_frames[rows] + audios
-        content = media + _MEMBER_OVERHEAD * files + table.frames_bytes[rows]
+            media = np.where(videos > 0, table.extracted_bytes[own], media)
+            files = images + table.num_frames[own] + audios
+        content = media + _MEMBER_OVERHEAD * files + table.frames_bytes[own]
         if options.codec.stores_tokens:
-            content += 4 * table.length[rows].astype(np.int64) + _TOKENS_JSON + columns_bytes[rows]
+            content += 4 * table.length[own].astype(np.int64) + _TOKENS_JSON + columns_bytes[own]
         else:
-            content += table.text_bytes[rows]
-        sizes = np.add.reduceat(content, starts)
-        sizes += _MEMBER_OVERHEAD * (4 if options.codec.stores_tokens else 1)  # members of a pack beside the media
-        with_media[first : first + _PACKS] = sizes
+            content += table.text_bytes[own]
+        np.add.at(with_media, pack[own], content)
         if options.media == "reference":  # the cuts stay those of a copy
-            absent = media + (_MEMBER_OVERHEAD - _LOCATOR) * files
-            written[first : first + _PACKS] = sizes - np.add.reduceat(absent, starts) + _MEMBER_OVERHEAD
+            np.add.at(written, pack[own], content - media - (_MEMBER_OVERHEAD - _LOCATOR) * files)
     return with_media, written
 
 
 def cut_evenly(sizes: Int64, max_packs: int, max_bytes: int) -> list[tuple[int, int]]:
     """Cut packs into as few ranges as the byte limit allows, of even count, with at most `max_packs` packs each."""
     ranges: list[tuple[int, int]] = []
-    total = np.concatenate([[0], np.cumsum(sizes)])
     start = 0
     while start < len(sizes):
-        by_bytes = int(np.searchsorted(total, total[start] + max_bytes, side="right")) - 1
         remaining = len(sizes) - start
         even = -(-remaining // -(-remaining // max_packs))  # ceil(remaining / number of shards of max_packs)
+        total = np.cumsum(sizes[start : start + even])
+        by_bytes = start + int(np.searchsorted(total, max_bytes, side="right"))
         stop = max(start + 1, min(by_bytes, start + even))  # a pack larger than max_bytes is alone in its shard
         ranges.append((start, stop))
         start = stop
@@ -277,6 +368,7 @@ class Plan:
         status: int8 (n,), index into STATUSES, including the rejects that depend on `seq_len`.
         entries: what is packed: the records, and the fragments of records that are split.
         packs: all packs; `indices` are indices into `entries`.
+        places: place of each entry in the dataset.
         shards: the packs of each shard.
         utilization_ungrouped: utilization with `group_by='none'`, if the run groups; else None.
     """
@@ -284,6 +376,7 @@ class Plan:
     status: Status
     entries: RecordTable
     packs: PackPlan
+    places: SamplePlaces
     shards: list[ShardPlan]
     utilization_ungrouped: float | None
 
@@ -313,34 +406,35 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
     try:
         rejects.check(options.limits, str(output.rejects))
     except RejectLimitError:
-        report(places=sample_places(len(entries), None, [], options))
+        nowhere = entries.empty(len(entries), np.int32)
+        nowhere[:] = -1
+        report(places=sample_places(nowhere, np.zeros_like(nowhere), [], options))
         raise
-    packs = plan_packs(entries, options)
+    packs, pack, place = plan_packs(entries, options)
     ungrouped = None
     if options.group_by != "none":
-        ungrouped = plan_packs(entries, replace(options, group_by="none")).utilization
-    shards = plan_shards(packs, entries, options)
+        ungrouped = plan_packs(entries, replace(options, group_by="none"))[0].utilization
+    shards = plan_shards(packs, pack, entries, options)
     if sum(len(shard.rows) for shard in shards) != len(packs.indices):
         raise AssertionError("the shards do not contain every packed sample")
-    report(places=sample_places(len(entries), packs, shards, options))
+    places = sample_places(pack, place, shards, options)
+    report(places=places)
     state.progress.advance(len(table), len(table))
-    return Plan(status=rejects.status, entries=entries, packs=packs, shards=shards, utilization_ungrouped=ungrouped)
+    return Plan(
+        status=rejects.status,
+        entries=entries,
+        packs=packs,
+        places=places,
+        shards=shards,
+        utilization_ungrouped=ungrouped,
+    )
 
 
-def sample_places(
-    count: int, packs: PackPlan | None, shards: Sequence[ShardPlan], options: PackOptions
-) -> SamplePlaces:
-    """Find the place in the dataset of each of `count` entries; without packs, none has a place."""
-    pack, sample = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.int32)
-    if packs is not None:
-        for first in range(0, packs.num_packs, _PACKS):
-            bounds = packs.offsets[first : first + _PACKS + 1]
-            rows, sizes = packs.indices[bounds[0] : bounds[-1]], np.diff(bounds)
-            pack[rows] = np.repeat(np.arange(first, first + len(sizes)), sizes)
-            sample[rows] = np.arange(bounds[0], bounds[-1]) - np.repeat(bounds[:-1], sizes)
+def sample_places(pack: Int32, place: Int32, shards: Sequence[ShardPlan], options: PackOptions) -> SamplePlaces:
+    """Find the place in the dataset of each entry from its pack and the place in it, as `plan_packs` returns them."""
     return SamplePlaces(
         pack=pack,
-        sample=sample,
+        sample=place,
         first_packs=np.array([shard.first_pack for shard in shards], dtype=np.int64),
         shards=[shard.name(options.prefix) for shard in shards],
         prefix=options.prefix,
@@ -370,27 +464,33 @@ def plan_rejects(
         The rejected records, and the entries to pack: the records with their status after planning and their targets
         after truncation, and the fragments of records that are split.
     """
-    status, supervised, checksums = table.status.copy(), table.supervised, table.weight_checksum
+    status, supervised, checksums = table.copy(table.status), table.supervised, table.weight_checksum
     if options.truncate is not None:
-        supervised, checksums = supervised.copy(), checksums.copy()
+        supervised, checksums = table.copy(supervised), table.copy(checksums)
     details: dict[int, str] = {}
     # `status` and `details` are filled below, after the object that shares them is made.
     rejects = TableRejects(
         table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
     )
     if max_images is not None:
-        status[(status == 0) & (table.num_images > max_images)] = OVERLONG
+        for block in blocks(len(table)):
+            status[block][(status[block] == 0) & (table.num_images[block] > max_images)] = OVERLONG
     if table.has_groups:
         check_complete(table, reader)
         reject_groups(table, options, status, details, max_images)
-    is_overlong = (status == 0) & (table.length > options.usable_len)  # no group: these are rejected by now
+    # No group is overlong: these are rejected by now.
+    longer = [
+        block.start + np.flatnonzero((status[block] == 0) & (table.length[block] > options.usable_len))
+        for block in blocks(len(table))
+    ]
+    overlong = np.concatenate([np.zeros(0, dtype=np.int64), *longer])
     entries = replace(table, status=status, supervised=supervised, weight_checksum=checksums)
     fragments = [table.samples[status[table.samples["record"]] == 0]]
     if options.overlong == "split":
-        status[is_overlong & (table.divisible == 0)] = OVERLONG
+        status[overlong[table.divisible[overlong] == 0]] = OVERLONG
     elif options.truncate is None:
-        status[is_overlong] = OVERLONG
-    overlong = np.flatnonzero(is_overlong & (status == 0))
+        status[overlong] = OVERLONG
+    overlong = overlong[status[overlong] == 0]
     if options.overlong == "split":
         # The fragments of text whose tokens are all targets follow from its length; the other records are read.
         is_text = (table.num_images[overlong] == 0) & (supervised[overlong] == table.length[overlong] - 1)
@@ -441,12 +541,15 @@ def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
         return None
     columns = None
     if table.columns_bytes.any():
-        columns = RecordBytes([columns_file(file) for file in table.files], table.file_starts, table.columns_bytes)
-    return TokenCache([tokens_file(file) for file in table.files], table.file_starts, table.length, columns)
+        files = [columns_file(file) for file in table.files]
+        columns = RecordBytes(files, table.file_starts, table.columns_bytes, table.empty)
+    files = [tokens_file(file) for file in table.files]
+    return TokenCache(files, table.file_starts, table.length, table.empty, columns)
 
 
 def kept_frames(table: RecordTable) -> RecordBytes | None:
     """Return the frames and clips that the measure stage selected; None if no record has videos or audio."""
     if not table.frames_bytes.any():
         return None
-    return RecordBytes([frames_file(file) for file in table.files], table.file_starts, table.frames_bytes)
+    files = [frames_file(file) for file in table.files]
+    return RecordBytes(files, table.file_starts, table.frames_bytes, table.empty)
