@@ -9,8 +9,9 @@
 | `steps_per_epoch` | micro batches per rank, before training |
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
+from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import read_metadataset, read_split
 from energon_packed.options import check_type, short
@@ -292,13 +294,21 @@ def repeats_packs(blend: Sequence[LoadedSplit]) -> bool:
     return is_weighted or len({(member.path, member.split) for member in blend}) < len(blend)
 
 
-def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
-    """Draw `count` of `packs` pack indices, int64 (count,): each equally often, and a random few one time more."""
-    # Sorted, so that an epoch without shuffling reads the tars in order.
-    copies, rest = divmod(count, packs)
-    if not rest:  # the packs of a folder: a permutation of 100 million needs seconds
-        return np.arange(packs) if copies == 1 else np.tile(np.arange(packs), copies)
-    return np.concatenate([np.tile(np.arange(packs), copies), np.sort(rng.permutation(packs)[:rest])])
+def drawn(packs: int, count: int, key: Sequence[int]) -> Callable[[Int64], Int64]:
+    """Draw `count` of `packs` pack indices: each equally often, and a random few one time more.
+
+    Returns:
+        function of positions in the draw to pack indices, both int64 (n,).
+    """
+    return partial(_pack_at, packs, count // max(packs, 1) * packs, Permutation(packs, key))
+
+
+def _pack_at(packs: int, whole: int, rest: Permutation, positions: Int64) -> Int64:
+    """Pack indices at positions, of which the first `whole` are in complete copies of all packs."""
+    indices = positions % max(packs, 1)
+    is_rest = positions >= whole
+    indices[is_rest] = rest(indices[is_rest])
+    return indices
 
 
 def least_used(used: Int64, count: int, rng: np.random.Generator) -> Int64:

@@ -181,7 +181,7 @@ def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDatas
         numbers = list(sampler)
         assert sorted(numbers) == list(range(len(blend)))
         names = sorted(blend.sample(number).__key__ for number in numbers)
-        items = order.epoch_order(epoch, 0, [order.segment(2, 1)])
+        items = order.items(range(len(order)), epoch, 0, [order.segment(2, 1)])
         assert names == sorted(blend.pack(int(number)).__key__ for number in items)
         assert 1 <= sampler.imbalance.after <= sampler.imbalance.before
 
