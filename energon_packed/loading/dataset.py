@@ -460,7 +460,7 @@ class FolderPacks:
     def __init__(
         self, split: LoadedSplit, encoder: Processor | None, media_root: Mapping[str, str] | None = None
     ) -> None:
-        self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split), media_root)
+        self.reader = ShardReader(shards_in_split(split.listed, split.split), digests_of(split), media_root)
         self.source = SampleSource(str(split.path), dict(split.subflavors))
         self._manifest = split.manifest
         self._encoder = encoder

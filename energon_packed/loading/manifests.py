@@ -23,7 +23,7 @@ from energon_packed.formats import codec_for
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
 from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.trust import check_blend_trusted
-from energon_packed.metadatasets import read_metadataset, read_split
+from energon_packed.metadatasets import SplitFile, read_metadataset, read_split
 from energon_packed.options import check_type, short
 from energon_packed.packing.balance import Int64
 from energon_packed.shards import PackingManifest
@@ -41,6 +41,7 @@ class LoadedSplit:
         path: folder with `.nv-meta`.
         split: name of the split that is read.
         manifest: its packing.json; None if another tool packed it.
+        listed: its split.yaml.
         subflavors: subflavors that the Metadatasets set for it.
         weight: share of the packs of an epoch, 0 to 1; None in a blend that counts repetitions.
         repetitions: how many times an epoch has each of its packs; None in a blend by weight.
@@ -49,6 +50,7 @@ class LoadedSplit:
     path: Path
     split: str
     manifest: PackingManifest | None
+    listed: SplitFile
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     weight: float | None = None
     repetitions: float | None = 1
@@ -59,14 +61,13 @@ class LoadedSplit:
 
         None if it is unknown: split.yaml excludes single packs, or there is no index. Both count whole shards only.
         """
-        split = read_split(self.path)
-        if split.excluded_packs:
+        if self.listed.excluded_packs:
             return None
         if self.manifest is not None:
-            names = set(split.shards(self.split))
+            names = set(self.listed.shards(self.split))
             return sum(shard.packs for shard in self.manifest.shards if shard.name in names)
         try:
-            return len(ShardReader(shards_in_split(self.path, self.split)))
+            return len(ShardReader(shards_in_split(self.listed, self.split)))
         except FormatError:  # no index: Energon raises that when it opens the dataset
             return None
 
@@ -79,10 +80,11 @@ class LoadedSplit:
             ConfigError: the split has no packs.
         """
         folder = dataset_folder(path)
-        read_split(folder).required(split)
+        listed = read_split(folder)
+        listed.required(split)
         manifest = PackingManifest.load_if_there(folder)
-        check_complete(folder, split, manifest)
-        return cls(folder, split, manifest)
+        check_complete(folder, split, listed, manifest)
+        return cls(folder, split, manifest, listed)
 
     def stored_tokens(self) -> Processor:
         """The processor for a dataset that stores all token ids, and no image or video.
@@ -220,7 +222,7 @@ class OpenedSplits(OpenedFiles):
         for split in splits:
             folder = split.path.resolve()
             digests |= {folder / tar.name: digest for tar, digest in digests_of(split).items()}
-            tars |= dict.fromkeys(folder / name for name in read_split(split.path).shards(split.split))
+            tars |= dict.fromkeys(folder / name for name in split.listed.shards(split.split))
         super().__init__(tars, digests)
         self._tars: dict[tuple[Any, str], Path] = {}
         self._urls = {energon_url(folder): folder for folder in self.folders if is_remote(folder)}
