@@ -161,8 +161,8 @@ class ShardReader:
                 self._opened.check(self.tars[shard])  # an index of another tar is a DataChangedError
                 raise
         self._indexes[shard] = offsets
-        if len(self._indexes) > 1 and sum(map(len, list(self._indexes.values()))) > _KEPT:
-            self._indexes.pop(next(iter(list(self._indexes))), None)
+        while len(self._indexes) > 1 and sum(map(len, list(self._indexes.values()))) > _KEPT:
+            self._indexes.pop(next(iter(list(self._indexes)), shard), None)
         return offsets
 
     def first(self, shard: int) -> int:
