@@ -148,7 +148,7 @@ def _sum_known(counts: Sequence[int | None]) -> int | None:
 
 def _scan(folder: Path, split: str) -> BlendInput:
     """Count a dataset packed by other tools, from its indexes and the JSON part of each pack."""
-    tars = shards_in_split(folder, split)
+    tars = shards_in_split(read_split(folder), split)
     reader = ShardReader(tars)
     codec = codec_of(reader[0])  # of the first pack: a dataset has one flavor
     packs = (reader.part(pack, codec.lengths_part) for pack in range(len(reader)))

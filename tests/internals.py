@@ -45,6 +45,7 @@ PLACES = {
     "with_weights": "loading.collation.collator:with_weights",
     "count_batch": "loading.monitoring.counts:count_batch",
     "MapData": "loading.map_data:MapData",
+    "Permutation": "loading.permutation:Permutation",
     "order_lines": "loading.monitoring.order_lines",
     "check_order": "loading.monitoring.order_check:check_order",
     "LoggedData": "loading.monitoring.order_data:LoggedData",

@@ -1,6 +1,6 @@
 """Measure how time and memory grow with the number of records, shards and members.
 
-    python tools/bench_scale.py [--records 1000000] [--parts records shards members driver plan]
+    python tools/bench_scale.py [--records 1000000] [--parts records shards members driver plan training]
 
 records   generated records through lengths, pack, report, inspect, verify, metadataset and the loaders
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
@@ -9,28 +9,36 @@ driver    the driver of `pack` with a table of 10 million synthetic records of t
           memory is needed; pages of mapped files leave the memory if other data needs it
 plan      plan_counts of a million to a billion lognormal lengths, pack_lengths of 10 million, and the packs of nodes
           that plan on their own against those of one plan
+training  1, 10 and 100 million packs, links to one tar of 10,000 packs: first batch, resume and memory of a process;
+          and `order check` of an epoch of a million and 10 million packs, each of one sample
 
 The first three parts run with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases
 per record: from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the
 increase of the peak memory of all processes from a tenth to all. The output has the figures of the page Performance.
 """
 
+import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 from benchlib import Report, Usage, arguments, bench_tokenizer, command, paragraphs, usage
 
 from energon_packed import pack_lengths
 from energon_packed.packing import plan_counts
+from energon_packed.shards import PackingManifest
+from energon_packed.shards.nv_meta import INFO, info_file
 
 _SEQ_LEN = 2048
-_STAGES = ("records", "shards", "members", "driver", "plan")
+_LINKED = 10_000  # packs of the tar to which all shards of the part `training` are linked
+_STAGES = ("records", "shards", "members", "driver", "plan", "training")
 _HEAD = "import logging, sys, time, warnings; warnings.filterwarnings('ignore'); logging.disable(logging.WARNING)\n"
 
 _LOADER = (
@@ -58,6 +66,42 @@ _FIRST = (
 from energon_packed import DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
 next(iter(get_packed_loader(sys.argv[1], num_workers=0)))
 next(iter(DataflowLoader(MapDistributor(PackedDataset(sys.argv[1])), num_workers=0)))
+"""
+)
+
+
+# First batch of a loader, and of a loader that continues from its state: seconds, and growth of the memory in MiB.
+_TRAINING = (
+    _HEAD
+    + """
+from energon_packed import BalancedSampler, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
+from torch.utils.data import DataLoader
+
+def memory():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) / 1024
+
+def make():
+    if sys.argv[2] == "get_packed_loader":
+        return get_packed_loader(sys.argv[1], num_workers=0)
+    dataset = PackedDataset(sys.argv[1])
+    if sys.argv[2] == "BalancedSampler":
+        return DataLoader(dataset, sampler=BalancedSampler(dataset, 8, 0), collate_fn=len)
+    return DataflowLoader(MapDistributor(dataset), num_workers=0, rank=9, world_size=10_000)
+
+before, start = memory(), time.perf_counter()
+loader = make()
+batches = iter(loader)
+next(batches)
+print(time.perf_counter() - start)
+for _ in range(50):
+    next(batches)
+print(memory() - before)
+if hasattr(loader, "state_dict"):
+    state, start = loader.state_dict(), time.perf_counter()
+    loader = make()
+    loader.load_state_dict(state)
+    next(iter(loader))
+    print(time.perf_counter() - start)
 """
 )
 
@@ -312,6 +356,66 @@ def run_plan(report: Report) -> None:
             )
 
 
+def simulated(work: Path, count: int) -> Path:
+    """Return a dataset of `count` packs: links to a tar of 10,000 packs of one sample, and manifests of all shards."""
+    single, out = work / "training", work / f"training-{count}"
+    if not single.exists():
+        options = ("--max-packs-per-shard", _LINKED, "--max-samples-per-pack", 1, "--overlong", "truncate")
+        usage([*packing(jsonl(work, _LINKED), single, tokenizer_of(work)), *map(str, options)])
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(single / "webdataset" / ".nv-meta", out / ".nv-meta", ignore=lambda *_: ["index.sqlite"])
+    manifest = PackingManifest.load(single)
+    [shard] = manifest.shards
+    names = [f"training-{number:06d}.tar" for number in range(count // _LINKED)]
+    for name in names:
+        for suffix in ("", ".idx"):
+            (out / f"{name}{suffix}").hardlink_to(single / "webdataset" / f"{shard.name}{suffix}")
+    replace(manifest, packs=count, shards=[replace(shard, name=name) for name in names]).save(out)
+    (out / ".nv-meta" / INFO).write_bytes(info_file(dict.fromkeys(names, _LINKED)))
+    split = {"split_parts": {"train": names, "val": [], "test": []}, "exclude": []}
+    (out / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump(split))
+    return out
+
+
+def write_log(folder: Path, steps: int, ranks: int) -> None:
+    """Write the order log of a complete epoch of packs of one sample, in the lines of a DataflowLoader."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    header = {"order_log": 1, "run": "0", "world_size": ranks, "loader": "DataflowLoader", "size": steps * ranks}
+    header |= {"endless": False, "starts": [[ranks, [[0, 0]], [0, 0], 0]], "time": "2026-11-20T09:30:00.000+00:00"}
+    for rank in range(ranks):
+        with (folder / f"order-{rank:05d}-000.jsonl").open("w") as stream:
+            stream.write(json.dumps(header | {"rank": rank}) + "\n")
+            stream.writelines(
+                f'{{"epoch": 0, "step": {step + 1}, "line": {step + 2}, "ids": ["scale-{step * ranks + rank:010d}"], '
+                f'"sources": ["x"], "items": [{step * ranks + rank}]}}\n'
+                for step in range(steps)
+            )
+            stream.write(f'{{"epoch": 0, "step": {steps}, "line": {steps + 2}, "end": true}}\n')
+
+
+def run_training(report: Report, work: Path) -> None:
+    """Report the first batch, resume and memory of a process of each loader, and `order check`."""
+    for count in (1_000_000, 10_000_000, 100_000_000):
+        folder = simulated(work, count)
+        for name in ("DataflowLoader", "get_packed_loader", "BalancedSampler"):
+            if name == "BalancedSampler" and count > 1_000_000:  # reads the lengths of all packs
+                continue
+            first, memory, *resumed = map(float, usage([sys.executable, "-c", _TRAINING, folder, name]).output.split())
+            report.add(f"{count:,} packs: {name}: first batch", first, "s", "<= 5" if name == "DataflowLoader" else "")
+            for seconds in resumed:
+                report.add(
+                    f"{count:,} packs: {name}: resume", seconds, "s", "<= 5" if name == "DataflowLoader" else ""
+                )
+            report.add(f"{count:,} packs: {name}: memory of a process", memory, "MiB")
+        shutil.rmtree(folder)
+    for steps in (125_000, 1_250_000):
+        write_log(work / "order-log", steps, 8)
+        used = usage(command("order", "check", work / "order-log"))
+        report.add(f"order log of {8 * steps:,} packs: order check", used.wall, "s", memory=used.memory / 2**20)
+        shutil.rmtree(work / "order-log")
+
+
 def main() -> None:
     """Run the benchmarks and print the results."""
     parser = arguments(__doc__, "scale")
@@ -331,6 +435,8 @@ def main() -> None:
         run_driver(report, work, 10 * options.records)
     if "plan" in options.parts:
         run_plan(report)
+    if "training" in options.parts:
+        run_training(report, work)
     report.finish()
 
 

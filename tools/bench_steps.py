@@ -84,7 +84,7 @@ def orders(report: Report, packs: int) -> None:
         start = time.process_time()
         order = MapDistributor(Rows(sizes), balance=balance, accumulation=accumulation).order
         segment = order.segment(1_000, 1)
-        order.epoch_order(0, 0, [segment])
+        order.items(range(packs), 0, 0, [segment])
         name = "shuffled" if balance is None else f"aligned over {accumulation} micro batches"
         ordered = time.process_time()
         report.add(f"order of {packs:,} packs for 1,000 ranks, {name}", ordered - start, "s", "<= 5")

@@ -219,8 +219,8 @@ def resume() -> Drawing:
     order = Order(map_data(range(12)))
     first = order.segment(2, 1)
     second = first.continued(2, order.segment(3, 1))
-    packs = order.epoch_order(0, 0, [first]).tolist()
-    assert order.epoch_order(0, 0, [first, second]).tolist() == packs
+    packs = order.items(range(12), 0, 0, [first]).tolist()
+    assert order.items(range(12), 0, 0, [first, second]).tolist() == packs
     drawing = Drawing("resume", "An epoch of 12 packs: 2 ranks, a kill, and a restart with 3 ranks", 318)
     left, cell = 8.0, (WIDTH - 16) / len(packs)
     drawing.text(left, 12, "the order of the epoch, computed from seed and epoch: 12 packs", "d-note d-left")

@@ -9,9 +9,9 @@ which are numbered dataset by dataset.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,8 @@ from energon_packed.storage import ReadAhead, is_remote
 _log = logging.getLogger(__name__)
 _MAX_WITH_MEDIA = 20_000
 """Packs of a dataset whose images are read for their costs: more would need minutes when training starts."""
+_TOGETHER = 4096
+"""Indices that a sampler computes together."""
 _AHEAD = 16
 """Packs that a process requests ahead from an object store: at 20 ms for each request, 16 threads read 800 packs/s."""
 
@@ -137,18 +139,21 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         ranks, width = self.ranks, self.ranks * self.rows
-        order = self.order.epoch_order(self.epoch, self.seed, [self.order.segment(ranks, self.rows)])
-        full = len(order) // width * width  # items of full steps
-        steps = order[:full].reshape(-1, self.rows, ranks)  # rank r has every `ranks`-th item of a step
-        rest = order[full:] if not self._drops else order[:0]
-        if self.rank is None:
-            yield from steps.transpose(0, 2, 1).reshape(-1).tolist()
-            yield from rest.tolist()
-            return
-        yield from steps[:, :, self.rank].reshape(-1).tolist()
-        # As DistributedSampler, fill the last step with the first packs: ranks with fewer steps would hang the others.
-        missing = -len(rest) % ranks
-        yield from [*rest.tolist(), *(order[i % len(order)].item() for i in range(missing))][self.rank :: ranks]
+        epoch, size, segments = self.epoch, len(self.order), [self.order.segment(ranks, self.rows)]
+        full = size // width * width  # items of full steps
+        together = max(1, _TOGETHER // width) * width
+        for start in range(0, full, together):
+            part = self.order.items(range(start, min(start + together, full)), epoch, self.seed, segments)
+            steps = part.reshape(-1, self.rows, ranks)  # rank r has every `ranks`-th item of a step
+            of_rank = steps.transpose(0, 2, 1) if self.rank is None else steps[:, :, self.rank]
+            yield from of_rank.reshape(-1).tolist()
+        places = [*range(full, size)] if not self._drops else []
+        if self.rank is not None:
+            # As DistributedSampler, fill the last step with the first packs: ranks with fewer steps would hang the
+            # others.
+            places += [i % size for i in range(-len(places) % ranks)]
+            places = places[self.rank :: ranks]
+        yield from self.order.numbers(places, epoch, self.seed, segments)
 
     def __len__(self) -> int:
         full, rest = divmod(len(self.order), self.ranks * self.rows)
@@ -220,7 +225,6 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
         is_moved = any(map(is_remote, (media_root or {}).values()))
         self._remote = [is_moved or _is_remote(member) for member in self.blend]
         self.read_ahead = _AHEAD if any(self._remote) else 0
-        self._drawn: Int64 | None = None
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
@@ -230,7 +234,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
             ConfigError: accelerate calls it with `dispatch_batches=True`, which would split rows between ranks.
         """
         refuse_dispatch()
-        self._epoch, self._drawn = epoch, None
+        self._items = self.epoch_items(epoch, self.weights)
         self._count = sum(epoch_pack_counts(self.blend, self.packs))
 
     @property
@@ -244,25 +248,25 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
         """Number of packs in each of the D datasets of the blend."""
         return [len(folder.reader) for folder in self._folders]
 
-    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Int64:
-        """Items of an epoch, int64 (N,), dataset by dataset; `item` reads them.
+    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Callable[[Int64], Int64]:
+        """Return the function of indices in an epoch to items, both int64 (n,), which `item` reads.
+
+        The indices are dataset by dataset.
 
         Args:
             epoch: from 0.
             weights: weight of each of the D datasets, instead of the weights of the blend; None if it counts
                 repetitions.
         """
-        blend, packs = self.blend, self.packs
+        blend, packs, starts = self.blend, self.packs, self._starts
         if weights is not None:
             blend = [replace(member, weight=weight) for member, weight in zip(blend, weights, strict=True)]
         counts = epoch_pack_counts(blend, packs)
-        # One generator per dataset: adding a dataset to the blend does not change the packs drawn from the others.
-        return np.concatenate(
-            [
-                self._starts[member] + drawn(packs[member], count, np.random.default_rng([self.seed, epoch, member]))
-                for member, count in enumerate(counts)
-            ]
-        )
+        ends = np.cumsum([0, *counts])
+        # A key per dataset: adding a dataset to the blend does not change the packs drawn from the others.
+        draws = [drawn(packs[member], count, [self.seed, epoch, member]) for member, count in enumerate(counts)]
+
+        return partial(_item_at, starts, ends, draws)
 
     def redrawn(self, used: Int64, count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
         """Items of the rest of an epoch whose weights changed in it, int64 (count,).
@@ -323,7 +327,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sequence[EncodedSample]]:
         """Return the packs of a batch, which are requested together; torch's DataLoader calls it."""
-        items = [self._item_at(index) for index in indices]
+        items = self._numbers(indices)
         self.request(items)
         return [self.item(item) for item in items]
 
@@ -334,11 +338,11 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
             IndexError: the index is out of range.
             FormatError: the shard is damaged, or a length differs from the recorded length.
         """
-        return self.item(self._item_at(index))
+        return self.item(self._numbers([index])[0])
 
     def sample(self, index: int) -> PackSample:
         """Return one pack as its flavor, not encoded. Raises IndexError if the index is out of range."""
-        return self.pack(self._item_at(index))
+        return self.pack(self._numbers([index])[0])
 
     def pack(self, number: int) -> PackSample:
         """Return an item as its flavor, not encoded: a pack by its index over all datasets of the blend."""
@@ -376,20 +380,20 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
 
     @property
     def _packs(self) -> Int64:
-        """Items of the epoch, int64 (N,). DataflowLoader has an order of its own, and needs no second array."""
-        if self._drawn is None:
-            self._drawn = self.epoch_items(self._epoch, self.weights)
-        return self._drawn
+        """Items of the epoch, int64 (N,)."""
+        return self._items(np.arange(len(self)))
 
-    def _item_at(self, index: int) -> int:
-        """Item at an index of the epoch.
+    def _numbers(self, indices: Sequence[int]) -> list[int]:
+        """Items at indices of the epoch.
 
         Raises:
-            IndexError: the index is out of range.
+            IndexError: an index is out of range.
         """
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"Pack index {index} is out of range for a dataset of {len(self)} packs.")
-        return int(self._packs[index])
+        for index in indices:
+            if not -len(self) <= index < len(self):
+                raise IndexError(f"Pack index {index} is out of range for a dataset of {len(self)} packs.")
+        numbers: list[int] = self._items(np.array(indices, dtype=np.int64) % max(len(self), 1)).tolist()
+        return numbers
 
     def _locate(self, number: int) -> tuple[int, int]:
         """(index of the dataset, index of the pack in it) of an item."""
@@ -399,6 +403,22 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
     def _read(self, number: int) -> PackSample:
         member, pack = self._locate(number)
         return self._folders[member].sample(pack)
+
+
+def _item_at(starts: Int64, ends: Int64, draws: Sequence[Callable[[Int64], Int64]], indices: Int64) -> Int64:
+    """Items at indices in an epoch, int64 (n,).
+
+    Args:
+        starts: int64 (D + 1,), first item of each dataset.
+        ends: int64 (D + 1,), first index of each dataset.
+        draws: of each dataset, positions to packs.
+        indices: int64 (n,).
+    """
+    members, items = np.searchsorted(ends, indices, side="right") - 1, np.empty_like(indices)
+    for member in np.unique(members).tolist():
+        of_member = members == member
+        items[of_member] = starts[member] + draws[member](indices[of_member] - ends[member])
+    return items
 
 
 def _is_remote(split: LoadedSplit) -> bool:
@@ -440,7 +460,7 @@ class FolderPacks:
     def __init__(
         self, split: LoadedSplit, encoder: Processor | None, media_root: Mapping[str, str] | None = None
     ) -> None:
-        self.reader = ShardReader(shards_in_split(split.path, split.split), digests_of(split), media_root)
+        self.reader = ShardReader(shards_in_split(split.listed, split.split), digests_of(split), media_root)
         self.source = SampleSource(str(split.path), dict(split.subflavors))
         self._manifest = split.manifest
         self._encoder = encoder

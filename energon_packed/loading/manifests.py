@@ -9,8 +9,9 @@
 | `steps_per_epoch` | micro batches per rank, before training |
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats import codec_for
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
+from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.trust import check_blend_trusted
-from energon_packed.metadatasets import read_metadataset, read_split
+from energon_packed.metadatasets import SplitFile, read_metadataset, read_split
 from energon_packed.options import check_type, short
 from energon_packed.packing.balance import Int64
 from energon_packed.shards import PackingManifest
@@ -39,6 +41,7 @@ class LoadedSplit:
         path: folder with `.nv-meta`.
         split: name of the split that is read.
         manifest: its packing.json; None if another tool packed it.
+        listed: its split.yaml.
         subflavors: subflavors that the Metadatasets set for it.
         weight: share of the packs of an epoch, 0 to 1; None in a blend that counts repetitions.
         repetitions: how many times an epoch has each of its packs; None in a blend by weight.
@@ -47,6 +50,7 @@ class LoadedSplit:
     path: Path
     split: str
     manifest: PackingManifest | None
+    listed: SplitFile
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     weight: float | None = None
     repetitions: float | None = 1
@@ -57,14 +61,13 @@ class LoadedSplit:
 
         None if it is unknown: split.yaml excludes single packs, or there is no index. Both count whole shards only.
         """
-        split = read_split(self.path)
-        if split.excluded_packs:
+        if self.listed.excluded_packs:
             return None
         if self.manifest is not None:
-            names = set(split.shards(self.split))
+            names = set(self.listed.shards(self.split))
             return sum(shard.packs for shard in self.manifest.shards if shard.name in names)
         try:
-            return len(ShardReader(shards_in_split(self.path, self.split)))
+            return len(ShardReader(shards_in_split(self.listed, self.split)))
         except FormatError:  # no index: Energon raises that when it opens the dataset
             return None
 
@@ -77,10 +80,11 @@ class LoadedSplit:
             ConfigError: the split has no packs.
         """
         folder = dataset_folder(path)
-        read_split(folder).required(split)
+        listed = read_split(folder)
+        listed.required(split)
         manifest = PackingManifest.load_if_there(folder)
-        check_complete(folder, split, manifest)
-        return cls(folder, split, manifest)
+        check_complete(folder, split, listed, manifest)
+        return cls(folder, split, manifest, listed)
 
     def stored_tokens(self) -> Processor:
         """The processor for a dataset that stores all token ids, and no image or video.
@@ -218,7 +222,7 @@ class OpenedSplits(OpenedFiles):
         for split in splits:
             folder = split.path.resolve()
             digests |= {folder / tar.name: digest for tar, digest in digests_of(split).items()}
-            tars |= dict.fromkeys(folder / name for name in read_split(split.path).shards(split.split))
+            tars |= dict.fromkeys(folder / name for name in split.listed.shards(split.split))
         super().__init__(tars, digests)
         self._tars: dict[tuple[Any, str], Path] = {}
         self._urls = {energon_url(folder): folder for folder in self.folders if is_remote(folder)}
@@ -292,13 +296,21 @@ def repeats_packs(blend: Sequence[LoadedSplit]) -> bool:
     return is_weighted or len({(member.path, member.split) for member in blend}) < len(blend)
 
 
-def drawn(packs: int, count: int, rng: np.random.Generator) -> Int64:
-    """Draw `count` of `packs` pack indices, int64 (count,): each equally often, and a random few one time more."""
-    # Sorted, so that an epoch without shuffling reads the tars in order.
-    copies, rest = divmod(count, packs)
-    if not rest:  # the packs of a folder: a permutation of 100 million needs seconds
-        return np.arange(packs) if copies == 1 else np.tile(np.arange(packs), copies)
-    return np.concatenate([np.tile(np.arange(packs), copies), np.sort(rng.permutation(packs)[:rest])])
+def drawn(packs: int, count: int, key: Sequence[int]) -> Callable[[Int64], Int64]:
+    """Draw `count` of `packs` pack indices: each equally often, and a random few one time more.
+
+    Returns:
+        function of positions in the draw to pack indices, both int64 (n,).
+    """
+    return partial(_pack_at, packs, count // max(packs, 1) * packs, Permutation(packs, key))
+
+
+def _pack_at(packs: int, whole: int, rest: Permutation, positions: Int64) -> Int64:
+    """Pack indices at positions, of which the first `whole` are in complete copies of all packs."""
+    indices = positions % max(packs, 1)
+    is_rest = positions >= whole
+    indices[is_rest] = rest(indices[is_rest])
+    return indices
 
 
 def least_used(used: Int64, count: int, rng: np.random.Generator) -> Int64:

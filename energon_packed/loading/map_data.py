@@ -9,7 +9,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
@@ -81,14 +81,14 @@ class MapData(ABC):
         """Weights of the datasets of a blend by weight; None for other data."""
         return None
 
-    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Int64:
-        """Return the items of an epoch in the order of the data, int64 (N,).
+    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Callable[[Int64], Int64]:
+        """Return the function of indices in the epoch, in the order of the data, to items, both int64 (n,).
 
         Args:
             epoch: from 0.
             weights: instead of the weights of a blend by weight; otherwise None.
         """
-        return np.arange(len(self), dtype=np.int64)
+        return np.asarray
 
     def redrawn(self, used: Int64, count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
         """Return the items of the rest of an epoch whose weights changed in it, int64 (count,); only of a blend."""
@@ -128,8 +128,8 @@ class IndexedData(MapData):
             )
         return self._data.row_sizes()
 
-    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Int64:
-        """Set the epoch of the data, and return all its indices, int64 (N,)."""
+    def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Callable[[Int64], Int64]:
+        """Set the epoch of the data, whose items are its indices."""
         if isinstance(self._data, HasEpochs):
             self._data.set_epoch(epoch)
         return super().epoch_items(epoch, weights)

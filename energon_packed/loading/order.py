@@ -1,6 +1,7 @@
 """The order of training: map-style data, seed, epoch, rank and step in, the items of that step out.
 
-    order of an epoch   a seeded permutation of its N items, optionally with equal costs of the items in a step
+    order of an epoch   a seeded permutation of its N items, optionally with equal costs of the items in a step;
+                        computed block by block from a function (`permutation.py`), never as a whole
     step s              the next `ranks * rows` items of the order; rank r reads every `ranks`-th of them, from r on
     worker w of W       prepares the steps w, w + W, w + 2 W, ... of its rank
 
@@ -15,19 +16,25 @@ that was used, with any number of ranks and workers.
 Names: an *item* is an index in the data (of all datasets of a blend); a *place* is a position in the order.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.loading.costs.model import CostModel
 from energon_packed.loading.map_data import MapData
+from energon_packed.loading.permutation import Permutation
 from energon_packed.packing.balance import Float64, Int64, StepImbalance, balanced_steps
 
 WINDOW = 128
 """Steps that are sorted by cost together: a larger window aligns better and shuffles less."""
+_BLOCK = 1024
+"""Places that are computed together: the items of a step alone need half the time of a block."""
+_KEPT = 1 << 16
+"""Items of windows that are kept; with more, the two last windows of each change are kept."""
 # Last entries of seeds, so that the orders of a plain shuffle, an aligned shuffle and a redraw are independent.
 _ALIGNED, _REDRAWN = 3, 4
 
@@ -123,9 +130,12 @@ class Order:
         self.data = data
         self.shuffle, self.cost, self.repeat = shuffle, cost, repeat
         self.accumulation = accumulation if cost is not None else 1
-        self._cached: tuple[Any, Int64] | None = None
+        self._turn: tuple[Any, _Turn] | None = None
         if cost is not None:
-            self._costs()  # reads the sizes before workers are forked, which inherit them
+            self.data.item_sizes()  # reads the sizes before workers are forked, which inherit them
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_turn": None}  # of functions, which worker processes make again
 
     def __len__(self) -> int:
         """Items of one epoch."""
@@ -174,7 +184,8 @@ class Order:
         items = []
         for place in places:
             turn, at = divmod(place, size) if self.repeat else (epoch, place)
-            items.append(int(self.epoch_order(turn, seed, segments)[at]))
+            first, window = self._turn_of(turn, seed, segments).window(at)
+            items.append(int(window[at - first]))
         return items
 
     def item_or_error(self, number: int) -> Any:
@@ -184,21 +195,16 @@ class Order:
         except (FormatError, RecordError) as error:
             return error
 
-    def epoch_order(self, epoch: int, seed: int, segments: Sequence[Segment]) -> Int64:
-        """Items of an epoch in their order, int64 (N,); the last result is cached.
+    def items(self, places: range, epoch: int, seed: int, segments: Sequence[Segment]) -> Int64:
+        """Items at consecutive places of an epoch, int64 (n,).
 
         Args:
+            places: from 0 in the epoch.
             epoch: from 0.
             seed: seed of the loader.
             segments: segments of the epoch; with `repeat`, of all epochs so far.
         """
-        layout = tuple(self._layout_of(epoch, segments))
-        # Without alignment, ranks and rows do not change the order: a rank count that changes keeps the cached order.
-        weighted = tuple((part.item, part.weights) for part in layout if part.weights)
-        key = (epoch, seed, weighted if self.cost is None else layout)
-        if self._cached is None or self._cached[0] != key:
-            self._cached = key, self._ordered(epoch, seed, layout)
-        return self._cached[1]
+        return self._turn_of(epoch, seed, segments).items(places.start, places.stop)
 
     def imbalances(self, epoch: int, seed: int, segment: Segment) -> tuple[StepImbalance, StepImbalance]:
         """Time of the slowest rank of each step over the mean rank: (shuffled, aligned).
@@ -206,17 +212,15 @@ class Order:
         A step includes its accumulated steps, after which the ranks wait for each other.
         """
         count, rows = len(self) // segment.aligned_width, segment.rows * segment.accumulation
-        orders = (self._shuffled(epoch, seed, segment.weights)[0], self.epoch_order(epoch, seed, [segment]))
+        turn = self._turn_of(epoch, seed, [segment])
+        orders = [turn.items(0, count * segment.aligned_width, level) for level in (0, -1)]
         # Items of a step alternate between ranks: (step, row, rank) to (step, rank, row).
-        steps = [
-            order[: count * segment.aligned_width].reshape(count, rows, segment.ranks).transpose(0, 2, 1)
-            for order in orders
-        ]
+        steps = [order.reshape(count, rows, segment.ranks).transpose(0, 2, 1) for order in orders]
         costs = self._costs()
         return StepImbalance.of(costs, steps[0]), StepImbalance.of(costs, steps[1])
 
     def _costs(self) -> Float64:
-        """Cost of each item, float64."""
+        """Cost of each item, float64; of data that has other items in each epoch, of the epoch that was set."""
         return (self.cost or CostModel()).costs(self.data.item_sizes())
 
     def _layout_of(self, epoch: int, segments: Sequence[Segment]) -> Iterator[Segment]:
@@ -235,41 +239,129 @@ class Order:
             if start < part.item < start + size:
                 yield replace(part, item=part.item - start)
 
-    def _ordered(self, epoch: int, seed: int, layout: Sequence[Segment]) -> Int64:
-        """Build the order of an epoch; each segment changes only the places from its start on."""
-        order, rng = self._shuffled(epoch, seed, layout[0].weights)
+    def _turn_of(self, epoch: int, seed: int, segments: Sequence[Segment]) -> "_Turn":
+        """Return the order of an epoch with these segments; the last result is kept."""
+        layout = tuple(self._layout_of(epoch, segments))
+        key = (epoch, seed, layout)
+        if self._turn is None or self._turn[0] != key:
+            self._turn = key, _Turn(list(self._levels(epoch, seed, layout)))
+        return self._turn[1]
+
+    def _levels(self, epoch: int, seed: int, layout: Sequence[Segment]) -> Iterator[list["_Region"]]:
+        """Yield the changes of the order of an epoch: the shuffle, then new weights and alignment of each segment."""
+        # Data that depends on the epoch sets it here, before its sizes are read.
+        item_at = self.data.epoch_items(epoch, layout[0].weights)
+        size, key = len(self), [seed, epoch] if self.cost is None else [seed, epoch, _ALIGNED]
+        number_at = Permutation(size, key) if self.shuffle else np.asarray
+        yield [_Region(0, size, _BLOCK, lambda _, start, stop: item_at(number_at(np.arange(start, stop))))]
+        costs = None if self.cost is None else self._costs()
         for i, part in enumerate(layout):
             if i and part.weights != layout[i - 1].weights:
-                order[part.item :] = self._redrawn(order[: part.item], len(order) - part.item, part, epoch, seed)
-            if self.cost is not None:
-                # Later segments have their own generator, which does not depend on the segments before.
-                rng = np.random.default_rng([seed, epoch, _ALIGNED, part.item]) if i else rng
-                if not i:  # items that complete the accumulated steps of the previous epoch
-                    head = slice(part.item % part.width, part.item)
-                    order[head] = self._aligned(order[head], part, rng)
-                order[part.item :] = self._aligned(order[part.item :], part, rng)
-        return order
+                yield [self._redrawn(part, epoch, seed)]
+            if costs is not None:
+                # Only in the first segment, items before it complete the accumulated steps of the previous epoch.
+                head = [] if i else [(part.item % part.width, part.item, 1)]
+                yield [self._aligned(costs, part, *bounds, [seed, epoch]) for bounds in [*head, *self._whole(part)]]
 
-    def _shuffled(self, epoch: int, seed: int, weights: tuple[float, ...] | None) -> tuple[Int64, np.random.Generator]:
-        """The items of an epoch before alignment, and the generator that alignment continues with."""
-        items = self.data.epoch_items(epoch, weights)
-        rng = np.random.default_rng([seed, epoch] if self.cost is None else [seed, epoch, _ALIGNED])
-        return (rng.permutation(items) if self.shuffle else items.copy()), rng
+    def _whole(self, segment: Segment) -> Iterator[tuple[int, int, int]]:
+        """Yield first place, end, and accumulation of whole accumulated steps, then of whole single steps."""
+        start = segment.item
+        for accumulation in sorted({segment.accumulation, 1}, reverse=True):
+            stop = start + (len(self) - start) // (segment.width * accumulation) * segment.width * accumulation
+            yield start, stop, accumulation
+            start = stop
 
-    def _aligned(self, order: Int64, segment: Segment, rng: np.random.Generator) -> Int64:
-        """Reorder items so that a step has equal costs on all ranks; the last, short step is unchanged."""
-        costs, parts, rest = self._costs(), [], order
-        for accumulation in sorted({segment.accumulation, 1}, reverse=True):  # whole steps, then single steps
-            steps, rest = balanced_steps(
-                costs, rest, ranks=segment.ranks, rows=segment.rows * accumulation, window=WINDOW, rng=rng
+    def _aligned(
+        self, costs: Float64, segment: Segment, start: int, stop: int, accumulation: int, key: Sequence[int]
+    ) -> "_Region":
+        """Reorder the items of whole steps, so that a step has equal costs on all ranks."""
+
+        def align(before: _Items, first: int, last: int) -> Int64:
+            # The generator of a window does not depend on the windows and segments before it.
+            steps, _ = balanced_steps(
+                costs,
+                before(first, last),
+                ranks=segment.ranks,
+                rows=segment.rows * accumulation,
+                window=WINDOW,
+                rng=np.random.default_rng([*key, _ALIGNED, segment.item, first]),
             )
             # (step, rank, row) to the order of items, in which rank r has every `ranks`-th item of a step
-            parts.append(steps.transpose(0, 2, 1).ravel())
-        return np.concatenate([*parts, rest])
+            return steps.transpose(0, 2, 1).ravel()
 
-    def _redrawn(self, used: Int64, count: int, segment: Segment, epoch: int, seed: int) -> Int64:
-        """Draw `count` items by new weights, after the items that the epoch has used."""
-        rng = np.random.default_rng([seed, epoch, _REDRAWN, segment.item])
-        assert segment.weights is not None
-        items = self.data.redrawn(used, count, segment.weights, rng)
-        return rng.permutation(items) if self.shuffle else items
+        return _Region(start, stop, WINDOW * segment.width * accumulation, align)
+
+    def _redrawn(self, segment: Segment, epoch: int, seed: int) -> "_Region":
+        """Draw the items of the rest of an epoch by new weights, after the items that the epoch has used."""
+        start, stop, weights = segment.item, len(self), segment.weights
+        assert weights is not None
+
+        def draw(before: _Items, first: int, last: int) -> Int64:
+            # How often each item was used depends on all earlier places, so this is the only array of an epoch.
+            rng = np.random.default_rng([seed, epoch, _REDRAWN, first])
+            items = self.data.redrawn(before(0, first), last - first, weights, rng)
+            return rng.permutation(items) if self.shuffle else items
+
+        return _Region(start, stop, max(1, stop - start), draw)
+
+
+class _Region(NamedTuple):
+    """Consecutive places whose items are changed, window by window.
+
+    Attributes:
+        start, stop: first place, and the place after the last.
+        size: places of a window; the last window may be shorter.
+        change: function of the items before the change, and of the bounds of a window, to the items of the window.
+    """
+
+    start: int
+    stop: int
+    size: int
+    change: "Callable[[_Items, int, int], Int64]"
+
+
+_Items = Callable[[int, int], Int64]
+"""Function of the bounds of a range of places to its items."""
+
+
+class _Turn:
+    """The order of an epoch, of which only the windows that were read last are in memory.
+
+    Args:
+        levels: the changes that make the order, each by its regions, which are sorted. A place between the regions has
+            the item that it had before the change. The first change has a region of all places.
+    """
+
+    def __init__(self, levels: Sequence[Sequence[_Region]]) -> None:
+        self._levels = levels
+        self._windows: dict[tuple[int, int], Int64] = {}  # by level and first place, the window used last at the end
+
+    def items(self, start: int, stop: int, level: int = -1) -> Int64:
+        """Items at places after the change of a level, by default the last, int64 (n,)."""
+        parts = [np.zeros(0, dtype=np.int64)]
+        while start < stop:
+            first, window = self.window(start, level)
+            parts.append(window[start - first : stop - first])
+            start += len(parts[-1])
+        return np.concatenate(parts)
+
+    def window(self, place: int, level: int = -1) -> tuple[int, Int64]:
+        """Return the first place of a window that contains a place, and its items after the change of a level."""
+        level %= len(self._levels)
+        regions = self._levels[level]
+        region = next((region for region in regions if region.start <= place < region.stop), None)
+        if region is None:
+            first, window = self.window(place, level - 1)
+            start = max([first, *(region.stop for region in regions if region.stop <= place)])
+            stop = min([first + len(window), *(region.start for region in regions if region.start > place)])
+            return start, window[start - first : stop - first]
+        first = place - (place - region.start) % region.size
+        if (level, first) in self._windows:
+            window = self._windows.pop((level, first))
+        else:
+            before = partial(self.items, level=level - 1)
+            window = region.change(before, first, min(first + region.size, region.stop))
+        self._windows[level, first] = window
+        while len(self._windows) > 2 * len(self._levels) and sum(map(len, self._windows.values())) > _KEPT:
+            del self._windows[next(iter(self._windows))]
+        return first, window

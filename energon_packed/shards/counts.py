@@ -16,7 +16,7 @@ from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import Codec
 from energon_packed.formats.parts import audio_count, image_count, video_count
 from energon_packed.formats.references import MEDIA_PART, located_names
-from energon_packed.metadatasets import NV_META, read_split
+from energon_packed.metadatasets import NV_META, SplitFile, read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.nv_meta import OLD_INFO
 from energon_packed.shards.reader import ShardReader
@@ -28,7 +28,7 @@ _REMEDY = (
 )
 
 
-def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -> None:
+def check_complete(folder: Path, split: str, splits: SplitFile, manifest: PackingManifest | None) -> None:
     """Refuse a dataset with fewer shards, packs or bytes than it declares; the contents of the tars are not read.
 
     The names, packs and sizes in packing.json and .info.json must agree with split.yaml, the tars and their indexes. A
@@ -37,12 +37,12 @@ def check_complete(folder: Path, split: str, manifest: PackingManifest | None) -
     Args:
         folder: folder with `.nv-meta`.
         split: the split to be read.
+        splits: split.yaml of the folder.
         manifest: packing.json of the folder; None for a third-party dataset.
 
     Raises:
         FormatError: they differ; the message has the file, both counts and the remedy.
     """
-    splits = read_split(folder)
     names = splits.shards(split)
     counts = shard_counts(folder)
     if manifest is not None:

@@ -18,7 +18,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import atomic_write, check_regular_files
 from energon_packed.formats import Codec
-from energon_packed.metadatasets import NV_META, prepared_folder, read_split
+from energon_packed.metadatasets import NV_META, SplitFile, prepared_folder
 from energon_packed.shards import standalone_loader
 from energon_packed.shards.index import write_sqlite_index
 from energon_packed.shards.tar import ShardRows, ShardSummary
@@ -55,13 +55,13 @@ def dataset_folder(path: str | Path) -> Path:
     raise FormatError(f"{root} has no {NV_META} folder; check that the build completed")
 
 
-def shards_in_split(folder: Path, split: str) -> list[Path]:
+def shards_in_split(splits: SplitFile, split: str) -> list[Path]:
     """Return the tar files of `split`.
 
     Raises:
         ConfigError: the split is unknown or empty (the message lists the others), or single packs are excluded.
     """
-    splits = read_split(folder)
+    folder = splits.file.parents[1]
     if excluded := splits.excluded_packs:
         raise ConfigError(
             f"split.yaml of {folder} excludes single packs, such as {excluded[0]}, which only Energon's own loader "

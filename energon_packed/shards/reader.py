@@ -10,8 +10,10 @@ again in the meantime, it has other packs at the same offsets, and a run would r
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -26,14 +28,18 @@ from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
 _REMEDY = "open the dataset again; states that were saved before belong to the old content"
+_KEPT = 1 << 21
+"""Offsets that a reader keeps, 16 MiB: in each process, the packs of about 2,000,000 are found without a read."""
+_OFFSET = 8  # bytes of an entry of .tar.idx
 _Stamp = tuple[int, int]  # (size, time of the last change in ns)
+Int64 = npt.NDArray[np.int64]
 
 
 class ShardReader:
     """Random access to the packs of a list of shards by pack index, counted over all shards.
 
-    Offsets need 8 bytes of memory per pack. Each process opens a shard on first access, so a reader can be pickled
-    and used after a fork.
+    The number of packs of a shard follows from the size of its `.tar.idx`, which is read when a pack of the shard is
+    read first. Each process opens a shard on first access, so a reader can be pickled and used after a fork.
     """
 
     def __init__(
@@ -43,7 +49,7 @@ class ShardReader:
         media_root: Mapping[str, str] | None = None,
         opened: "OpenedFiles | None" = None,
     ) -> None:
-        """Read the `.tar.idx` of each shard.
+        """Count the packs of each shard.
 
         Args:
             tars: shards.
@@ -52,17 +58,16 @@ class ShardReader:
             opened: the state of the shards that later reads compare with, instead of their present state.
 
         Raises:
-            FormatError: a shard or its index is missing, or the two do not match.
+            FormatError: a shard or its index is missing, or an index ends inside an entry.
             ConfigError: `media_root` is invalid.
         """
-        offsets = map_paths(_read_offsets, tars)
+        counts = map_paths(_count_packs, tars)
         self.tars = list(tars)
         self._media_root = moved_folders(media_root)
         self._opened = opened or OpenedFiles(tars, digests)
-        # The offsets of all packs of a shard and its end, shard after shard: int64 (packs + shards,).
-        self._offsets = np.concatenate([np.zeros(0, dtype=np.int64), *offsets])
         # Index of the first pack of each shard, for the binary search of `locate`. A list: bisect is slower on arrays.
-        self._first = np.cumsum([0, *(len(index) - 1 for index in offsets)]).tolist()
+        self._first = np.cumsum([0, *counts]).tolist()
+        self._indexes: dict[int, Int64] = {}  # offsets by shard, the shard used last at the end
         self._streams = Streams()
 
     def __len__(self) -> int:
@@ -128,12 +133,37 @@ class ShardReader:
         self._opened.check(self.tars[self.locate(pack)[0]])
 
     def locate(self, pack: int) -> tuple[int, int, int]:
-        """Return (shard index, start byte, end byte) of a pack."""
+        """Return (shard index, start byte, end byte) of a pack.
+
+        Raises:
+            IndexError: `pack` is out of range.
+            FormatError: as `offsets`.
+        """
         if not 0 <= pack < len(self):
             raise IndexError(f"pack {pack} is out of range for {len(self)} packs")
         shard = bisect_right(self._first, pack) - 1
-        at = pack + shard  # the shards before have an end each
-        return shard, int(self._offsets[at]), int(self._offsets[at + 1])
+        offsets, at = self.offsets(shard), pack - self._first[shard]
+        return shard, int(offsets[at]), int(offsets[at + 1])
+
+    def offsets(self, shard: int) -> Int64:
+        """Return the offset of each pack of a shard, then the end of the last pack: int64 (packs + 1,).
+
+        Raises:
+            FormatError: the index of the shard cannot be read, or does not match the shard.
+            DataChangedError: and the tar was replaced or changed since this reader was made.
+        """
+        # Popped and put back: another thread may drop it at the same time.
+        offsets = self._indexes.pop(shard, None)
+        if offsets is None:
+            try:
+                offsets = _read_offsets(self.tars[shard], self._first[shard + 1] - self._first[shard])
+            except FormatError:
+                self._opened.check(self.tars[shard])  # an index of another tar is a DataChangedError
+                raise
+        self._indexes[shard] = offsets
+        while len(self._indexes) > 1 and sum(map(len, list(self._indexes.values()))) > _KEPT:
+            self._indexes.pop(next(iter(list(self._indexes)), shard), None)
+        return offsets
 
     def first(self, shard: int) -> int:
         """Return the index of the first pack of a shard."""
@@ -263,15 +293,50 @@ def _stamp(status: os.stat_result) -> _Stamp:
     return status.st_size, status.st_mtime_ns
 
 
-def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
-    """Read the offset of each pack, then the end of the last pack: int64 (packs + 1,)."""
+def _count_packs(tar: Path) -> int:
+    """Return the number of packs by the size of the index, which has the offset of each pack and the end of the last.
+
+    Raises:
+        FormatError: the index is missing, or ends inside an entry.
+    """
     index = tar.with_suffix(".tar.idx")
-    try:
+    with _errors_of(index):
+        found = index.stat()
+        if not S_ISREG(found.st_mode):
+            open_regular(index).close()  # raises the reason
+    if found.st_size % _OFFSET or not found.st_size:
+        raise FormatError(
+            f"{index} has {found.st_size} bytes, and must have 8 for each pack of {tar.name} and 8 for its end; pack "
+            "again or run energon-packed nv-meta"
+        )
+    return found.st_size // _OFFSET - 1
+
+
+def _read_offsets(tar: Path, packs: int) -> Int64:
+    """Read the offset of each pack, then the end of the last pack: int64 (packs + 1,).
+
+    Raises:
+        FormatError: the index cannot be read, or does not match the tar.
+    """
+    index = tar.with_suffix(".tar.idx")
+    with _errors_of(index):
         with open_regular(index) as stream:
             content = stream.read()
-        # A cut index may end inside an entry; `check_complete` reports its size.
-        offsets = np.frombuffer(content[: len(content) // 8 * 8], dtype="<u8").astype(np.int64)
         size = tar.stat().st_size
+    offsets = np.frombuffer(content[: len(content) // _OFFSET * _OFFSET], dtype="<u8").astype(np.int64)
+    # Every pack has at least a header, so offsets increase.
+    if len(offsets) != packs + 1 or (np.diff(offsets) <= 0).any() or offsets[-1] > size:
+        raise FormatError(
+            f"{index} does not match {tar.name} ({size} bytes); pack again or run energon-packed nv-meta"
+        )
+    return offsets
+
+
+@contextmanager
+def _errors_of(index: Path) -> Iterator[None]:
+    """Convert errors of reading an index to FormatError."""
+    try:
+        yield
     except IrregularFile as error:
         raise FormatError(f"{index} {error}; remove it, and run energon-packed nv-meta to index the folder") from error
     except OSError as error:
@@ -279,9 +344,3 @@ def _read_offsets(tar: Path) -> npt.NDArray[np.int64]:
         raise FormatError(
             f"{error.filename}: {error.strerror}; copy the complete folder, or run energon-packed nv-meta to index it"
         ) from error
-    # Every pack has at least a header, so offsets increase.
-    if len(offsets) == 0 or (np.diff(offsets) <= 0).any() or offsets[-1] > size:
-        raise FormatError(
-            f"{index} does not match {tar.name} ({size} bytes); pack again or run energon-packed nv-meta"
-        )
-    return offsets

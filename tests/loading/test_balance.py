@@ -110,7 +110,7 @@ def test_eight_ranks_lose_nothing_and_wait_less(dataset: PackedDataset, num_work
         assert ids == sorted(f"s{number}" for number in range(2000))
     own = {name: [[batch for batch in batches if batch.ids[0]] for batches in of] for name, of in found.items()}
     waits = {name: waiting([[squares(b) for b in batches] for batches in of]) for name, of in own.items()}
-    assert waits["attention"] < 1.06
+    assert waits["attention"] < 1.1
     assert waits.get(None, 2.0) > 1.25
     loaders = [loader_of(dataset, rank, **options) for rank in range(RANKS)]
     assert [len(loader) for loader in loaders] == [len(batches) for batches in found["attention"]]
@@ -181,7 +181,7 @@ def test_a_sampler_of_a_blend_gives_the_packs_of_each_epoch(dataset: PackedDatas
         numbers = list(sampler)
         assert sorted(numbers) == list(range(len(blend)))
         names = sorted(blend.sample(number).__key__ for number in numbers)
-        items = order.epoch_order(epoch, 0, [order.segment(2, 1)])
+        items = order.items(range(len(order)), epoch, 0, [order.segment(2, 1)])
         assert names == sorted(blend.pack(int(number)).__key__ for number in items)
         assert 1 <= sampler.imbalance.after <= sampler.imbalance.before
 

@@ -31,6 +31,7 @@ from tests.internals import (
     LoaderLayout,
     LoaderParts,
     MapData,
+    Permutation,
     PlannedSteps,
     RecordAt,
     StoredTokens,
@@ -115,7 +116,7 @@ def planned(
 
 
 def order_of(epoch: int, seed: int) -> list[int]:
-    return np.random.default_rng([seed, epoch]).permutation(ITEMS).tolist()
+    return Permutation(ITEMS, [seed, epoch])(np.arange(ITEMS)).tolist()
 
 
 @pytest.mark.parametrize("case", range(40))

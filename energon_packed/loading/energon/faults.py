@@ -24,7 +24,7 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
 from energon_packed.errors import DataChangedError, EnergonPackedError, FormatError, ResourceError
 from energon_packed.flavors.base import FatalDataChangedError, FatalResourceError
-from energon_packed.loading.manifests import OpenedSplits, loaded_splits
+from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, loaded_splits
 from energon_packed.loading.process import PackAt
 from energon_packed.loading.sample_errors import add_location
 from energon_packed.metadatasets import NV_META
@@ -101,12 +101,13 @@ def _fault(path: Path, split: str) -> str | None:
         splits = loaded_splits(path, split)
     except EnergonPackedError as error:
         return str(error)
-    return next((fault for part in splits if (fault := _fault_in(part.path, part.split))), None)
+    return next((fault for part in splits if (fault := _fault_in(part))), None)
 
 
-def _fault_in(folder: Path, split: str) -> str | None:
+def _fault_in(part: LoadedSplit) -> str | None:
+    folder, split = part.path, part.split
     try:
-        shards = shards_in_split(folder, split)
+        shards = shards_in_split(part.listed, split)
         ShardReader(shards)
     except EnergonPackedError as error:
         return str(error)

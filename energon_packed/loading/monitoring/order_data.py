@@ -62,7 +62,8 @@ class LoggedData:
         least, most = epoch.passes
         if by_weight or (epoch.repeats and not epoch.has_order) or (blend is not None and most > 1):
             return problems, 0
-        rows = range(self._rows) if blend is None else blend.epoch_items(epoch.number, None)
+        rows = np.arange(self._rows if blend is None else len(blend))
+        rows = rows if blend is None else blend.epoch_items(epoch.number, None)(rows)
         known, expected = np.unique(ids if blend is None else self._of_rows(rows), return_counts=True)
         times = np.zeros(len(known), dtype=np.int64)
         _, at, of_used = np.intersect1d(known, used, return_indices=True)

@@ -1,0 +1,64 @@
+"""Shard readers count packs by the sizes of the indexes, and read an index with the first pack of its shard."""
+
+import pickle
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from energon_packed import ChatEncoder, DataflowLoader, FormatError, MapDistributor, PackedDataset
+from tests.conftest import Packer
+from tests.internals import ShardReader
+
+
+@pytest.fixture
+def tars(pack_demo: Packer, tmp_path: Path) -> list[Path]:
+    shards = pack_demo(max_packs_per_shard=5).shards
+    for file in shards.glob("*.tar*"):
+        shutil.copy(file, tmp_path)
+    return sorted(tmp_path.glob("*.tar"))
+
+
+def test_an_index_is_read_with_the_first_pack_of_its_shard(tars: list[Path]) -> None:
+    whole = [ShardReader(tars)[pack] for pack in range(len(ShardReader(tars)))]
+    index = tars[-1].with_suffix(".tar.idx")
+    offsets = np.frombuffer(index.read_bytes(), dtype="<u8")
+    index.write_bytes(offsets[::-1].tobytes())  # of equal size
+    reader = ShardReader(tars)
+    assert len(reader) == len(whole)
+    first = reader.first(len(tars) - 1)
+    assert [reader[pack] for pack in range(first)] == whole[:first]
+    with pytest.raises(FormatError, match=rf"{index.name} does not match {tars[-1].name} "):
+        reader[first]
+    index.write_bytes(offsets.tobytes())
+    assert reader[first] == whole[first]
+
+
+@pytest.mark.parametrize("content", [b"", b"1234", b"123456789"])
+def test_an_index_that_ends_inside_an_entry_is_refused_at_opening(tars: list[Path], content: bytes) -> None:
+    tars[0].with_suffix(".tar.idx").write_bytes(content)
+    with pytest.raises(FormatError, match=f"has {len(content)} bytes, and must have 8 for each pack of"):
+        ShardReader(tars)
+
+
+def test_only_the_indexes_used_last_are_kept(tars: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("energon_packed.shards.reader._KEPT", 1)
+    many = [tar for tar in tars for _ in range(2)]
+    reader = ShardReader(many)
+    expected = [ShardReader([tar])[0] for tar in many]
+    for _ in range(2):
+        assert [reader[reader.first(shard)] for shard in range(len(many))] == expected
+    offsets = reader.offsets(0)
+    tars[0].with_suffix(".tar.idx").unlink()
+    assert reader.offsets(0) is offsets
+    reader.offsets(len(many) - 1)
+    with pytest.raises(FormatError, match="No such file"):
+        reader.offsets(0)
+
+
+def test_a_loader_can_be_sent_to_a_process_after_its_first_batch(pack_demo: Packer, encoder: ChatEncoder) -> None:
+    data = PackedDataset(pack_demo().shards, encoder)
+    distributor = MapDistributor(data)
+    ids = [batch.ids for batch in DataflowLoader(distributor)]
+    assert [batch.ids for batch in DataflowLoader(pickle.loads(pickle.dumps(distributor)))] == ids
