@@ -37,8 +37,12 @@ _MAX_TICKS = 6  # labels of an axis
 _MAX_OUTLIERS = 5  # percent of the packs that the chart may leave out
 
 
-def page_environment() -> "Environment":
-    """Return the Jinja environment of all pages: strings are escaped, and control characters are shown as escapes."""
+def page_environment(base: str = "") -> "Environment":
+    """Return the Jinja environment of all pages: strings are escaped, and control characters are shown as escapes.
+
+    Args:
+        base: start of the URLs of the pages of `view`.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -51,7 +55,7 @@ def page_environment() -> "Environment":
         # comes from the templates and stays as it is.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
-    environment.globals["row_height"] = _ROW
+    environment.globals |= {"row_height": _ROW, "base": base}
     environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
     environment.filters["ratio"] = lambda value: f"{value:.3f}"
     environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
@@ -98,6 +102,7 @@ def render_report(
         blend=blend,
         steps=steps,
         comparison=comparison,
+        hrefs=(),
         policy=policy,
         script=script,
         version=__version__,

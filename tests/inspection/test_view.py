@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tests.audio import qwen2_audio, write
 from tests.audio import signal as sound
 from tests.browser import Browser
 from tests.inspection.datasets import copied_output
-from tests.internals import Filter, PackedFolder, Viewer, ViewServer, matching_records
+from tests.internals import Filter, PackedFolder, Pages, Viewer, ViewServer, matching_records
 from tests.printed import invoke
 from tests.videos import make_video
 
@@ -78,12 +79,18 @@ def viewer_of(out: Path) -> Viewer:
     return Viewer(folder, *folder.encoder_or_reason(None))
 
 
-@pytest.fixture(scope="module")
-def server(out: Path) -> Iterator[ViewServer]:
-    with ViewServer(viewer_of(out)) as server:
+@contextmanager
+def served(viewer: Pages, *, token: bool = True) -> Iterator[ViewServer]:
+    with ViewServer(viewer, token=token) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(out: Path) -> Iterator[ViewServer]:
+    with served(viewer_of(out)) as server:
+        yield server
 
 
 def ask(server: ViewServer, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
@@ -99,7 +106,7 @@ def ask(server: ViewServer, path: str, method: str = "GET", **headers: str) -> t
     return response, content
 
 
-def page(viewer: Viewer, path: str) -> str:
+def page(viewer: Pages, path: str) -> str:
     response = viewer.respond(path)
     assert response.status == 200, response.content
     return response.content.decode()
