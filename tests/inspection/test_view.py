@@ -113,7 +113,7 @@ def page(viewer: Pages, path: str) -> str:
 
 
 def key_with(viewer: Viewer, ident: str) -> tuple[str, int]:
-    found, _ = matching_records(viewer._folder.path.parent / "lengths.parquet", Filter(ident=ident), start=0, limit=1)
+    found, *_ = matching_records(viewer._folder.path.parent / "lengths.parquet", Filter(ident=ident), start=0, limit=1)
     assert found[0].pack is not None
     assert found[0].sample is not None
     return found[0].pack, found[0].sample
@@ -359,7 +359,7 @@ def test_a_large_table_is_read_in_parts(tmp_path: Path) -> None:
     pa.set_memory_pool(pool)
     try:
         while start is not None:
-            some, start = matching_records(
+            some, start, _ = matching_records(
                 tmp_path / "lengths.parquet", Filter(ident="99999", shortest=1, longest=4000), start=start, limit=3
             )
             found += some

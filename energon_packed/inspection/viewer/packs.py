@@ -6,10 +6,11 @@ with the dataset.
 
 import sqlite3
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import lru_cache
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 from urllib.parse import urlencode
 
@@ -98,8 +99,13 @@ class Viewer(Pages):
     def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
         """Render a template, with the values that all pages have."""
         manifest = self._folder.manifest
-        reasons = sorted(manifest.rejects) if manifest else ()
-        return super().render(name, query, manifest=manifest, packs=len(self._reader), reasons=reasons, **values)
+        common = {
+            "manifest": manifest,
+            "packs": len(self._reader),
+            "reasons": sorted(manifest.rejects) if manifest else (),
+            "all_splits": sorted(set(self._folder.shards.values())),
+        }
+        return super().render(name, query, **common, **values)
 
     def samples(self, key: str) -> Sequence[SampleView]:
         """Return the samples of a pack or record."""
@@ -114,9 +120,15 @@ class Viewer(Pages):
     # Packs
 
     def _packs(self, query: Mapping[str, str]) -> Response:
-        pages = max(1, -(-len(self._reader) // _PACKS))
+        shards = self._chosen(query)
+        edges = [0, *accumulate(self._reader.first(shard + 1) - self._reader.first(shard) for shard in shards)]
+        pages = max(1, -(-edges[-1] // _PACKS))
         page = min(number_in(query, "page", 1), pages)
-        chosen = range((page - 1) * _PACKS, min(page * _PACKS, len(self._reader)))
+        chosen = [
+            self._reader.first(shards[at]) + number - edges[at]
+            for number in range((page - 1) * _PACKS, min(page * _PACKS, edges[-1]))
+            for at in [bisect_right(edges, number) - 1]
+        ]
         rows, problems, left = [], [], _MOST_MAPPED
         for pack in chosen:
             try:
@@ -212,21 +224,35 @@ class Viewer(Pages):
     # Records
 
     def _records(self, query: Mapping[str, str]) -> Response:
+        shards = self._chosen(query)
         wanted = Filter(
             ident=query.get("id", ""),
             status=query.get("status", ""),
             media=query.get("media", "") if query.get("media") in ("text", "image", "video", "audio") else "",
             shortest=number_in(query, "min", None),
             longest=number_in(query, "max", None),
+            file=query.get("file", ""),
+            line=number_in(query, "line", None),
+            shards=None if len(shards) == len(self._shards) else [self._shards[shard] for shard in shards],
         )
-        table, problem = self._folder.path.parent / "lengths.parquet", ""
+        table, problem, first = self._folder.path.parent / "lengths.parquet", "", number_in(query, "from", 0)
         try:
-            found, start = matching_records(table, wanted, start=number_in(query, "from", 0), limit=_ROWS)
+            found, start, rows = matching_records(table, wanted, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
         except FileNotFoundError:
-            found, start = [], None
-            problem = f"{table} does not exist, so records cannot be found by id, status, media or length."
+            found, start, rows = [], None, 0
+            problem = f"{table} does not exist, so records cannot be found by id, status, media, file or length."
         more = None if start is None else urlencode({**query, "from": start})
-        return self.render("records", query, records=found, more=more, problem=problem)
+        progress = (first, rows if start is None else start, rows)
+        return self.render("records", query, records=found, more=more, problem=problem, progress=progress)
+
+    def _chosen(self, query: Mapping[str, str]) -> list[int]:
+        """Indices of the shards of a split, or of the shards whose name has a string."""
+        split, part = query.get("split", ""), query.get("shard", "")
+        return [
+            index
+            for index, name in enumerate(self._shards)
+            if part in name and split in ("", self._folder.shards[name])
+        ]
 
     def _text(self, query: Mapping[str, str]) -> Response:
         text, pack = query.get("text", ""), number_in(query, "from", 0)
@@ -240,8 +266,8 @@ class Viewer(Pages):
                 problems.append(f"pack {pack:,}: {error}")
             pack += 1
         more = urlencode({**query, "from": pack}) if text and pack < len(self._reader) else None
-        return self.render("text", query, found=found, more=more, first=first, last=pack,
-                            problems=problems[:_ROWS])  # fmt: skip
+        progress = (first, pack, len(self._reader)) if text else None
+        return self.render("text", query, found=found, more=more, progress=progress, problems=problems[:_ROWS])
 
     def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
         """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""
