@@ -210,3 +210,27 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
         TokenRow(index, segment, token, str(string), label, tuple(position), weight, of_token)
         for index, (segment, token, string, label, position, weight, of_token) in enumerate(columns)
     ]
+
+
+def heat_strips(rows: Sequence[TokenRow]) -> dict[str, tuple[float, float, list[tuple[int, int, float]]]]:
+    """Group the tokens by value of the loss weight and of each column, to show them as strips.
+
+    Of a column with several values for each token, the first of them counts.
+
+    Returns:
+        By name, the lowest and the highest finite value, and runs of equal values: (first row, rows, share of the way
+        from the lowest to the highest value, 0 to 1).
+    """
+    strips = {}
+    names = [] if not rows else [*([] if rows[0].weight is None else ["weight"]), *(rows[0].columns or ())]
+    for name in names:
+        own = [
+            row.weight if name == "weight" and row.weight is not None else (row.columns or {})[name] for row in rows
+        ]
+        values = np.array([value[0] if isinstance(value, list) else value for value in own], dtype=np.float64)
+        finite = values[np.isfinite(values)]
+        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+        shares = np.nan_to_num((values - low) / ((high - low) or 1), posinf=1, neginf=0).clip(0, 1)
+        edges = [0, *(np.flatnonzero(np.diff(shares)) + 1).tolist(), len(rows)]
+        strips[name] = (low, high, [(a, b - a, float(shares[a])) for a, b in pairwise(edges)])
+    return strips

@@ -18,13 +18,14 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, DataChangedError, FormatError
 from energon_packed.formats.references import MEDIA_PART, complete_parts, emptied, read_locators
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.report import map_paths
-from energon_packed.inspection.report_data import recorded
+from energon_packed.inspection.report import map_paths, render_report, script_and_policy
+from energon_packed.inspection.report_data import gather, recorded
 from energon_packed.inspection.run_reports import read_rejects
 from energon_packed.inspection.search import Filter, matching_records
-from energon_packed.inspection.tokens import MappedPack, Segment, map_pack, token_rows
+from energon_packed.inspection.tokens import MappedPack, Segment, heat_strips, map_pack, token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.inspection.viewer.pages import (
+    PAGE_TYPE,
     NotFoundError,
     Pages,
     Response,
@@ -55,7 +56,7 @@ class _Texts:
 class Viewer(Pages):
     """Pages of one dataset."""
 
-    links = (("/records", "records"), ("/rejects", "rejected records"))
+    links = (("/records", "records"), ("/rejects", "rejected records"), ("/report", "report"))
 
     def __init__(
         self, folder: PackedFolder, encoder: ChatEncoder | None, not_encoded: str = "", base: str = ""
@@ -94,6 +95,11 @@ class Viewer(Pages):
                 return self._text(query)
             case ["rejects"]:
                 return self._rejects(query)
+            case ["report"]:
+                data = gather(self._folder, self._encoder, not_encoded=self.not_encoded)
+                text = render_report(self.name, data, view=self.base)
+                policy = script_and_policy(self._environment)[1]
+                return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE, policy)
         return super().page(parts, query)
 
     def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
@@ -193,7 +199,7 @@ class Viewer(Pages):
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
         return self.render("tokens", query, key=key, sample=index, ident=self._view(pack).samples[index].id,
-                            rows=shown, count=len(rows), page=page, pages=pages)  # fmt: skip
+                            rows=shown, strips=heat_strips(shown), count=len(rows), page=page, pages=pages)  # fmt: skip
 
     def _find(self, key: str) -> int:
         """Index of the pack with this key, from index.sqlite. It is untrusted: the tar must have the key there."""

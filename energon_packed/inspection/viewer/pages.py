@@ -36,6 +36,8 @@ _MEDIA_FIELDS = {"image": "images", "video": "videos", "frame": "videos", "audio
 _IMAGES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp", "bmp": "bmp"}
 _CLIPS = {"mp4": "mp4", "mov": "mp4", "webm": "webm", "mkv": "webm"}
 _MOST_CLIP = 256 << 20  # bytes of a video file that is played
+PAGE_TYPE = "text/html; charset=utf-8"
+"""Type of a page."""
 _STATIC = {"style.css": "text/css", "page.js": "text/javascript"}
 
 
@@ -121,7 +123,7 @@ class Pages(ABC):
             dataset=self.name, links=self.links, query=defaultdict(str, query),
             not_encoded=self.not_encoded, **values,
         )  # fmt: skip
-        return Response(200, text.encode(errors="backslashreplace"), "text/html; charset=utf-8")
+        return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
 
     def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
         """Add the URLs of all media of a pack.
