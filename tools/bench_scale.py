@@ -1,34 +1,47 @@
 """Measure how time and memory grow with the number of records, shards and members.
 
-    python tools/bench_scale.py [--records 1000000] [--parts records shards members driver plan]
+    python tools/bench_scale.py [--records 1000000] [--parts records shards members driver plan view]
 
 records   generated records through lengths, pack, report, inspect, verify, metadataset and the loaders
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
 members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
 driver    the driver of `pack` with a table of 10 million synthetic records of text: memory of each step
 plan      plan_counts of a million to a billion lognormal lengths, and pack_lengths of 10 million
+view      the server of `view` for 10 million records in 5,000 shards, hard links of a shard: pages and memory
 
 The first three parts run with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases
 per record: from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the
 increase of the peak memory of all processes from a tenth to all. The output has the figures of the page Performance.
 """
 
+import json
+import os
 import shutil
+import signal
+import sqlite3
+import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from benchlib import Report, Usage, arguments, bench_tokenizer, command, paragraphs, usage
 
 from energon_packed import pack_lengths
 from energon_packed.packing import plan_counts
 
 _SEQ_LEN = 2048
-_STAGES = ("records", "shards", "members", "driver", "plan")
+_STAGES = ("records", "shards", "members", "driver", "plan", "view")
+_SHARDS = 5_000  # of the part `view`
+_COPIES = 500  # of the records of a shard in a row group of lengths.parquet
 _HEAD = "import logging, sys, time, warnings; warnings.filterwarnings('ignore'); logging.disable(logging.WARNING)\n"
 
 _LOADER = (
@@ -273,6 +286,65 @@ def run_plan(report: Report) -> None:
     report.add(f"{len(lengths):,} lengths: pack_lengths: CPU time", time.process_time() - start, "s", packs=packs)
 
 
+def many_shards(work: Path) -> Path:
+    """Return a dataset of `_SHARDS` hard links of a shard of 2,000 records, with the reports of such a run."""
+    out, source = work / "view", jsonl(work, 2_000)
+    shutil.rmtree(out, ignore_errors=True)
+    usage(packing(source, out, tokenizer_of(work)))
+    data, (tar,) = out / "webdataset", (out / "webdataset").glob("*.tar")
+    names = [f"view-{number:06d}.tar" for number in range(_SHARDS)]
+    for name in names[1:]:
+        (data / name).hardlink_to(tar)
+        (data / f"{name}.idx").hardlink_to(tar.with_suffix(".tar.idx"))
+    manifest = json.loads((data / ".nv-meta" / "packing.json").read_text())
+    packs = manifest["packs"]
+    manifest["shards"] = [{**manifest["shards"][0], "name": name} for name in names]
+    manifest |= {name: _SHARDS * manifest[name] for name in ("records", "packed", "packs", "tokens")}
+    (data / ".nv-meta" / "packing.json").write_text(json.dumps(manifest))
+    with closing(sqlite3.connect(data / ".nv-meta" / "index.sqlite")) as database:
+        row = "INSERT INTO samples (tar_file_id, sample_key, sample_index) VALUES (?, ?, ?)"
+        places = product(range(1, _SHARDS), range(packs))
+        database.executemany(row, ((shard, f"view_{shard * packs + pack:08d}", pack) for shard, pack in places))
+        database.commit()
+    table = pq.read_table(out / "lengths.parquet")
+    with pq.ParquetWriter(out / "lengths.parquet", table.schema) as writer:
+        for group in range(_SHARDS // _COPIES):
+            rows = pa.concat_tables([table] * _COPIES).combine_chunks()
+            ids = pa.array([f"scale-{group * len(rows) + number:010d}" for number in range(len(rows))])
+            writer.write_table(rows.set_column(rows.schema.names.index("id"), rows.schema.field("id"), ids))
+    return out
+
+
+def run_view(report: Report, work: Path) -> None:
+    """Report the time until the address is printed and of some pages, and the peak memory."""
+    out = many_shards(work)
+    label, start, before = f"{_SHARDS * 2_000:,} records: view", time.perf_counter(), 0.0
+    pages = {
+        "start of the command": None,
+        "first page": "",
+        "last page": "?page=99999999",
+        "a pack": "pack/view_00000003",
+        "id of the last record": f"records?id={_SHARDS * 2_000 - 1:010d}",
+        "records of a shard": "records?shard=004999",
+        "text that no pack has": "text?text=absent",
+    }
+    line = command("view", out, "--no-browser", "--no-token")
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        for name, path in pages.items():
+            if path is not None:
+                with urllib.request.urlopen(url + path) as response:
+                    response.read()
+            stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            cpu = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+            report.add(f"{label}, {name}", time.perf_counter() - start, "s", cpu=cpu - before)
+            start, before = time.perf_counter(), cpu
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        process.send_signal(signal.SIGINT)
+    report.add(f"{label}, peak memory", int(status.partition("VmHWM:")[2].split()[0]) / 1024, "MiB")
+
+
 def main() -> None:
     """Run the benchmarks and print the results."""
     parser = arguments(__doc__, "scale")
@@ -292,6 +364,8 @@ def main() -> None:
         run_driver(report, 10 * options.records)
     if "plan" in options.parts:
         run_plan(report)
+    if "view" in options.parts:
+        run_view(report, work)
     report.finish()
 
 

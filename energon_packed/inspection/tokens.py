@@ -134,12 +134,19 @@ def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: i
     )
     if not isinstance(encoded, EncodedSample):
         return replace(segment, problem=encoded)
+    own = segment_of(encoded, start)
+    return replace(segment, length=own.length, runs=own.runs, tokens=own.tokens)
+
+
+def segment_of(encoded: EncodedSample, start: int) -> Segment:
+    """Return the kinds of the tokens of an encoded sample, which starts at a token of its row."""
     kinds = token_kinds(encoded)
     # The sentinels -1 at both ends make the first and the last run end at an edge.
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
     runs = [(KINDS[kinds[a]], start + int(a), int(b - a)) for a, b in pairwise(edges)]
     tokens = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist(), strict=True))
-    return replace(segment, length=len(encoded), runs=runs, tokens=tokens)
+    media = next((kind for kind in ("image", "video", "audio") if tokens[kind]), "text")
+    return Segment(id=encoded.id, start=start, length=len(encoded), media=media, runs=runs, tokens=tokens)
 
 
 def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -284,6 +285,68 @@ def test_images_are_shown_as_they_are_or_converted(server: ViewServer, out: Path
         response = server.viewer.respond(f"/media/image/{key}/{sample}/0")
         assert response.kind == kind
         assert (response.content == (out.parent / name).read_bytes()) is same
+
+
+def test_the_report_is_a_page_with_links(server: ViewServer, out: Path, tmp_path: Path) -> None:
+    with Browser(tmp_path) as browser:
+        browser.open(server.url)
+        browser.open(server.url.partition("?")[0] + "report")
+        links = browser.run("[...document.querySelectorAll('a')].map((a) => a.getAttribute('href'))")
+        assert f"/pack/{KEY}#sample-0" in links
+        assert any(re.fullmatch(r"/pack/\w+", link) for link in links)  # of the least utilized packs
+        assert browser.run("getComputedStyle(document.querySelector('.cards')).display") == "grid"
+        assert browser.run("document.querySelector('[data-pages] output').textContent").startswith("page 1 of")
+        assert not browser.log
+    html = tmp_path / "report.html"
+    assert invoke("report", out, "-o", html, "--view", "http://127.0.0.1:8000/").exit_code == 0
+    assert f'href="http://127.0.0.1:8000/pack/{KEY}#sample-0"' in html.read_text()
+    invoke("report", out, "-o", html)
+    assert "/pack/" not in html.read_text()
+    assert "--view must be" in invoke("report", out, "-o", html, "--view", "javascript:alert(1)").output
+
+
+def test_weights_and_columns_are_strips(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    record = {"input_ids": [5] * 9, "labels": [5] * 9, "loss_weights": [1.0] * 5 + [3.0] * 4,
+              "logprobs": [-2.0] * 3 + [-1.0] * 6, "flat": [2.0] * 9}  # fmt: skip
+    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=16, workers=1)
+    text = page(viewer_of(tmp_path / "out"), f"/tokens/{KEY}/0")
+    strips = dict(re.findall(r"<figcaption>(\w+), (.*?)</figcaption>", text))
+    assert strips == {"weight": "0 (pale) to 3", "logprobs": "-2 (pale) to -1", "flat": "2 (pale) to 2"}
+    rects = re.findall(r'<rect x="(\d+)" width="(\d+)" height="1" fill-opacity="(.*?)"', text)
+    assert ("0", "3", "0.060") in rects
+    assert ("3", "6", "1.000") in rects
+    assert ("5", "4", "1.000") in rects
+    assert ("0", "9", "0.060") in rects
+
+
+@pytest.mark.parametrize(
+    ("query", "count"),
+    [("file=data.jsonl&line=3", 1), ("file=data.jsonl&line=9999", 0), ("file=other", 0),
+     ("split=train&status=packed", 50),     ("split=val", 0), ("shard=000000&id=a.png", 1), ("shard=000001", 0)],
+)  # fmt: skip
+def test_records_are_found_by_file_line_split_and_shard(server: ViewServer, query: str, count: int) -> None:
+    assert page(server.viewer, f"/records?{query}").count("<tr><td") == count
+
+
+def test_packs_of_a_split_and_a_shard(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"id": str(n), "text": "What is it? " * 3}) for n in range(60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    options: dict[str, Any] = {"split": "train=0.5,val=0.5", "max_packs_per_shard": 5, "seq_len": 20, "workers": 1}
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, **options)
+    viewer = viewer_of(tmp_path / "out")
+    shown: dict[str, list[str]] = {}
+    for split in ("train", "val", ""):
+        for number in (1, 2, 3):
+            text = page(viewer, f"/?split={split}&page={number}")
+            found = re.findall(r"data-item>(\w+)</a> <span class=\"note\">\d+ samples, (\S+), (\w+)<", text)
+            assert all(split in ("", own) for *_, own in found)
+            shown[split] = list(dict.fromkeys([*shown.get(split, []), *(key for key, *_ in found)]))
+    assert shown[""] == [f"out_{n:08d}" for n in range(60)]
+    assert sorted(shown["train"] + shown["val"]) == shown[""]
+    shard = list(PackedFolder.open(tmp_path / "out").shards)[1]
+    assert page(viewer, f"/?shard={shard}").count('class="row"') == 5
+    assert page(viewer, "/?shard=none").count('class="row"') == 0
 
 
 def test_nothing_is_written(server: ViewServer, out: Path) -> None:

@@ -198,8 +198,8 @@ class Viewer(Pages):
         pages = max(1, -(-len(rows) // _TOKENS))
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
-        return self.render("tokens", query, key=key, sample=index, ident=self._view(pack).samples[index].id,
-                            rows=shown, strips=heat_strips(shown), count=len(rows), page=page, pages=pages)  # fmt: skip
+        values = {"key": key, "sample": index, "ident": self._view(pack).samples[index].id, "count": len(rows)}
+        return self.render("tokens", query, **values, rows=shown, strips=heat_strips(shown), page=page, pages=pages)
 
     def _find(self, key: str) -> int:
         """Index of the pack with this key, from index.sqlite. It is untrusted: the tar must have the key there."""
