@@ -26,8 +26,8 @@ def dataset(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def content_of(value: Any) -> str:
     shown = value._repr_html_()
     assert len(shown) < 40_000
-    match = re.fullmatch(r'\s*<iframe sandbox title="\w+" width="100%" height="\d+" style="border: 0" srcdoc="([^"]*)">'
-                         r"</iframe>\s*", shown)  # fmt: skip
+    frame = r'<iframe sandbox title="\w+" width="100%" height="\d+" style="border: 0" srcdoc="([^"]*)"></iframe>'
+    match = re.fullmatch(frame, shown.strip())
     assert match is not None
     return html.unescape(match[1])
 

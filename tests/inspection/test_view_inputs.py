@@ -1,5 +1,6 @@
 """The pages of `energon-packed view` about records before packing, Metadatasets and two datasets."""
 
+import html
 import json
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.browser import Browser
 from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, served
 from tests.internals import HeaderReader, InputOptions, Pages, RecordsViewer, view_command
 from tests.printed import invoke
+from tests.storage import Store
 from tests.videos import make_video
 
 
@@ -189,6 +191,26 @@ def test_wrong_inputs_are_one_line(outputs: Path, tmp_path: Path) -> None:
     assert "Missing argument" in invoke("view", "--no-browser").output
     (tmp_path / "energon" / ".nv-meta").mkdir(parents=True)
     assert invoke("view", tmp_path / "energon", "--no-browser").exit_code != 0
+
+
+def test_a_dataset_and_records_in_an_object_store(outputs: Path, store: Store, tmp_path: Path) -> None:
+    url = store.put_folder("view", outputs / "a")
+    viewer = pages_of(url)
+    with store.counted() as traffic:
+        assert "/pack/a_00000000" in page(viewer, "/")
+        assert f"{html.escape(EVIL)[:8]}" in page(viewer, "/pack/a_00000001")
+        assert "a29" in page(viewer, "/records?id=a29")
+        assert "a29" in page(viewer, "/text?text=a29")
+        assert page(viewer, "/rejects")
+        assert viewer.respond("/pack/b_00000000").status == 404
+    tar = max(traffic.bytes_of, key=traffic.bytes_of.__getitem__)
+    assert traffic.count("PUT") == traffic.count("DELETE") == 0, tar
+    assert not [request for request in traffic.requests[:20] if request.endswith("index.sqlite")]
+    records = RecordsViewer(
+        InputOptions(inputs=[store.put("raw.jsonl", (outputs / "a.jsonl").read_bytes())], encoder=HeaderReader()),
+        tmp_path,
+    )
+    assert "What is a7?" in page(records, "/")
 
 
 @pytest.mark.parametrize("what", ["records", "blend", "two"])

@@ -31,6 +31,7 @@ from energon_packed.inspection.viewer.pages import (
     Response,
     in_groups,
     index_below,
+    index_in,
     number_in,
 )
 from energon_packed.metadatasets import NV_META
@@ -202,7 +203,11 @@ class Viewer(Pages):
         return self.render("tokens", query, **values, rows=shown, strips=heat_strips(shown), page=page, pages=pages)
 
     def _find(self, key: str) -> int:
-        """Index of the pack with this key, from index.sqlite. It is untrusted: the tar must have the key there."""
+        """Index of the pack with this key: its number, else from index.sqlite. The tar must have the key there."""
+        # Keys of `pack` end in the index of the pack, and an index in an object store is copied to be read.
+        number = key.rpartition("_")[2]
+        if (pack := index_in(number, len(self._reader))) is not None and self._key(pack) == key:
+            return pack
         row = None
         try:
             with closing(open_sqlite_index(self._folder.path / NV_META / "index.sqlite")) as database:
