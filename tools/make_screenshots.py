@@ -28,6 +28,11 @@ from tests.internals import InputOptions, PackedFolder, RecordsViewer, Viewer, V
 
 SIZES = {"report": (1100, 1500), "inspect": (960, 420), "view": (1100, 760), "records": (1100, 640)}  # CSS pixels
 _INSPECT = ("inspect", "demo-out", "--pack", "demo-out_00000000")
+_IMAGES = (
+    "Promise.all([...document.images].map((image) => {"
+    " image.loading = 'eager'; return image.decode().catch(() => 0); }))"
+    ".then(() => 0)"
+)
 _TERMINAL = (
     "<!doctype html><meta charset=utf-8><style>{stylesheet} body {{ color: {foreground}; background: {background}; "
     "margin: 16px; font: 15px/1.4 monospace }} pre {{ margin: 0; font: inherit }}</style><pre>{code}</pre>"
@@ -65,6 +70,7 @@ def main() -> None:
                 for page, size in SIZES.items():
                     browser.show(*size, scheme=scheme)
                     browser.open(urls.get(page) or (folder / f"{page}.html").as_uri())
+                    browser.run(_IMAGES)
                     picture = ROOT / "docs" / "images" / f"{page}-{scheme}.png"
                     Image.open(io.BytesIO(browser.picture())).quantize(96).save(picture, optimize=True)
                     print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1000:.0f} kB")
