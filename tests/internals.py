@@ -177,6 +177,7 @@ PLACES = {
     "Viewer": "inspection.viewer.packs:Viewer",
     "Pages": "inspection.viewer.pages:Pages",
     "RecordsViewer": "inspection.viewer.records:RecordsViewer",
+    "records_pages": "inspection.viewer.records",
     "HeaderReader": "inspection.viewer.records:HeaderReader",
     "InputOptions": "pipeline.options:InputOptions",
     "view_command": "cli.commands.view",

@@ -129,12 +129,14 @@ class RecordsViewer(Pages):
         start = at
         found: list[Any] = []
         rows = source.scan(at, stop)
-        while len(found) <= _RECORDS and time.monotonic() < deadline:
+        is_done = False
+        while not is_done:  # at least once, so that each page gets further
             if not (batch := list(islice(rows, _RECORDS + 1))):
                 at = stop
                 break
             found += self._matching(number, batch, query)
             at = batch[-1].address + 1
+            is_done = len(found) > _RECORDS or time.monotonic() > deadline
         is_full, more = len(found) > _RECORDS, None
         at = found[_RECORDS][0].address if is_full else at
         if is_full or (at < stop and next(rows, None) is not None):
