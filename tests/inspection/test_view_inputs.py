@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +17,16 @@ from tests.audio import signal as sound
 from tests.audio import write
 from tests.browser import Browser
 from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, served
-from tests.internals import HeaderReader, InputOptions, Pages, RecordsViewer, records_pages, view_command
+from tests.internals import (
+    Filter,
+    HeaderReader,
+    InputOptions,
+    Pages,
+    RecordsViewer,
+    matching_records,
+    records_pages,
+    view_command,
+)
 from tests.printed import invoke
 from tests.storage import Store
 from tests.videos import make_video
@@ -138,6 +148,52 @@ def test_records_of_tables(tmp_path: Path) -> None:
     assert "data.parquet row 20" in page(viewer, "/?at=20")
     assert "What is 7?" in page(viewer, "/record/0/7")
     assert viewer.respond("/record/0/50").status == 404
+
+
+def test_media_of_records_are_images_in_their_folder(tmp_path: Path) -> None:
+    folder, name = tmp_path / "data", '"><script>.png'
+    folder.mkdir()
+    for path in (tmp_path / "secret.png", folder / name):
+        Image.new("RGB", (8, 8)).save(path)
+    (folder / "drawing.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>")
+    images = ["../secret.png", str(tmp_path / "secret.png"), "drawing.svg", name]
+    lines = [json.dumps({"images": [image], "messages": turns("<image>What?")}) for image in images]
+    (folder / "data.jsonl").write_text("\n".join(lines))
+    before = sorted(folder.rglob("*"))
+    viewer = records_viewer(folder / "data.jsonl", tmp_path)
+    shown = articles(page(viewer, "/"))
+    assert ["rejected, " in text for text in shown] == [True, True, True, False]
+    assert [text.count("<img") for text in shown] == [0, 0, 0, 1]
+    assert "<script" not in "".join(shown)
+    places = [re.findall(r'href="/record/0/(\d+)"', text)[0] for text in shown]
+    found = [viewer.respond(f"/media/image/0-{place}/0/0") for place in places]
+    assert [response.status for response in found] == [404, 404, 404, 200]
+    assert found[3].kind == "image/png"
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_records_are_found_in_the_row_groups_from_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups before the start are not read, and columns of places only where a row matches."""
+    rows = 1000
+    table = pa.table({name: pa.array([str(n) for n in range(rows)]) for name in ("source", "id", "pack", "shard")})
+    numbers = {name: pa.array(np.arange(rows)) for name in ("row", "line", "length", "sample")}
+    for name, column in (numbers | {"status": pa.array(["packed"] * rows)}).items():
+        table = table.append_column(name, column)
+    pq.write_table(table, tmp_path / "lengths.parquet", row_group_size=100)
+    read: list[tuple[int, tuple[str, ...]]] = []
+    whole = pq.ParquetFile.iter_batches
+
+    def counted(file: Any, *sizes: Any, row_groups: list[int], columns: list[str]) -> Any:
+        read.append((row_groups[0], tuple(columns)))
+        return whole(file, *sizes, row_groups=row_groups, columns=columns)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
+    found, start, total = matching_records(
+        tmp_path / "lengths.parquet", Filter(file="95", line=957), start=700, limit=5
+    )
+    assert ([record.id for record in found], start, total) == (["957"], None, rows)
+    assert {group for group, _ in read} == {7, 8, 9}
+    assert {columns for group, columns in read if len(columns) < 5} == {("source", "line", "row")}
 
 
 @pytest.fixture(scope="module")
