@@ -1,6 +1,6 @@
 """Measure how time and memory grow with the number of records, shards and members.
 
-    python tools/bench_scale.py [--records 1000000] [--parts records shards members driver plan training]
+    python tools/bench_scale.py [--records 1000000] [--parts records shards members driver plan training view]
 
 records   generated records through lengths, pack, report, inspect, verify, metadataset and the loaders
 shards    5,000 shards of small packs: verify, nv-meta and the loaders
@@ -11,6 +11,7 @@ plan      plan_counts of a million to a billion lognormal lengths, pack_lengths 
           that plan on their own against those of one plan
 training  1, 10 and 100 million packs, links to one tar of 10,000 packs: first batch, resume and memory of a process;
           and `order check` of an epoch of a million and 10 million packs, each of one sample
+view      the server of `view` for 10 million records in 5,000 shards, hard links of a shard: pages and memory
 
 The first three parts run with a hundredth and a tenth first. The slope of the CPU time is the ratio of two increases
 per record: from a tenth to all, and from a hundredth, which is mostly start-up, to a tenth. Memory per record is the
@@ -18,16 +19,25 @@ increase of the peak memory of all processes from a tenth to all. The output has
 """
 
 import json
+import os
 import shutil
+import signal
+import sqlite3
+import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 from benchlib import Report, Usage, arguments, bench_tokenizer, command, paragraphs, usage
 
@@ -38,7 +48,9 @@ from energon_packed.shards.nv_meta import INFO, info_file
 
 _SEQ_LEN = 2048
 _LINKED = 10_000  # packs of the tar to which all shards of the part `training` are linked
-_STAGES = ("records", "shards", "members", "driver", "plan", "training")
+_STAGES = ("records", "shards", "members", "driver", "plan", "training", "view")
+_SHARDS = 5_000  # of the part `view`
+_COPIES = 500  # of the records of a shard in a row group of lengths.parquet
 _HEAD = "import logging, sys, time, warnings; warnings.filterwarnings('ignore'); logging.disable(logging.WARNING)\n"
 
 _LOADER = (
@@ -416,6 +428,65 @@ def run_training(report: Report, work: Path) -> None:
         shutil.rmtree(work / "order-log")
 
 
+def many_shards(work: Path) -> Path:
+    """Return a dataset of `_SHARDS` hard links of a shard of 2,000 records, with the reports of such a run."""
+    out, source = work / "view", jsonl(work, 2_000)
+    shutil.rmtree(out, ignore_errors=True)
+    usage(packing(source, out, tokenizer_of(work)))
+    data, (tar,) = out / "webdataset", (out / "webdataset").glob("*.tar")
+    names = [f"view-{number:06d}.tar" for number in range(_SHARDS)]
+    for name in names[1:]:
+        (data / name).hardlink_to(tar)
+        (data / f"{name}.idx").hardlink_to(tar.with_suffix(".tar.idx"))
+    manifest = json.loads((data / ".nv-meta" / "packing.json").read_text())
+    packs = manifest["packs"]
+    manifest["shards"] = [{**manifest["shards"][0], "name": name} for name in names]
+    manifest |= {name: _SHARDS * manifest[name] for name in ("records", "packed", "packs", "tokens")}
+    (data / ".nv-meta" / "packing.json").write_text(json.dumps(manifest))
+    with closing(sqlite3.connect(data / ".nv-meta" / "index.sqlite")) as database:
+        row = "INSERT INTO samples (tar_file_id, sample_key, sample_index) VALUES (?, ?, ?)"
+        places = product(range(1, _SHARDS), range(packs))
+        database.executemany(row, ((shard, f"view_{shard * packs + pack:08d}", pack) for shard, pack in places))
+        database.commit()
+    table = pq.read_table(out / "lengths.parquet")
+    with pq.ParquetWriter(out / "lengths.parquet", table.schema) as writer:
+        for group in range(_SHARDS // _COPIES):
+            rows = pa.concat_tables([table] * _COPIES).combine_chunks()
+            ids = pa.array([f"scale-{group * len(rows) + number:010d}" for number in range(len(rows))])
+            writer.write_table(rows.set_column(rows.schema.names.index("id"), rows.schema.field("id"), ids))
+    return out
+
+
+def run_view(report: Report, work: Path) -> None:
+    """Report the time until the address is printed and of some pages, and the peak memory."""
+    out = many_shards(work)
+    label, start, before = f"{_SHARDS * 2_000:,} records: view", time.perf_counter(), 0.0
+    pages = {
+        "start of the command": None,
+        "first page": "",
+        "last page": "?page=99999999",
+        "a pack": "pack/view_00000003",
+        "id of the last record": f"records?id={_SHARDS * 2_000 - 1:010d}",
+        "records of a shard": "records?shard=004999",
+        "text that no pack has": "text?text=absent",
+    }
+    line = command("view", out, "--no-browser", "--no-token")
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        for name, path in pages.items():
+            if path is not None:
+                with urllib.request.urlopen(url + path) as response:
+                    response.read()
+            stat = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            cpu = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+            report.add(f"{label}, {name}", time.perf_counter() - start, "s", cpu=cpu - before)
+            start, before = time.perf_counter(), cpu
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        process.send_signal(signal.SIGINT)
+    report.add(f"{label}, peak memory", int(status.partition("VmHWM:")[2].split()[0]) / 1024, "MiB")
+
+
 def main() -> None:
     """Run the benchmarks and print the results."""
     parser = arguments(__doc__, "scale")
@@ -437,6 +508,8 @@ def main() -> None:
         run_plan(report)
     if "training" in options.parts:
         run_training(report, work)
+    if "view" in options.parts:
+        run_view(report, work)
     report.finish()
 
 

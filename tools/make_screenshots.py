@@ -24,10 +24,15 @@ from rich.text import Text  # noqa: E402
 
 from tests.browser import Browser  # noqa: E402
 from tests.docs.pages import make_demo  # noqa: E402
-from tests.internals import PackedFolder, Viewer, ViewServer  # noqa: E402
+from tests.internals import InputOptions, PackedFolder, RecordsViewer, Viewer, ViewServer  # noqa: E402
 
-SIZES = {"report": (1100, 1500), "inspect": (960, 420), "view": (1100, 760)}  # CSS pixels
+SIZES = {"report": (1100, 1500), "inspect": (960, 420), "view": (1100, 760), "records": (1100, 640)}  # CSS pixels
 _INSPECT = ("inspect", "demo-out", "--pack", "demo-out_00000000")
+_IMAGES = (
+    "Promise.all([...document.images].map((image) => {"
+    " image.loading = 'eager'; return image.decode().catch(() => 0); }))"
+    ".then(() => 0)"
+)
 _TERMINAL = (
     "<!doctype html><meta charset=utf-8><style>{stylesheet} body {{ color: {foreground}; background: {background}; "
     "margin: 16px; font: 15px/1.4 monospace }} pre {{ margin: 0; font: inherit }}</style><pre>{code}</pre>"
@@ -55,16 +60,22 @@ def main() -> None:
         for scheme in ("light", "dark"):
             (folder / "inspect.html").write_text(terminal(shown, scheme), encoding="utf-8")
             viewed = PackedFolder.open("demo-out")
+            options = InputOptions(inputs=["demo-out/source/data.jsonl"], tokenizer="demo-out/source/tokenizer")
+            records = ViewServer(RecordsViewer(options, folder))
             server = ViewServer(Viewer(viewed, *viewed.encoder_or_reason(None)))
-            threading.Thread(target=server.serve_forever, daemon=True).start()
-            with server, Browser(folder / scheme) as browser:
+            for each in (server, records):
+                threading.Thread(target=each.serve_forever, daemon=True).start()
+            urls = {"view": server.url, "records": records.url + "&text=triangles"}
+            with server, records, Browser(folder / scheme) as browser:
                 for page, size in SIZES.items():
                     browser.show(*size, scheme=scheme)
-                    browser.open(server.url if page == "view" else (folder / f"{page}.html").as_uri())
+                    browser.open(urls.get(page) or (folder / f"{page}.html").as_uri())
+                    browser.run(_IMAGES)
                     picture = ROOT / "docs" / "images" / f"{page}-{scheme}.png"
                     Image.open(io.BytesIO(browser.picture())).quantize(96).save(picture, optimize=True)
                     print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1000:.0f} kB")
-                server.shutdown()
+                records.shutdown()
+            server.shutdown()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ lengths.py      sample lengths -> drop rate, utilization and attention span of e
 blend.py        Metadataset -> BlendSplit: counts, shares of draws and epochs of each dataset
 compare.py      two PackedFolders -> Comparison: differences of counts, rejects and settings
 report_data.py  PackedFolder -> ReportData; report.py: ReportData -> HTML page (templates/)
-viewer.py       URL -> page of `view` (templates/); server.py: requests of a browser on this machine -> pages
+row.py          samples of a row -> HTML for a notebook
+viewer/         URL -> page of `view` (templates/), requests of a browser on this machine -> pages
 verify/         PackedFolder -> one Check for each condition
 """

@@ -37,8 +37,12 @@ _MAX_TICKS = 6  # labels of an axis
 _MAX_OUTLIERS = 5  # percent of the packs that the chart may leave out
 
 
-def page_environment() -> "Environment":
-    """Return the Jinja environment of all pages: strings are escaped, and control characters are shown as escapes."""
+def page_environment(base: str | None) -> "Environment":
+    """Return the Jinja environment of all pages: strings are escaped, and control characters are shown as escapes.
+
+    Args:
+        base: start of the URLs of the pages of `view`, to which packs and samples are links; None for no links.
+    """
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -51,7 +55,7 @@ def page_environment() -> "Environment":
         # comes from the templates and stays as it is.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
-    environment.globals["row_height"] = _ROW
+    environment.globals |= {"row_height": _ROW, "base": base, "linked": base is not None}
     environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
     environment.filters["ratio"] = lambda value: f"{value:.3f}"
     environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
@@ -66,6 +70,7 @@ def render_report(
     blend: Sequence[BlendSplit] = (),
     steps: tuple[Sequence["ExpectedSteps"], Sequence[str]] = ((), ()),
     comparison: Comparison | None = None,
+    view: str | None = None,
 ) -> str:
     """Render the HTML page.
 
@@ -75,6 +80,7 @@ def render_report(
         blend: splits of a Metadataset.
         steps: result of `steps_of_ranks`.
         comparison: differences of two datasets.
+        view: as `base` of `page_environment`.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -83,14 +89,8 @@ def render_report(
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
-    environment = page_environment()
-    assert environment.loader is not None
-    script, _, _ = environment.loader.get_source(environment, "page.js")
-    # Escaping is the first line of defence; the policy blocks all other scripts and all requests if it has a gap.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = (
-        f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    )
+    environment = page_environment(view)
+    script, policy = script_and_policy(environment)
     variables = {} if data is None else _dataset_variables(data)
     return environment.get_template("report.html.j2").render(
         title=title,
@@ -98,10 +98,22 @@ def render_report(
         blend=blend,
         steps=steps,
         comparison=comparison,
+        hrefs=(),
         policy=policy,
         script=script,
         version=__version__,
         **variables,
+    )
+
+
+def script_and_policy(environment: "Environment") -> tuple[str, str]:
+    """Return the script of a page that contains it, and the Content-Security-Policy of this page."""
+    assert environment.loader is not None
+    script, _, _ = environment.loader.get_source(environment, "page.js")
+    # Escaping is the first line of defence; the policy blocks all other scripts and all requests if it has a gap.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return script, (
+        f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     )
 
 

@@ -4,7 +4,9 @@
 `matching_records` finds the records of a Filter, some at a time.
 """
 
+import math
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -91,6 +93,9 @@ class Filter:
         status: status in lengths.parquet; "" for any.
         media: `text`, `image`, `video` or `audio`; "" for any.
         shortest, longest: first and last length in tokens; None for any.
+        file: part of the path of the input file; "" for any.
+        line: line of the file, from 1, or its row if records are not lines; None for any.
+        shards: file names of the tars; None for any, and for records in no pack.
     """
 
     ident: str = ""
@@ -98,18 +103,34 @@ class Filter:
     media: str = ""
     shortest: int | None = None
     longest: int | None = None
+    file: str = ""
+    line: int | None = None
+    shards: Sequence[str] | None = None
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns that `mask` needs, besides those of media, which a table may lack."""
+        given = {"id": self.ident, "status": self.status, "length": (self.shortest, self.longest) != (None, None)}
+        given |= {"source": self.file, "line": self.line is not None, "row": self.line is not None}
+        return [name for name, value in (given | {"shard": self.shards is not None}).items() if value]
 
     def mask(self, rows: Any) -> Any:
         """Whether each row of a record batch matches, a boolean array; null is false."""
         tests = [pc.match_substring(rows["id"], self.ident)] if self.ident else []
         if self.status:
             tests.append(pc.equal(rows["status"].cast(pa.string()), self.status))
+        if self.file:
+            tests.append(pc.match_substring(rows["source"].cast(pa.string()), self.file))
+        if self.line is not None:
+            tests.append(pc.equal(pc.coalesce(rows["line"], rows["row"]), self.line))
+        if self.shards is not None:
+            tests.append(pc.is_in(rows["shard"].cast(pa.string()), pa.array(self.shards, pa.string())))
         if self.shortest is not None:
             tests.append(pc.greater_equal(rows["length"], self.shortest))
         if self.longest is not None:
             tests.append(pc.less_equal(rows["length"], self.longest))
-        counts = [pc.greater(rows[name], 0) for name in _MEDIA.values() if name in rows.schema.names]
         if self.media == "text":
+            counts = [pc.greater(rows[name], 0) for name in _MEDIA.values() if name in rows.schema.names]
             tests += [pc.invert(count) for count in counts]
         elif self.media:
             has = _MEDIA[self.media] in rows.schema.names
@@ -117,7 +138,9 @@ class Filter:
         return reduce(pc.and_, tests, pa.array(np.ones(len(rows), dtype=bool)))
 
 
-def matching_records(table: Path, wanted: Filter, *, start: int, limit: int) -> tuple[list[FoundRecord], int | None]:
+def matching_records(
+    table: Path, wanted: Filter, *, start: int, limit: int, seconds: float = math.inf
+) -> tuple[list[FoundRecord], int | None, int]:
     """Find the first records from a row of lengths.parquet that match.
 
     The columns of the filter are read by row groups, and the others only where a row matches.
@@ -127,42 +150,48 @@ def matching_records(table: Path, wanted: Filter, *, start: int, limit: int) -> 
         wanted: the filter.
         start: index of the first row in the table.
         limit: most records, at least 1.
+        seconds: time after which the search stops, after a batch of rows.
 
     Returns:
-        The records, and the row of the next record that matches; None if there is none.
+        The records, the row to continue from (None after the last row that matches), and the rows of the table.
 
     Raises:
         FileNotFoundError: there is no such file.
         FormatError: it cannot be read, or has no places.
     """
     found: list[FoundRecord] = []
+    deadline = time.monotonic() + seconds
     with open_lengths(table) as file:
-        columns = ["id", "status", "length", *(name for name in _MEDIA.values() if name in file.schema_arrow.names)]
+        media = [name for name in _MEDIA.values() if wanted.media and name in file.schema_arrow.names]
+        columns, total = [*(wanted.columns or ["id"]), *media], file.metadata.num_rows
         at = 0  # first row of the group
         for group in range(file.num_row_groups):
-            size = file.metadata.row_group(group).num_rows
-            room = limit - len(found)
-            chosen = _matching_rows(read_lengths(file, columns, group), wanted, start - at, room + 1)
-            rows = _rows(read_lengths(file, _COLUMNS, group), chosen[:room])
-            found += [FoundRecord(**length_row(row)) for row in rows]
-            if len(chosen) > room:
-                return found, at + chosen[room]
+            size, room = file.metadata.row_group(group).num_rows, limit - len(found)
+            if at + size > start:
+                batches = read_lengths(file, columns, group)
+                chosen, stop = _matching_rows(batches, wanted, start - at, room + 1, deadline)
+                rows = _rows(read_lengths(file, _COLUMNS, group), chosen[:room])
+                found += [FoundRecord(**length_row(row)) for row in rows]
+                if len(chosen) > room or stop < size:
+                    return found, at + (chosen[room] if len(chosen) > room else stop), total
             at += size
-    return found, None
+    return found, None, total
 
 
-def _matching_rows(batches: Iterator[Any], wanted: Filter, start: int, limit: int) -> list[int]:
-    """Return the first `limit` rows of a row group from `start` that match."""
+def _matching_rows(
+    batches: Iterator[Any], wanted: Filter, start: int, limit: int, deadline: float
+) -> tuple[list[int], int]:
+    """Return the first `limit` rows of a row group from `start` that match, and the first row that was not read."""
     chosen: list[int] = []
     first = 0
     for rows in batches:
         if first + len(rows) > start:
             matched = pc.indices_nonzero(pc.fill_null(wanted.mask(rows), False)).to_numpy() + first
             chosen += matched[matched >= start][: limit - len(chosen)].tolist()
-            if len(chosen) == limit:
-                break
         first += len(rows)
-    return chosen
+        if len(chosen) == limit or (first > start and time.monotonic() > deadline):
+            break
+    return chosen, first
 
 
 def _rows(batches: Iterator[Any], chosen: Sequence[int]) -> Iterator[dict[str, Any]]:

@@ -134,12 +134,19 @@ def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: i
     )
     if not isinstance(encoded, EncodedSample):
         return replace(segment, problem=encoded)
+    own = segment_of(encoded, start)
+    return replace(segment, length=own.length, runs=own.runs, tokens=own.tokens)
+
+
+def segment_of(encoded: EncodedSample, start: int) -> Segment:
+    """Return the kinds of the tokens of an encoded sample, which starts at a token of its row."""
     kinds = token_kinds(encoded)
     # The sentinels -1 at both ends make the first and the last run end at an edge.
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
     runs = [(KINDS[kinds[a]], start + int(a), int(b - a)) for a, b in pairwise(edges)]
     tokens = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist(), strict=True))
-    return replace(segment, length=len(encoded), runs=runs, tokens=tokens)
+    media = next((kind for kind in ("image", "video", "audio") if tokens[kind]), "text")
+    return Segment(id=encoded.id, start=start, length=len(encoded), media=media, runs=runs, tokens=tokens)
 
 
 def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:
@@ -210,3 +217,27 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
         TokenRow(index, segment, token, str(string), label, tuple(position), weight, of_token)
         for index, (segment, token, string, label, position, weight, of_token) in enumerate(columns)
     ]
+
+
+def heat_strips(rows: Sequence[TokenRow]) -> dict[str, tuple[float, float, list[tuple[int, int, float]]]]:
+    """Group the tokens by value of the loss weight and of each column, to show them as strips.
+
+    Of a column with several values for each token, the first of them counts.
+
+    Returns:
+        By name, the lowest and the highest finite value, and runs of equal values: (first row, rows, share of the way
+        from the lowest to the highest value, 0 to 1).
+    """
+    strips = {}
+    names = [] if not rows else [*([] if rows[0].weight is None else ["weight"]), *(rows[0].columns or ())]
+    for name in names:
+        own = [
+            row.weight if name == "weight" and row.weight is not None else (row.columns or {})[name] for row in rows
+        ]
+        values = np.array([value[0] if isinstance(value, list) else value for value in own], dtype=np.float64)
+        finite = values[np.isfinite(values)]
+        low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
+        shares = np.nan_to_num((values - low) / ((high - low) or 1), posinf=1, neginf=0).clip(0, 1)
+        edges = [0, *(np.flatnonzero(np.diff(shares)) + 1).tolist(), len(rows)]
+        strips[name] = (low, high, [(a, b - a, float(shares[a])) for a, b in pairwise(edges)])
+    return strips

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Processor
+from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Measurement, Processor
 from energon_packed.encoding.audio.audio_file import read_audio_info, resampled_length
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.images import read_header
@@ -28,7 +28,7 @@ from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredAudio, StoredSample, StoredVideo, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.inspection.supervision import supervised_turns
-from energon_packed.records import Conversation, FrameSelection, MediaReference
+from energon_packed.records import AudioClip, Conversation, FrameSelection, MediaReference, VideoReference
 from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_PLACEHOLDER
@@ -299,6 +299,78 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
     )
 
 
+def view_record(conversation: Conversation, measured: Measurement, encoder: Processor | None) -> list[SampleView]:
+    """Read a record before it is packed: one sample, or the samples of a group.
+
+    Args:
+        conversation: the record. Its media are named by kind and index, such as `image 0`.
+        measured: its measurement with this encoder, which selects the frames of videos.
+        encoder: as in `view_pack`.
+    """
+    members = conversation.members or (conversation,)
+    found = _record_media(conversation, measured)
+    images, videos, audios = iter(found[0]), iter(found[1]), iter(found[2])
+    start, views = 0, []
+    for member, own in zip(members, measured.members or [measured] * len(members), strict=True):
+        length = own.length if own.length > 0 else None
+        sample = StoredSample(member, length)
+        view = SampleView(
+            id=member.id or conversation.id,
+            start=start if length else None,
+            length=length,
+            turns=_turns(sample, encoder if own.reject is None else None),
+            images=tuple(islice(images, len(member.images))),
+            supervised=own.supervised if own.supervised >= 0 and length else None,
+            video=member.video,
+            videos=tuple(islice(videos, len(member.videos))),
+            audios=tuple(islice(audios, len(member.audios))),
+            group=str(conversation.id) if conversation.members else member.group,
+            role=member.role,
+            label=member.label,
+        )
+        start += length or 0
+        views.append(view)
+    return views
+
+
+def record_files(conversation: Conversation) -> dict[str, MediaReference]:
+    """Files of the media of a record, by the names that `view_record` has."""
+    files = {f"image {i}": image for i, image in enumerate(conversation.images)}
+    for i, video in enumerate(conversation.videos):
+        files |= {name: file for name, file in zip(_frame_names(i, video), video.files, strict=True)}
+    return files | {f"audio {i}": audio.file for i, audio in enumerate(conversation.audios)}
+
+
+def _frame_names(index: int, video: VideoReference) -> list[str]:
+    return [f"video {index}"] if video.file else [f"video {index}, frame {i}" for i in range(len(video.images))]
+
+
+def _record_media(
+    conversation: Conversation, measured: Measurement
+) -> tuple[list[ImageView], list[VideoView], list[AudioView]]:
+    images, videos, audios = [], [], []
+    for i, image in enumerate(conversation.images):
+        try:
+            header = read_header(image)
+            images.append(ImageView(f"image {i}", image.num_bytes(), header.width, header.height))
+        except RecordError as error:
+            images.append(ImageView(f"image {i}", 0, problem=error.detail))
+    for i, video in enumerate(conversation.videos):
+        frames = video.frames or (measured.frames[i] if len(measured.frames) > i else None)
+        frames = frames or FrameSelection(indices=(), timestamps=(), fps=0.0, num_frames=0, height=0, width=0)
+        problem = None if frames.indices else "its frames are not known"
+        num_bytes = 0 if problem else sum(file.num_bytes() for file in video.files)
+        names, is_file = _frame_names(i, video), video.file is not None
+        videos.append(_video_view(names, frames, is_file=is_file, num_bytes=num_bytes, problem=problem))
+    for i, audio in enumerate(conversation.audios):
+        clip = measured.clips[i] if len(measured.clips) > i else None
+        num_bytes = audio.file.num_bytes() if clip else 0
+        clip = clip or AudioClip(rate=1, start=0, samples=0, total=0)
+        problem = None if num_bytes else "its samples are not known"
+        audios.append(_audio_view(f"audio {i}", clip, num_bytes=num_bytes, problem=problem))
+    return images, videos, audios
+
+
 def _view(
     sample: StoredSample, start: int | None, encoder: Processor | None, located: Mapping[str, MediaReference]
 ) -> SampleView:
@@ -387,14 +459,27 @@ def _image(name: str, data: bytes, reference: MediaReference | None) -> ImageVie
 
 
 def _video(stored: StoredVideo, encoder: Processor | None, located: Mapping[str, MediaReference]) -> VideoView:
-    frames = stored.frames
-    names = [file.part or "?" for file in stored.files]
-    reference = located.get(names[0])
+    reference = located.get(stored.files[0].part or "?")
     vision = encoder.vision if isinstance(encoder, ChatEncoder) else None
+    return _video_view(
+        [file.part or "?" for file in stored.files],
+        stored.frames,
+        is_file=stored.file is not None,
+        num_bytes=sum(len(file.data) for file in stored.files),
+        tokens=None if vision is None else _video_tokens(vision, stored.frames),
+        problem=_video_problem(stored, is_located=reference is not None),
+        file=None if reference is None else reference.path,
+        offset=None if reference is None else reference.offset,
+    )
+
+
+def _video_view(
+    names: Sequence[str], frames: FrameSelection, *, is_file: bool, num_bytes: int, **values: Any
+) -> VideoView:
     return VideoView(
         names=names,
-        is_file=stored.file is not None,
-        bytes=sum(len(file.data) for file in stored.files),
+        is_file=is_file,
+        bytes=num_bytes,
         frames=frames.indices,
         timestamps=frames.timestamps,
         num_frames=frames.num_frames,
@@ -403,10 +488,7 @@ def _video(stored: StoredVideo, encoder: Processor | None, located: Mapping[str,
         height=frames.height,
         resized=None if frames.resized is None else (frames.resized[1], frames.resized[0]),
         settings=frames.settings,
-        tokens=None if vision is None else _video_tokens(vision, frames),
-        problem=_video_problem(stored, is_located=reference is not None),
-        file=None if reference is None else reference.path,
-        offset=None if reference is None else reference.offset,
+        **values,
     )
 
 
@@ -450,19 +532,28 @@ def _audios(
 
 
 def _audio(stored: StoredAudio, tokens: int | None, located: Mapping[str, MediaReference]) -> AudioView:
-    clip, name = stored.clip, stored.file.part or "?"
+    name = stored.file.part or "?"
     reference = located.get(name)
-    return AudioView(
-        name=name,
-        bytes=len(stored.file.data),
-        rate=clip.rate,
-        start=clip.start / clip.rate,
-        seconds=clip.seconds,
-        total_seconds=clip.total / clip.rate,
+    return _audio_view(
+        name,
+        stored.clip,
+        num_bytes=len(stored.file.data),
         tokens=tokens,
         problem=_audio_problem(stored, is_located=reference is not None),
         file=None if reference is None else reference.path,
         offset=None if reference is None else reference.offset,
+    )
+
+
+def _audio_view(name: str, clip: AudioClip, *, num_bytes: int, **values: Any) -> AudioView:
+    return AudioView(
+        name=name,
+        bytes=num_bytes,
+        rate=clip.rate,
+        start=clip.start / clip.rate,
+        seconds=clip.seconds,
+        total_seconds=clip.total / clip.rate,
+        **values,
     )
 
 

@@ -7,7 +7,7 @@ map_data.py (base class). Loaders: dataflow/ (the loader, and its settings for r
 datasets, and the loader of their order), joint.py (several loaders), loaders.py (base class). Shared: order.py (item
 of each rank and step), permutation.py (its shuffle), state.py, ranks.py, resharding.py (tools that would shard
 again), manifests.py and trust.py (what a dataset contains, and that it runs no code), failures.py, sample_errors.py.
-Reports: monitoring/ (metrics, past order, future order).
+Reports: monitoring/ (metrics, past order, future order). Notebooks: notebook.py (a row as HTML).
 """
 
 from importlib import import_module

@@ -43,6 +43,7 @@ from energon_packed.loading.manifests import (
     repeats_packs,
 )
 from energon_packed.loading.map_data import IndexedData, MapData
+from energon_packed.loading.notebook import ShownSamples
 from energon_packed.loading.order import Order
 from energon_packed.loading.process import encode_pack
 from energon_packed.loading.ranks import resolve_rank
@@ -332,13 +333,13 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
         return [self.item(item) for item in items]
 
     def __getitem__(self, index: int) -> Sequence[EncodedSample]:
-        """Return the encoded samples of one pack; negative indices count from the end.
+        """Return the encoded samples of one pack, which a notebook shows; negative indices count from the end.
 
         Raises:
             IndexError: the index is out of range.
             FormatError: the shard is damaged, or a length differs from the recorded length.
         """
-        return self.item(self._numbers([index])[0])
+        return ShownSamples(self.item(self._numbers([index])[0]))
 
     def sample(self, index: int) -> PackSample:
         """Return one pack as its flavor, not encoded. Raises IndexError if the index is out of range."""

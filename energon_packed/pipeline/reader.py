@@ -21,6 +21,7 @@ from energon_packed.pipeline.rejects import Rejected
 from energon_packed.records import Conversation, MediaReference, normalize
 from energon_packed.records.groups import read_group, with_group
 from energon_packed.records.normalize import RecordWeight
+from energon_packed.records.record_formats import find_record_format
 from energon_packed.sources import Source, SourceRecord, open_sources, refuse_outputs
 from energon_packed.system import announced
 
@@ -74,11 +75,7 @@ class RecordReader:
             reading.check_sampled(row.address)
         if row.reject is not None:
             raise RecordError.of(row.reject)
-        record = row.record
-        if reading.adapter is not None:
-            record = reading.adapter.apply(record)
-        if reading.field_map is not None and not isinstance(record, Conversation):
-            record = reading.field_map.apply(record)
+        record = self._mapped(source, row)
         if isinstance(record, Conversation):
             conversation = record
         else:
@@ -104,6 +101,24 @@ class RecordReader:
             codec.check(conversation)
             conversation = codec.fitted(conversation)
         return conversation
+
+    def _mapped(self, source: int, row: SourceRecord) -> Any:
+        """Apply the adapter and the field map of the source."""
+        reading, record = self.sources[source].reading, row.record
+        if reading.adapter is not None:
+            record = reading.adapter.apply(record)
+        if reading.field_map is not None and not isinstance(record, Conversation):
+            record = reading.field_map.apply(record)
+        return record
+
+    def format_of(self, source: int, row: SourceRecord) -> str:
+        """Name of the record format of a record, after the adapter and the field map; "" if it has none."""
+        try:
+            record = self._mapped(source, row) if row.reject is None else None
+            record = {"messages": record} if isinstance(record, list) else record
+            return find_record_format(record).key if isinstance(record, Mapping) else ""
+        except (RecordError, RecursionError):
+            return ""
 
     @property
     def _codec(self) -> Codec:

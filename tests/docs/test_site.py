@@ -186,6 +186,6 @@ def test_the_isolation_table_is_searched(address: str, tmp_path: Path) -> None:
 def test_pictures_are_small_and_of_both_schemes() -> None:
     pictures = {file.name: file.stat().st_size for file in (ROOT / "docs" / "images").glob("*.png")}
     assert sorted(pictures) == sorted(
-        f"{page}-{scheme}.png" for page in ("inspect", "report", "view") for scheme in ("dark", "light")
+        f"{page}-{scheme}.png" for page in ("inspect", "records", "report", "view") for scheme in ("dark", "light")
     )
     assert max(pictures.values()) < 150_000

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from tests.audio import qwen2_audio, write
 from tests.audio import signal as sound
 from tests.browser import Browser
 from tests.inspection.datasets import copied_output
-from tests.internals import Filter, PackedFolder, Viewer, ViewServer, matching_records
+from tests.internals import Filter, PackedFolder, Pages, Viewer, ViewServer, matching_records
 from tests.printed import invoke
 from tests.videos import make_video
 
@@ -78,12 +80,18 @@ def viewer_of(out: Path) -> Viewer:
     return Viewer(folder, *folder.encoder_or_reason(None))
 
 
-@pytest.fixture(scope="module")
-def server(out: Path) -> Iterator[ViewServer]:
-    with ViewServer(viewer_of(out)) as server:
+@contextmanager
+def served(viewer: Pages, *, token: bool = True) -> Iterator[ViewServer]:
+    with ViewServer(viewer, token=token) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(out: Path) -> Iterator[ViewServer]:
+    with served(viewer_of(out)) as server:
+        yield server
 
 
 def ask(server: ViewServer, path: str, method: str = "GET", **headers: str) -> tuple[HTTPResponse, bytes]:
@@ -99,14 +107,14 @@ def ask(server: ViewServer, path: str, method: str = "GET", **headers: str) -> t
     return response, content
 
 
-def page(viewer: Viewer, path: str) -> str:
+def page(viewer: Pages, path: str) -> str:
     response = viewer.respond(path)
     assert response.status == 200, response.content
     return response.content.decode()
 
 
 def key_with(viewer: Viewer, ident: str) -> tuple[str, int]:
-    found, _ = matching_records(viewer._folder.path.parent / "lengths.parquet", Filter(ident=ident), start=0, limit=1)
+    found, *_ = matching_records(viewer._folder.path.parent / "lengths.parquet", Filter(ident=ident), start=0, limit=1)
     assert found[0].pack is not None
     assert found[0].sample is not None
     return found[0].pack, found[0].sample
@@ -279,6 +287,68 @@ def test_images_are_shown_as_they_are_or_converted(server: ViewServer, out: Path
         assert (response.content == (out.parent / name).read_bytes()) is same
 
 
+def test_the_report_is_a_page_with_links(server: ViewServer, out: Path, tmp_path: Path) -> None:
+    with Browser(tmp_path) as browser:
+        browser.open(server.url)
+        browser.open(server.url.partition("?")[0] + "report")
+        links = browser.run("[...document.querySelectorAll('a')].map((a) => a.getAttribute('href'))")
+        assert f"/pack/{KEY}#sample-0" in links
+        assert any(re.fullmatch(r"/pack/\w+", link) for link in links)  # of the least utilized packs
+        assert browser.run("getComputedStyle(document.querySelector('.cards')).display") == "grid"
+        assert browser.run("document.querySelector('[data-pages] output').textContent").startswith("page 1 of")
+        assert not browser.log
+    html = tmp_path / "report.html"
+    assert invoke("report", out, "-o", html, "--view", "http://127.0.0.1:8000/").exit_code == 0
+    assert f'href="http://127.0.0.1:8000/pack/{KEY}#sample-0"' in html.read_text()
+    invoke("report", out, "-o", html)
+    assert "/pack/" not in html.read_text()
+    assert "--view must be" in invoke("report", out, "-o", html, "--view", "javascript:alert(1)").output
+
+
+def test_weights_and_columns_are_strips(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    record = {"input_ids": [5] * 9, "labels": [5] * 9, "loss_weights": [1.0] * 5 + [3.0] * 4,
+              "logprobs": [-2.0] * 3 + [-1.0] * 6, "flat": [2.0] * 9}  # fmt: skip
+    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=16, workers=1)
+    text = page(viewer_of(tmp_path / "out"), f"/tokens/{KEY}/0")
+    strips = dict(re.findall(r"<figcaption>(\w+), (.*?)</figcaption>", text))
+    assert strips == {"weight": "0 (pale) to 3", "logprobs": "-2 (pale) to -1", "flat": "2 (pale) to 2"}
+    rects = re.findall(r'<rect x="(\d+)" width="(\d+)" height="1" fill-opacity="(.*?)"', text)
+    assert ("0", "3", "0.060") in rects
+    assert ("3", "6", "1.000") in rects
+    assert ("5", "4", "1.000") in rects
+    assert ("0", "9", "0.060") in rects
+
+
+@pytest.mark.parametrize(
+    ("query", "count"),
+    [("file=data.jsonl&line=3", 1), ("file=data.jsonl&line=9999", 0), ("file=other", 0),
+     ("split=train&status=packed", 50),     ("split=val", 0), ("shard=000000&id=a.png", 1), ("shard=000001", 0)],
+)  # fmt: skip
+def test_records_are_found_by_file_line_split_and_shard(server: ViewServer, query: str, count: int) -> None:
+    assert page(server.viewer, f"/records?{query}").count("<tr><td") == count
+
+
+def test_packs_of_a_split_and_a_shard(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    lines = [json.dumps({"id": str(n), "text": "What is it? " * 3}) for n in range(60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    options: dict[str, Any] = {"split": "train=0.5,val=0.5", "max_packs_per_shard": 5, "seq_len": 20, "workers": 1}
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, **options)
+    viewer = viewer_of(tmp_path / "out")
+    shown: dict[str, list[str]] = {}
+    for split in ("train", "val", ""):
+        for number in (1, 2, 3):
+            text = page(viewer, f"/?split={split}&page={number}")
+            found = re.findall(r"data-item>(\w+)</a> <span class=\"note\">\d+ samples, (\S+), (\w+)<", text)
+            assert all(split in ("", own) for *_, own in found)
+            shown[split] = list(dict.fromkeys([*shown.get(split, []), *(key for key, *_ in found)]))
+    assert shown[""] == [f"out_{n:08d}" for n in range(60)]
+    assert sorted(shown["train"] + shown["val"]) == shown[""]
+    shard = list(PackedFolder.open(tmp_path / "out").shards)[1]
+    assert page(viewer, f"/?shard={shard}").count('class="row"') == 5
+    assert page(viewer, "/?shard=none").count('class="row"') == 0
+
+
 def test_nothing_is_written(server: ViewServer, out: Path) -> None:
     def files() -> list[Any]:
         return [(path, *os.stat(path)[6:9:2], path.stat().st_mtime_ns) for path in sorted(out.rglob("*"))]
@@ -352,7 +422,7 @@ def test_a_large_table_is_read_in_parts(tmp_path: Path) -> None:
     pa.set_memory_pool(pool)
     try:
         while start is not None:
-            some, start = matching_records(
+            some, start, _ = matching_records(
                 tmp_path / "lengths.parquet", Filter(ident="99999", shortest=1, longest=4000), start=start, limit=3
             )
             found += some

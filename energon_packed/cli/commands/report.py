@@ -28,8 +28,10 @@ from energon_packed.metadatasets import read_metadataset
               "[default: tokenizer in packing.json]")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True,
               help="Random seed of the packs that are shown.")  # fmt: skip
+@click.option("--view", metavar="URL", help="Address of energon-packed view --port N for this dataset, such as "
+              "http://127.0.0.1:8000: packs and samples are links to it.")  # fmt: skip
 @media_root_option
-def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None, seed: int) -> None:
+def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None, seed: int, view: str | None) -> None:
     """Write an HTML report on a dataset or a Metadataset, as one self-contained file.
 
     With two datasets, the report has the differences of their counts, rejected records and settings.
@@ -39,6 +41,8 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
     energon-packed report mix.yaml -o mix.html
     energon-packed report out-before out-after -o differences.html
     """
+    if view is not None and (other is not None or path.is_file() or not view.startswith(("http://", "https://"))):
+        raise click.UsageError(f"--view must be an http:// address, for a single dataset, got {view}.")
     # Protects a dataset or a YAML from being overwritten by a swapped argument.
     if output.suffix.lower() not in (".html", ".htm"):
         raise click.UsageError(f"--output must end in .html or .htm, got {output}.")
@@ -63,7 +67,7 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
         encoder, reason = folder.encoder_or_reason(tokenizer)
         data = gather(folder, encoder, not_encoded=as_options(reason), seed=seed)
         steps = _steps(path, encoder) if data.is_packed else ((), ())
-        page = render_report(str(path), data, steps=steps)
+        page = render_report(str(path), data, steps=steps, view=view and view.rstrip("/"))
     content = page.encode()
     atomic_write(output, content)
     echo(f"{output}: {format_bytes(len(content))}")

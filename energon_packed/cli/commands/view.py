@@ -1,46 +1,109 @@
-"""Command `energon-packed view`: a dataset in, a local page to browse it out."""
+"""Command `energon-packed view`: datasets, a Metadataset or records in, a local page to browse them out."""
 
 import os
 import sys
+import tempfile
 import webbrowser
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
-from energon_packed.cli.options import InputPath, as_options, media_root_option
+from energon_packed.cli.options import (
+    DeclaredOption,
+    GroupedCommand,
+    as_options,
+    media_root_option,
+    options_of,
+    set_inputs,
+    wrong_usage,
+)
 from energon_packed.cli.terminal import echo
+from energon_packed.errors import FormatError
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.server import ViewServer
-from energon_packed.inspection.viewer import Viewer
+from energon_packed.inspection.viewer.packs import Viewer
+from energon_packed.inspection.viewer.pages import Pages
+from energon_packed.inspection.viewer.records import HeaderReader, RecordsViewer
+from energon_packed.inspection.viewer.server import ViewServer
+from energon_packed.inspection.viewer.several import Several
+from energon_packed.metadatasets import is_metadataset, prepared_folder
+from energon_packed.options import make
+from energon_packed.pipeline.options import InputOptions
+from energon_packed.storage import as_path
+
+_COMMON = ("port", "no_browser", "no_token", "tokenizer", "image_root", "map", "media_root", "config")
+# Options of a run that change no record.
+_OF_RUNS = ("inputs", "media_root", "sample_class", "unpacked", "layout", "algorithm", "max_samples_per_pack",
+            "pad_multiple", "seed", "workers", "max_reject_rate")  # fmt: skip
 
 
-@click.command(name="view")
-@click.argument("path", type=InputPath(), metavar="DIR")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port on 127.0.0.1. [default: a free port]")
-@click.option("--no-browser", is_flag=True, help="Only print the address.")
-@click.option("--no-token", is_flag=True,
+@click.command(name="view", cls=GroupedCommand, common=_COMMON)
+@click.argument("paths", nargs=-1, metavar="DIR|METADATASET|INPUT...")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, cls=DeclaredOption, group="Page",
+              help="Port on 127.0.0.1. [default: a free port]")  # fmt: skip
+@click.option("--no-browser", is_flag=True, cls=DeclaredOption, group="Page", help="Only print the address.")
+@click.option("--no-token", is_flag=True, cls=DeclaredOption, group="Page",
               help="Also answer requests without the token of the address, for all users of the machine.")  # fmt: skip
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Tokenizer used to show tokens and supervised text. "
-              "[default: tokenizer in packing.json]")  # fmt: skip
+@options_of(InputOptions, without=_OF_RUNS, defaults=False)
 @media_root_option
-def command(path: Path, port: int, no_browser: bool, no_token: bool, tokenizer: Path | None) -> None:
-    """Browse the packs, samples, tokens, media and rejected records of a dataset in a local page.
+def command(paths: tuple[str, ...], port: int, no_browser: bool, no_token: bool, values: dict[str, Any]) -> None:
+    """Browse a dataset, a Metadataset, two datasets, or records before packing in a local page.
 
-    The page is read-only, needs no network, and is for this machine only. Ctrl-C ends the command.
+    The page is read-only, needs no network, and is for this machine only. Ctrl-C ends the command. The input options
+    are those of pack, and the tokenizer is the tokenizer in packing.json for datasets.
 
     \b
     energon-packed view out
+    energon-packed view data.jsonl --tokenizer DIR
+    energon-packed view mix.yaml
+    energon-packed view out-before out-after
     energon-packed view out --port 8000 --no-browser
     """
+    with tempfile.TemporaryDirectory(prefix="energon-packed-") as folder:
+        pages = _pages(paths, values, Path(folder))
+        # Ctrl-C is the usual end, not an interruption.
+        with suppress(KeyboardInterrupt), ViewServer(pages, port, token=not no_token) as server:
+            echo(f"{server.url}\nCtrl-C ends it.")
+            # Without a display, `webbrowser` would start a browser in the terminal.
+            if not no_browser and (sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
+                webbrowser.open(server.url)
+            server.serve_forever()
+
+
+def _pages(names: tuple[str, ...], values: dict[str, Any], work_dir: Path) -> Pages:
+    tokenizer = values.get("tokenizer")
+
+    def opened(path: Path, base: str = "") -> Pages:
+        if is_metadataset(path):
+            return Several.of_blend(path, opened, base)
+        folder = PackedFolder.open(path)
+        encoder, reason = folder.encoder_or_reason(None if tokenizer is None else Path(tokenizer))
+        return Viewer(folder, encoder, as_options(reason), base)
+
+    paths = [as_path(name) for name in names]
+    are_datasets = [is_metadataset(path) or _is_packed(path) for path in paths]
+    if not any(are_datasets):
+        set_inputs(values, names)
+        with wrong_usage():
+            encoder = {} if tokenizer is not None else {"encoder": HeaderReader()}
+            options = make(InputOptions, values | encoder, what="option")
+        return RecordsViewer(options, work_dir)
+    if others := [name for name in values if name != "tokenizer"]:
+        raise click.UsageError(f"--{others[0].replace('_', '-')} is an option for records, got {names[0]}. Omit it.")
+    if len(paths) == 1:
+        return opened(paths[0])
+    if len(paths) != 2 or not all(are_datasets) or any(map(is_metadataset, paths)):
+        raise click.UsageError(f"Pass one dataset, one Metadataset, two datasets, or records, got {', '.join(names)}.")
+    return Several.of_two(paths[0], paths[1], opened)
+
+
+def _is_packed(path: Path) -> bool:
+    """Whether a path is a dataset with a known flavor; other Energon datasets are input of `pack`."""
+    if prepared_folder(path) is None:
+        return False
     folder = PackedFolder.open(path)
-    encoder, reason = folder.encoder_or_reason(tokenizer)
-    viewer = Viewer(folder, encoder, as_options(reason))
-    # Ctrl-C is the usual end, not an interruption.
-    with suppress(KeyboardInterrupt), ViewServer(viewer, port, token=not no_token) as server:
-        echo(f"{server.url}\nCtrl-C ends it.")
-        # Without a display, `webbrowser` would start a browser in the terminal.
-        if not no_browser and (sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
-            webbrowser.open(server.url)
-        server.serve_forever()
+    try:
+        return folder.manifest is not None or bool(folder.codec)
+    except FormatError:
+        return False

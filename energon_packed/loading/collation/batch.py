@@ -28,6 +28,7 @@ from energon_packed.encoding.vision.positions import ModelNeeds, VisionInputs
 from energon_packed.errors import BatchError
 from energon_packed.loading.collation.cross_entropy import cross_entropy, in_float32, pieces
 from energon_packed.loading.dataflow.transport import send_by_value
+from energon_packed.loading.notebook import shown_row
 from energon_packed.loading.ranks import all_reduce_mean
 from energon_packed.records.columns import FILL
 
@@ -410,6 +411,9 @@ class PackedBatch(Batch):
                 ).in_group(groups[index], self.roles[index] if self.roles else None, labels[index])
             )
         return samples
+
+    def _repr_html_(self) -> str:
+        return shown_row("PackedBatch", self.split(), self.input_ids.shape[1])
 
     def _group_keys(self) -> list[str | None]:
         """Key of the group of each sample: its index, and the name of its first sample."""

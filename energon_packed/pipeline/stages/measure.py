@@ -258,6 +258,12 @@ class Measurer:
         content.write()
         return content.report()
 
+    def records(self, source: int, rows: Sequence[SourceRecord]) -> list[tuple[Conversation | None, Measurement]]:
+        """Read and measure some records, to show them: conversation, if it can be read, and measurement."""
+        records = [self._read(source, row, MediaFiles()) for row in rows]
+        self._measure(self.encoder.load(), records, keep_tokens=False)
+        return [(record.conversation, record.result) for record in records]
+
     def _read(self, source: int, row: SourceRecord, media: MediaFiles) -> "_Record":
         """Read a record as a conversation, and check its images."""
         stamp = 0

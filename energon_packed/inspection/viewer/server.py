@@ -1,4 +1,4 @@
-"""Local server of `energon-packed view`: a Viewer in, answers to the browser of the same machine out.
+"""Local server of `energon-packed view`: Pages in, answers to the browser of the same machine out.
 
 Only the loopback interface is bound, and only GET and HEAD are answered. The name in Host must be of this machine, so
 that a page of another site cannot reach the server through a DNS entry that it changes. The token of the printed
@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from energon_packed.errors import ConfigError
-from energon_packed.inspection.viewer import Response, Viewer
+from energon_packed.inspection.viewer.pages import Pages, Response
 
 _ADDRESS = "127.0.0.1"
 _NAMES = (_ADDRESS, "localhost")  # with any port: a tunnel may have another
@@ -38,7 +38,7 @@ class ViewServer(ThreadingHTTPServer):
 
     daemon_threads = True  # an open connection does not delay the end of the command
 
-    def __init__(self, viewer: Viewer, port: int = 0, *, token: bool = True) -> None:
+    def __init__(self, viewer: Pages, port: int = 0, *, token: bool = True) -> None:
         """Bind the port on the loopback interface; 0 is any free port.
 
         Raises:
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         headers |= {
             "Content-Type": response.kind,
             "Content-Length": str(len(content)),
-            "Content-Security-Policy": _MEDIA_POLICY if response.is_media else _PAGE_POLICY,
+            "Content-Security-Policy": _MEDIA_POLICY if response.is_media else response.policy or _PAGE_POLICY,
             "X-Content-Type-Options": "nosniff",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",

@@ -1,0 +1,43 @@
+"""`row_html`: the samples of a row, with their tokens, in; the view of the row for a notebook out.
+
+The view has the templates of `view` and `report`, in a frame without scripts, so that it and the notebook have their
+own styles.
+"""
+
+from collections.abc import Sequence
+
+from energon_packed.encoding import EncodedSample
+from energon_packed.inspection.report import map_paths, page_environment
+from energon_packed.inspection.tokens import MappedPack, segment_of
+
+_MOST = 64  # samples in the table
+
+
+def row_html(name: str, samples: Sequence[EncodedSample], width: int) -> str:
+    """Render a row: its tokens by kind, and a table of its samples.
+
+    Args:
+        name: heading.
+        samples: samples of the row.
+        width: tokens of the row, with padding.
+    """
+    segments, at = [], 0
+    for sample in samples:
+        segments.append(segment_of(sample, at))
+        at += len(sample)
+    mapped = [MappedPack(key=name, segments=segments)]
+    rows = [
+        (
+            "" if sample.id is None else sample.id,
+            segment.start,
+            segment.length,
+            segment.tokens["supervised"],
+            segment.tokens["image"] + segment.tokens["video"] + segment.tokens["audio"],
+            " ".join(filter(None, (sample.group, sample.role))),
+        )
+        for sample, segment in zip(samples[:_MOST], segments, strict=False)
+    ]
+    return page_environment(None).get_template("row.html.j2").render(
+        name=name, mapped=mapped, rows=rows, width=max(width, at, 1), paths=map_paths(mapped, max(width, at, 1)),
+        samples=len(samples), tokens=at, height=min(180 + 32 * len(rows), 480),
+    )  # fmt: skip

@@ -1,0 +1,304 @@
+"""Viewer, the pages of a packed dataset.
+
+Packs are read by byte range, lengths.parquet by row groups and rejects.jsonl by lines, so that memory does not grow
+with the dataset.
+"""
+
+import sqlite3
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import lru_cache
+from itertools import accumulate, islice
+from typing import Any
+from urllib.parse import urlencode
+
+from energon_packed.encoding import ChatEncoder
+from energon_packed.errors import ConfigError, DataChangedError, FormatError
+from energon_packed.formats.references import MEDIA_PART, complete_parts, emptied, read_locators
+from energon_packed.inspection.folder import PackedFolder
+from energon_packed.inspection.report import map_paths, render_report, script_and_policy
+from energon_packed.inspection.report_data import gather, recorded
+from energon_packed.inspection.run_reports import read_rejects
+from energon_packed.inspection.search import Filter, matching_records
+from energon_packed.inspection.tokens import MappedPack, Segment, heat_strips, map_pack, token_rows
+from energon_packed.inspection.view import PackView, SampleView, view_pack
+from energon_packed.inspection.viewer.pages import (
+    PAGE_TYPE,
+    NotFoundError,
+    Pages,
+    Response,
+    in_groups,
+    index_below,
+    index_in,
+    number_in,
+)
+from energon_packed.metadatasets import NV_META
+from energon_packed.shards.index import open_sqlite_index
+from energon_packed.shards.reader import ShardReader
+
+_PACKS = 20  # on a page
+_MOST_MAPPED = 64 << 20  # bytes of packs and their media that a page of packs reads; further rows have lengths only
+_ROWS = 50  # records on a page
+_TOKENS = 1000  # on a page
+_SEARCH_SECONDS = 2.0  # of a search; the page has a link to continue
+_AROUND = 80  # characters shown before and after a found text
+_CACHED = 8  # views of packs, without media; a page with many pictures needs one of them
+
+
+class _Texts:
+    """Names of the parts without media, as a container."""
+
+    def __contains__(self, part: object) -> bool:
+        return not str(part).startswith(("img", "vid", "aud"))
+
+
+class Viewer(Pages):
+    """Pages of one dataset."""
+
+    links = (("/records", "records"), ("/rejects", "rejected records"), ("/report", "report"))
+
+    def __init__(
+        self, folder: PackedFolder, encoder: ChatEncoder | None, not_encoded: str = "", base: str = ""
+    ) -> None:
+        """Open the dataset.
+
+        Args:
+            folder: the dataset.
+            encoder: its encoder, which marks supervised tokens; None leaves them unknown.
+            not_encoded: why there is no encoder.
+            base: as in `Pages`.
+
+        Raises:
+            FormatError: a shard or its index is missing or damaged.
+        """
+        super().__init__(str(folder.path), base, not_encoded)
+        self._folder, self._encoder = folder, encoder
+        self._shards = list(folder.shards)
+        self._codec = folder.codec
+        self._reader = ShardReader([folder.path / name for name in self._shards])
+        self._index = lru_cache(_CACHED)(self._find)
+        self._view = lru_cache(_CACHED)(self._read_view)
+
+    def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
+        """Answer with a page."""
+        match parts:
+            case [""]:
+                return self._packs(query)
+            case ["pack", key]:
+                return self._pack(key)
+            case ["tokens", key, sample]:
+                return self._tokens(key, sample, query)
+            case ["records"]:
+                return self._records(query)
+            case ["text"]:
+                return self._text(query)
+            case ["rejects"]:
+                return self._rejects(query)
+            case ["report"]:
+                data = gather(self._folder, self._encoder, not_encoded=self.not_encoded)
+                text = render_report(self.name, data, view=self.base)
+                policy = script_and_policy(self._environment)[1]
+                return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE, policy)
+        return super().page(parts, query)
+
+    def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
+        """Render a template, with the values that all pages have."""
+        manifest = self._folder.manifest
+        common = {
+            "manifest": manifest,
+            "packs": len(self._reader),
+            "reasons": sorted(manifest.rejects) if manifest else (),
+            "all_splits": sorted(set(self._folder.shards.values())),
+        }
+        return super().render(name, query, **common, **values)
+
+    def samples(self, key: str) -> Sequence[SampleView]:
+        """Return the samples of a pack or record."""
+        return self._view(self._index(key)).samples
+
+    def contents(self, key: str, names: Sequence[str]) -> Mapping[str, bytes]:
+        """Read these files of a pack or record."""
+        # Only these parts are read, from the tar or from the files that it refers to.
+        raw = self._reader.parts(self._index(key), only=(MEDIA_PART, *names))
+        return complete_parts(emptied(raw, lambda name: name not in names))
+
+    # Packs
+
+    def _packs(self, query: Mapping[str, str]) -> Response:
+        shards = self._chosen(query)
+        edges = [0, *accumulate(self._reader.first(shard + 1) - self._reader.first(shard) for shard in shards)]
+        pages = max(1, -(-edges[-1] // _PACKS))
+        page = min(number_in(query, "page", 1), pages)
+        chosen = [
+            self._reader.first(shards[at]) + number - edges[at]
+            for number in range((page - 1) * _PACKS, min(page * _PACKS, edges[-1]))
+            for at in [bisect_right(edges, number) - 1]
+        ]
+        rows, problems, left = [], [], _MOST_MAPPED
+        for pack in chosen:
+            try:
+                mapped, size = self._mapped(pack, left)
+            except (FormatError, DataChangedError) as error:  # the packs around it are shown
+                problems.append(f"pack {pack:,}: {error}")
+                continue
+            left -= size
+            rows.append((mapped, self._shards[self._reader.locate(pack)[0]]))
+        width = self._width([mapped for mapped, _ in rows])
+        lines = [(mapped, shard, map_paths([mapped], width)) for mapped, shard in rows]
+        paths = map_paths([mapped for mapped, _ in rows], width)
+        return self.render("packs", query, rows=lines, width=width, paths=paths, page=page, pages=pages,
+                            problems=problems, splits=self._folder.shards)  # fmt: skip
+
+    def _mapped(self, pack: int, most: int) -> tuple[MappedPack, int]:
+        """Return the segments of a pack, without kinds of tokens if more than `most` bytes must be read."""
+        _, start, end = self._reader.locate(pack)
+        parts = self._reader.parts(pack, only=(MEDIA_PART,))
+        located = read_locators(parts).values() if MEDIA_PART in parts else ()
+        size = end - start + sum(locator.size for locator in located if locator is not None)
+        if size <= most:
+            multiple = self._folder.manifest.pad_multiple if self._folder.manifest else 1
+            return map_pack(self._reader[pack], self._codec, self._encoder, multiple=multiple), size
+        key, lengths, images = recorded(self._reader, pack, self._codec)
+        segments, at = [], 0
+        for length, count in zip(lengths, images, strict=True):
+            segments.append(Segment(id=None, start=at, length=length, media="image" if count else "text"))
+            at += length
+        return MappedPack(key=key, segments=segments), 0
+
+    def _width(self, mapped: Sequence[MappedPack]) -> int:
+        """Tokens of a row; without packing.json, of the longest pack on the page."""
+        if self._folder.manifest is not None and self._folder.manifest.seq_len:
+            return self._folder.manifest.seq_len
+        return max((segment.start + segment.length for each in mapped for segment in each.segments), default=0) or 1
+
+    def _pack(self, key: str) -> Response:
+        pack = self._index(key)
+        view = self._view(pack)
+        mapped, _ = self._mapped(pack, _MOST_MAPPED)
+        width = self._width([mapped])
+        runs = enumerate([[size for kind, _, size in s.runs if kind == "image"] for s in mapped.segments])
+        shown = self.shown(view, dict(runs))
+        near = {
+            name: self._key(other)
+            for name, other in (("previous", pack - 1), ("next", pack + 1))
+            if 0 <= other < len(self._reader)
+        }
+        shard = self._shards[self._reader.locate(pack)[0]]
+        return self.render("pack", {}, pack=shown, mapped=mapped, width=width, paths=map_paths([mapped], width),
+                            near=near, groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
+                            page=pack // _PACKS + 1)  # fmt: skip
+
+    def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
+        pack = self._index(key)
+        index = index_below(sample, len(self._view(pack).samples), "sample")
+        if self._encoder is None:
+            raise ConfigError(f"tokens need the tokenizer of the dataset: {self.not_encoded}")
+        rows = [row for row in token_rows(self._reader[pack], self._encoder, self._codec) if row.segment == index]
+        pages = max(1, -(-len(rows) // _TOKENS))
+        page = min(number_in(query, "page", 1), pages)
+        shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
+        values = {"key": key, "sample": index, "ident": self._view(pack).samples[index].id, "count": len(rows)}
+        return self.render("tokens", query, **values, rows=shown, strips=heat_strips(shown), page=page, pages=pages)
+
+    def _find(self, key: str) -> int:
+        """Index of the pack with this key: its number, else from index.sqlite. The tar must have the key there."""
+        # Keys of `pack` end in the index of the pack, and an index in an object store is copied to be read.
+        number = key.rpartition("_")[2]
+        if (pack := index_in(number, len(self._reader))) is not None and self._key(pack) == key:
+            return pack
+        row = None
+        try:
+            with closing(open_sqlite_index(self._folder.path / NV_META / "index.sqlite")) as database:
+                query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
+                row = database.execute(query, (key,)).fetchone()
+        except UnicodeEncodeError:  # a key that is not UTF-8 is in no index
+            pass
+        except (sqlite3.Error, OSError) as error:
+            raise FormatError(f"index.sqlite cannot be read: {error}; run energon-packed nv-meta") from error
+        if row is None:
+            raise NotFoundError(f"no pack has the key {key!r}")
+        shard, sample = row
+        is_place = isinstance(shard, int) and isinstance(sample, int) and 0 <= shard < len(self._shards)
+        pack = self._reader.first(shard) + sample if is_place else -1
+        if not 0 <= pack < len(self._reader) or self._key(pack) != key:
+            raise FormatError(f"index.sqlite does not match the tars at {key}; run energon-packed nv-meta")
+        return pack
+
+    def _key(self, pack: int) -> str:
+        return str(self._reader.part(pack, "")["__key__"])
+
+    def _read_view(self, pack: int) -> PackView:
+        return view_pack(self._reader[pack], self._codec, self._encoder)
+
+    # Records
+
+    def _records(self, query: Mapping[str, str]) -> Response:
+        shards = self._chosen(query)
+        wanted = Filter(
+            ident=query.get("id", ""),
+            status=query.get("status", ""),
+            media=query.get("media", "") if query.get("media") in ("text", "image", "video", "audio") else "",
+            shortest=number_in(query, "min", None),
+            longest=number_in(query, "max", None),
+            file=query.get("file", ""),
+            line=number_in(query, "line", None),
+            shards=None if len(shards) == len(self._shards) else [self._shards[shard] for shard in shards],
+        )
+        table, problem, first = self._folder.path.parent / "lengths.parquet", "", number_in(query, "from", 0)
+        try:
+            found, start, rows = matching_records(table, wanted, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
+        except FileNotFoundError:
+            found, start, rows = [], None, 0
+            problem = f"{table} does not exist, so records cannot be found by id, status, media, file or length."
+        more = None if start is None else urlencode({**query, "from": start})
+        progress = (first, rows if start is None else start, rows)
+        return self.render("records", query, records=found, more=more, problem=problem, progress=progress)
+
+    def _chosen(self, query: Mapping[str, str]) -> list[int]:
+        """Indices of the shards of a split, or of the shards whose name has a string."""
+        split, part = query.get("split", ""), query.get("shard", "")
+        return [
+            index
+            for index, name in enumerate(self._shards)
+            if part in name and split in ("", self._folder.shards[name])
+        ]
+
+    def _text(self, query: Mapping[str, str]) -> Response:
+        text, pack = query.get("text", ""), number_in(query, "from", 0)
+        found: list[tuple[str, int, str | None, str]] = []
+        first, deadline = pack, time.monotonic() + _SEARCH_SECONDS
+        problems = []
+        while text and pack < len(self._reader) and len(found) < _ROWS and time.monotonic() < deadline:
+            try:
+                found += self._with_text(pack, text)
+            except (FormatError, DataChangedError) as error:
+                problems.append(f"pack {pack:,}: {error}")
+            pack += 1
+        more = urlencode({**query, "from": pack}) if text and pack < len(self._reader) else None
+        progress = (first, pack, len(self._reader)) if text else None
+        return self.render("text", query, found=found, more=more, progress=progress, problems=problems[:_ROWS])
+
+    def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
+        """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""
+        raw = emptied(self._reader.parts(pack, only=_Texts()), lambda name: name not in _Texts())
+        view = view_pack(raw, self._codec, self._encoder if self._codec.stores_tokens else None)
+        for index, sample in enumerate(view.samples):
+            for turn in sample.turns:
+                if (at := turn.shown.find(text)) >= 0:
+                    yield view.key, index, sample.id, turn.shown[max(0, at - _AROUND) : at + len(text) + _AROUND]
+                    break
+
+    def _rejects(self, query: Mapping[str, str]) -> Response:
+        file, reason = self._folder.path.parent / "rejects.jsonl", query.get("reason", "")
+        page, problem = number_in(query, "page", 1), ""
+        chosen: list[dict[str, Any]] = []
+        try:
+            wanted = (value for value in read_rejects(file) if reason in ("", value["reason"]))
+            chosen = list(islice(wanted, (page - 1) * _ROWS, page * _ROWS + 1))
+        except FileNotFoundError:
+            problem = f"{file} does not exist." if self._folder.manifest is None else ""
+        return self.render(
+            "rejects", query, records=chosen[:_ROWS], page=page, more=len(chosen) > _ROWS, problem=problem
+        )

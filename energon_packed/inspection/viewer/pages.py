@@ -1,0 +1,224 @@
+"""Pages, the base class of the pages of `view`: the path and the query of a URL in, a Response out.
+
+Media are named by pack, sample and index: no URL names a file. Content is returned with a type that cannot run
+scripts, or converted.
+"""
+
+import io
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote
+
+from energon_packed.encoding.vision.images import load_image, sniff_extension
+from energon_packed.errors import EnergonPackedError, RecordError
+from energon_packed.inspection.report import page_environment
+from energon_packed.inspection.report_data import (
+    Player,
+    ShownPack,
+    Strip,
+    decoded_frames,
+    is_short,
+    playable,
+    shown_frames,
+)
+from energon_packed.inspection.view import AudioView, ImageView, PackView, SampleView, VideoView
+from energon_packed.records import MediaReference
+
+_CACHED_MEDIA = 2  # a player requests a file in several ranges
+_MEDIA_FIELDS = {"image": "images", "video": "videos", "frame": "videos", "audio": "audios"}
+# Content that browsers show. Others are converted, or not shown: a type such as SVG or HTML could run scripts.
+_IMAGES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp", "bmp": "bmp"}
+_CLIPS = {"mp4": "mp4", "mov": "mp4", "webm": "webm", "mkv": "webm"}
+_MOST_CLIP = 256 << 20  # bytes of a video file that is played
+PAGE_TYPE = "text/html; charset=utf-8"
+"""Type of a page."""
+_STATIC = {"style.css": "text/css", "page.js": "text/javascript"}
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Answer to a request: HTTP status, content and its type.
+
+    Attributes:
+        policy: Content-Security-Policy of a page that contains its own style and script; "" for the usual policy.
+    """
+
+    status: int
+    content: bytes
+    kind: str = "text/plain; charset=utf-8"
+    policy: str = ""
+
+    @property
+    def is_media(self) -> bool:
+        """The content comes from the dataset as it is."""
+        return self.kind.startswith(("image/", "video/", "audio/"))
+
+
+class NotFoundError(Exception):
+    """There is no such page, pack, sample or medium; the text is one line."""
+
+
+class Pages(ABC):
+    """Pages of one dataset or input. Requests may come from several threads: the data is read by one at a time.
+
+    Attributes:
+        name: path of the data.
+        base: start of the path of each of its pages, such as "/0" for the first dataset of a Metadataset.
+        links: (path below `base`, name) of its pages in the navigation.
+        not_encoded: why there is no encoder, or "".
+    """
+
+    links: Sequence[tuple[str, str]] = ()
+
+    def __init__(self, name: str, base: str = "", not_encoded: str = "") -> None:
+        self.name, self.base, self.not_encoded = name, base, not_encoded
+        self._lock = threading.Lock()
+        self._environment = page_environment(base)
+        self._media = lru_cache(_CACHED_MEDIA)(self._read_media)
+
+    def respond(self, url: str) -> Response:
+        """Answer a GET request for a path below `base`. An error is a response with one line."""
+        path, _, query = url.partition("?")
+        parts = [unquote(part, errors="surrogateescape") for part in path.split("/")[1:]]
+        try:
+            if parts[0] in _STATIC and len(parts) == 1:
+                source = self._environment.loader.get_source(self._environment, parts[0])[0]  # type: ignore[union-attr]
+                return Response(200, source.encode(), f"{_STATIC[parts[0]]}; charset=utf-8")
+            with self._lock:
+                match parts:
+                    case ["media", kind, key, *indices]:
+                        return self._media(kind, key, tuple(indices))
+                return self.page(parts, dict(parse_qsl(query)))
+        except NotFoundError as error:
+            return Response(404, f"error: {error}\n".encode(errors="backslashreplace"))
+        except (EnergonPackedError, OSError) as error:
+            return Response(500, f"error: {' '.join(str(error).split())}\n".encode(errors="backslashreplace"))
+
+    @abstractmethod
+    def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
+        """Answer a request for a page: the unquoted parts of its path below `base`.
+
+        Raises:
+            NotFoundError: there is no such page.
+        """
+        raise NotFoundError(f"there is no such page; {self.base}/ is the first")
+
+    def samples(self, key: str) -> Sequence[SampleView]:
+        """Return the samples of a pack or record, for their media. Raises NotFoundError."""
+        raise NotFoundError("there is no such page")
+
+    def contents(self, key: str, names: Sequence[str]) -> Mapping[str, bytes]:
+        """Return files of a pack or record by their names in its samples."""
+        raise NotFoundError("there is no such page")
+
+    def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
+        """Render a template; values of the query without an entry are ""."""
+        text = self._environment.get_template(f"{name}.html.j2").render(
+            dataset=self.name, links=self.links, query=defaultdict(str, query),
+            not_encoded=self.not_encoded, **values,
+        )  # fmt: skip
+        return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
+
+    def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
+        """Add the URLs of all media of a pack.
+
+        Args:
+            view: the pack.
+            runs: lengths of the runs of image tokens of samples, by index.
+        """
+        shown = ShownPack(view, {}, {}, {}, {})
+        for index, sample in enumerate(view.samples):
+            self._add_media(shown, index, sample, runs.get(index, ()))
+        return shown
+
+    def _add_media(self, shown: Any, index: int, sample: SampleView, runs: Sequence[int]) -> None:
+        def url(kind: str, *indices: int) -> str:
+            return "/".join([f"{self.base}/media", kind, quoted(shown.view.key), str(index), *map(str, indices)])
+
+        for number, image in enumerate(sample.images):
+            if image.problem is None:
+                shown.thumbnails[image.name] = url("image", number)
+        # Runs of image tokens are those of single images if text is between them, as in most templates.
+        if len(runs) == len(sample.images):
+            shown.tokens.update(zip([image.name for image in sample.images], runs, strict=True))
+        for number, video in enumerate(sample.videos):
+            if video.problem is None:
+                frames = [(video.timestamps[place], url("frame", number, place)) for place in shown_frames(video)]
+                is_clip = video.is_file and video.bytes <= _MOST_CLIP
+                shown.strips[video.name] = Strip(frames, url=url("video", number) if is_clip else "")
+        for number, audio in enumerate(sample.audios):
+            if audio.problem is None:
+                shown.players[audio.name] = Player(url=url("audio", number) if is_short(audio) else "")
+
+    def _read_media(self, kind: str, key: str, indices: Sequence[str]) -> Response:
+        if kind not in _MEDIA_FIELDS or len(indices) != (3 if kind == "frame" else 2):
+            raise NotFoundError("there is no such page")
+        samples = self.samples(key)
+        sample = samples[index_below(indices[0], len(samples), "sample")]
+        of_kind: Sequence[Any] = getattr(sample, _MEDIA_FIELDS[kind])
+        found = of_kind[index_below(indices[1], len(of_kind), kind)]
+        try:
+            match found:
+                case ImageView():
+                    return _image(self.contents(key, [found.name])[found.name])
+                case AudioView() if is_short(found):
+                    content, subtype, _ = playable(self.contents(key, [found.name])[found.name], found, 1 << 62)
+                    return Response(200, content, f"audio/{subtype}")
+                case VideoView() if kind == "frame":
+                    place = index_below(indices[2], len(found.frames), "frame")
+                    names = found.names if found.is_file else [found.names[place]]
+                    return _encoded(next(decoded_frames(self.contents(key, names), found, [place])), "jpeg")
+                case VideoView() if found.is_file and found.bytes <= _MOST_CLIP:
+                    content = self.contents(key, found.names[:1])[found.names[0]]
+                    if (container := _CLIPS.get(sniff_extension(content))) is not None:
+                        return Response(200, content, f"video/{container}")
+        except RecordError as error:
+            raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} is damaged: {error.detail}") from error
+        raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} has a format or size that is not shown")
+
+
+def in_groups(samples: Sequence[SampleView]) -> list[tuple[str, list[tuple[int, SampleView]]]]:
+    """Samples with their index, those of a group together."""
+    groups = groupby(enumerate(samples), lambda each: each[1].group or f"{each[0]} alone")
+    return [(group, list(members)) for group, members in groups]
+
+
+def number_in(query: Mapping[str, str], name: str, default: Any) -> Any:
+    """A number of a query; the default for anything else, as the form and links have only numbers."""
+    value = query.get(name, "")
+    return max(int(value), default or 0) if value.isascii() and value.isdecimal() and len(value) < 16 else default
+
+
+def index_in(text: str, count: int) -> int | None:
+    """Read an index of a path; None if it is not below `count`."""
+    is_index = text.isascii() and text.isdecimal() and len(text) < 16 and int(text) < count
+    return int(text) if is_index else None
+
+
+def index_below(text: str, count: int, what: str) -> int:
+    """Read an index of a path. Raises NotFoundError if it is not below `count`."""
+    if (index := index_in(text, count)) is None:
+        raise NotFoundError(f"there are {count:,} {what}s, from 0, got {text!r}")
+    return index
+
+
+def quoted(key: str) -> str:
+    """Quote a key for a path."""
+    return quote(key, safe="", errors="surrogateescape")
+
+
+def _image(data: bytes) -> Response:
+    kind = _IMAGES.get(sniff_extension(data))
+    return _encoded(load_image(MediaReference(data=data))) if kind is None else Response(200, data, f"image/{kind}")
+
+
+def _encoded(image: Any, kind: str = "png") -> Response:
+    out = io.BytesIO()
+    image.save(out, kind)
+    return Response(200, out.getvalue(), f"image/{kind}")

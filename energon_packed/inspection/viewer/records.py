@@ -1,0 +1,246 @@
+"""RecordsViewer, the pages of the records of an input before they are packed.
+
+Records are read by the reader of `pack` and measured by its measure stage, so that a page shows the samples and the
+rejects that a run would have. Some records are read at a time, from an address of a file.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import numpy as np
+import orjson
+
+from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
+from energon_packed.encoding.audio.media import clip_of
+from energon_packed.encoding.vision.images import read_header
+from energon_packed.encoding.vision.video_file import read_video_info
+from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError
+from energon_packed.inspection.view import PackView, SampleView, record_files, view_record
+from energon_packed.inspection.viewer.pages import NotFoundError, Pages, Response, in_groups, index_below, number_in
+from energon_packed.pipeline.options import InputOptions
+from energon_packed.pipeline.reader import open_reader, raw_id
+from energon_packed.pipeline.stages.measure import Measurer
+from energon_packed.records import Conversation, FrameSelection, VideoReference
+from energon_packed.sources import Source, SourceRecord
+
+_RECORDS = 20  # on a page
+_SECONDS = 2.0  # of a search; the page has a link to continue
+_COUNTED = 64 << 20  # bytes of a file from its start whose lines are counted for the line of a record
+_FRAMES = 8  # of a video whose selection is not known
+_CACHED = 32  # records; a page with many pictures needs one of them for each
+_LONGEST = 20_000  # characters of a record that are shown
+
+
+class HeaderReader(Processor):
+    """Reader of the headers of media, in place of an encoder: lengths and supervised text are unknown."""
+
+    def encode(self, conversation: Conversation) -> EncodedSample:
+        """Raise ConfigError: there is no tokenizer."""
+        raise ConfigError("tokens need `tokenizer`")
+
+    def measure(self, conversations: Sequence[Conversation], *, keep_tokens: bool = False) -> list[Measurement]:
+        """Return the samples of audio and evenly spaced frames of videos, or the reason of a damaged file."""
+        return [self._headers(conversation) for conversation in conversations]
+
+    def _headers(self, conversation: Conversation) -> Measurement:
+        try:
+            for image in conversation.images:
+                read_header(image)
+            frames = [video.frames or _spread(video) for video in conversation.videos]
+            return Measurement(0, frames=frames, clips=[clip_of(audio)[0] for audio in conversation.audios])
+        except RecordError as error:
+            return Measurement.rejected(error.reject)
+
+
+def _spread(video: VideoReference) -> FrameSelection:
+    assert video.file is not None  # a video of images has its frames
+    info = read_video_info(video.file)
+    places = np.unique(np.arange(_FRAMES) * info.num_frames // _FRAMES)
+    return FrameSelection(
+        indices=tuple(places.tolist()),
+        timestamps=tuple(info.timestamps[places].tolist()),
+        fps=info.fps,
+        num_frames=info.num_frames,
+        height=info.height,
+        width=info.width,
+    )
+
+
+class RecordsViewer(Pages):
+    """Pages of the records of an input."""
+
+    def __init__(self, options: InputOptions, work_dir: Path) -> None:
+        """Open the input.
+
+        Args:
+            options: options of the run; the encoder is a HeaderReader if there is no tokenizer.
+            work_dir: folder for converted copies.
+
+        Raises:
+            SourceError: an input cannot be read.
+        """
+        super().__init__(", ".join(dict.fromkeys("/".join(source.path) for source in options.source_configs)))
+        self._reader = open_reader(options, work_dir)
+        self._measurer = Measurer(reader=self._reader, encoder=options.encoder_loader, check_media=options.image_check)
+        encoder = options.encoder_loader.load()
+        self._encoder = None if isinstance(encoder, HeaderReader) else encoder
+        self._record = lru_cache(_CACHED)(self._read)
+
+    def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
+        """Answer with a page."""
+        match parts:
+            case [""]:
+                return self._records(query)
+            case ["record", source, address]:
+                row, conversation, measured = self._record(source, address)
+                shown = self._shown(int(source), [(row, conversation, measured)])
+                return self.render("raw", {"source": source, "at": str(row.address + 1)}, records=shown)
+        return super().page(parts, query)
+
+    def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
+        """Render a template, with the values that all pages have."""
+        names = [str(source.path) for source in self._reader.sources]
+        reasons = [str(reason.value) for reason in Reason]
+        values = {"more": None, "progress": None, "measured": self._encoder is not None, **values}
+        return super().render(name, query, sources=names, reasons=reasons, **values)
+
+    def samples(self, key: str) -> Sequence[SampleView]:
+        """Return the samples of a pack or record."""
+        _, conversation, measured = self._record(*_place(key))
+        return () if conversation is None else view_record(conversation, measured, None)
+
+    def contents(self, key: str, names: Sequence[str]) -> Mapping[str, bytes]:
+        """Read these files of a pack or record."""
+        files = record_files(self._record(*_place(key))[1] or Conversation(text=" "))
+        return {name: files[name].read() for name in names}
+
+    def _records(self, query: Mapping[str, str]) -> Response:
+        number = index_below(query.get("source") or "0", len(self._reader.sources), "source")
+        source = self._reader.sources[number]
+        stop, deadline = source.extent(), time.monotonic() + _SECONDS
+        at = min(number_in(query, "at", 0), stop)
+        if query.get("percent"):
+            at = stop * min(number_in(query, "percent", 0), 100) // 100
+        start = at
+        found: list[Any] = []
+        rows = source.scan(at, stop)
+        is_done = False
+        while not is_done:  # at least once, so that each page gets further
+            if not (batch := list(islice(rows, _RECORDS + 1))):
+                at = stop
+                break
+            found += self._matching(number, batch, query)
+            at = batch[-1].address + 1
+            is_done = len(found) > _RECORDS or time.monotonic() > deadline
+        is_full, more = len(found) > _RECORDS, None
+        at = found[_RECORDS][0].address if is_full else at
+        if is_full or (at < stop and next(rows, None) is not None):
+            more = urlencode({**query, "source": number, "percent": "", "at": at})
+        elif number + 1 < len(self._reader.sources):
+            more = urlencode({**query, "source": number + 1, "percent": "", "at": ""})
+        records = self._shown(number, found[:_RECORDS])
+        return self.render("raw", {**query, "source": str(number)}, records=records, more=more,
+                           progress=(start, at, stop))  # fmt: skip
+
+    def _matching(self, source: int, rows: Sequence[SourceRecord], query: Mapping[str, str]) -> list[Any]:
+        """Measure the records that have the text, and select those with the status, media and length."""
+        text, status, media = (query.get(name, "") for name in ("text", "status", "media"))
+        low, high = number_in(query, "min", None), number_in(query, "max", None)
+        if text:
+            rows = [row for row in rows if any(text in string for string in _strings(row.record))]
+        measured = self._measurer.records(source, rows) if rows else []
+        found = []
+        for row, (conversation, result) in zip(rows, measured, strict=True):
+            reason = "usable" if result.reject is None else str(result.reject.reason.value)
+            is_wanted = status in ("", reason) or (status == "rejected" and result.reject is not None)
+            is_wanted &= not media or (conversation is not None and conversation.kind == media)
+            is_wanted &= (low is None or result.length >= low) and (high is None or 0 <= result.length <= high)
+            if is_wanted:
+                found.append((row, conversation, result))
+        return found
+
+    def _read(self, source: str, address: str) -> tuple[SourceRecord, Conversation | None, Measurement]:
+        number = index_below(source, len(self._reader.sources), "source")
+        at = index_below(address, self._reader.sources[number].extent(), "address")
+        row = next(self._reader.sources[number].scan(at, at + 1), None)
+        if row is None:
+            raise NotFoundError(f"no record starts at {address}")
+        [(conversation, result)] = self._measurer.records(number, [row])
+        return row, conversation, result
+
+    def _shown(self, source: int, found: Sequence[tuple[SourceRecord, Conversation | None, Measurement]]) -> list[Any]:
+        """Values of the template for each record."""
+        shown = []
+        for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
+            key = f"{source}-{row.address}"
+            views = [] if conversation is None else view_record(conversation, result, self._encoder)
+            view = PackView(key=key, sample_class="", parts={}, shapes={}, samples=views)
+            shown.append({
+                "url": f"{self.base}/record/{source}/{row.address}",
+                "place": place,
+                "id": conversation.id if conversation is not None else raw_id(row.record),
+                "format": self._reader.format_of(source, row),
+                "reject": result.reject,
+                "notes": () if conversation is None else (*conversation.notes, *result.notes),
+                "unused": () if conversation is None else conversation.unused_fields,
+                "pack": self.shown(view, {}),
+                "groups": in_groups(views),
+                "rendered": self._rendered(conversation),
+                "raw": _json(row.record),
+            })  # fmt: skip
+        return shown
+
+    def _places(self, source: int, found: Sequence[Any]) -> list[str]:
+        """Line or row of each record; the byte where lines would have to be counted over much of the file."""
+        addresses = np.array([row.address for row, *_ in found], dtype=np.int64)
+        opened = self._reader.sources[source]
+        is_table = type(opened).row_numbers is Source.row_numbers
+        if not is_table and len(found) and addresses[-1] > _COUNTED:
+            return [f"{opened.path} at byte {address:,}" for address in addresses.tolist()]
+        lines = opened.line_numbers(addresses, np.zeros_like(addresses)).tolist()
+        rows = opened.row_numbers(addresses.tolist())
+        return [f"{opened.path} line {line:,}" if line else f"{opened.path} row {row:,}"
+                for line, row in zip(lines, rows, strict=True)]  # fmt: skip
+
+    def _rendered(self, conversation: Conversation | None) -> str:
+        """Text of the chat template; "" if there is none, or it cannot be rendered."""
+        if conversation is None or not conversation.messages or not isinstance(self._encoder, ChatEncoder):
+            return ""
+        try:
+            return self._encoder.renderer.render(conversation).text
+        except EnergonPackedError:
+            return ""
+
+
+def _place(key: str) -> tuple[str, str]:
+    source, _, address = key.partition("-")
+    return source, address
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield all strings of a record; names of fields are not among them."""
+    left = [value]
+    while left:
+        match left.pop():
+            case str(text):
+                yield text
+            case {**fields}:
+                left.extend(fields.values())
+            case list(values) | tuple(values):
+                left.extend(values)
+
+
+def _json(record: Any) -> str:
+    def plain(value: Any) -> Any:
+        return f"{len(value):,} bytes" if isinstance(value, bytes) else str(value)
+
+    try:
+        text = orjson.dumps(record, default=plain, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # nested too deeply, or integers above 64 bits
+        text = repr(record)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ... {len(text) - _LONGEST:,} more characters"
