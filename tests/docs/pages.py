@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from tests.processes import CONTEXT, become_main, forked_commands  # noqa: E402
 from tests.storage import start_store  # noqa: E402
 
-# Its commands (energon-packed, python, torchrun) start interpreters, as those of a user; other pages fork processes.
+# Its commands `energon-packed` and `python` start interpreters, as those of a user; all others are forked.
 _NEW_INTERPRETERS = "train-transformers.md"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _MODELS = "tiny_models.py"
@@ -99,7 +99,8 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     try:
         for step in page_steps:
             if step.language == "console":
-                environment = _environment(is_forked=page.name != _NEW_INTERPRETERS)
+                is_forked = page.name != _NEW_INTERPRETERS or step.code.startswith("torchrun ")
+                environment = _environment(is_forked=is_forked)
                 yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder, environment))
             elif step.language != "python":
                 (folder / step.language).write_text(step.code, encoding="utf-8")
