@@ -31,8 +31,8 @@ sys.path.insert(0, str(ROOT))
 from tests.processes import CONTEXT, become_main, forked_commands  # noqa: E402
 from tests.storage import start_store  # noqa: E402
 
-# Its commands `energon-packed` and `python` start interpreters, as those of a user; all others are forked.
-_NEW_INTERPRETERS = "train-transformers.md"
+# These commands of this page start interpreters, as those of a user; all other commands are forked.
+_NEW_INTERPRETERS = ("train-transformers.md", ("energon-packed ", "python train.py "))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _MODELS = "tiny_models.py"
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
@@ -99,8 +99,8 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     try:
         for step in page_steps:
             if step.language == "console":
-                is_forked = page.name != _NEW_INTERPRETERS or step.code.startswith("torchrun ")
-                environment = _environment(is_forked=is_forked)
+                name, commands = _NEW_INTERPRETERS
+                environment = _environment(is_forked=page.name != name or not step.code.startswith(commands))
                 yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder, environment))
             elif step.language != "python":
                 (folder / step.language).write_text(step.code, encoding="utf-8")
