@@ -19,7 +19,6 @@ from tests.storage import BUCKET, Store, start_store
 from tests.video_demo import VideoDemo
 
 
-
 def _keep_files_in_memory() -> None:
     """Set the folder of temporary files to /dev/shm, if it has 4 GiB for them and may have programs.
 

@@ -15,7 +15,6 @@ import io
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -223,8 +222,7 @@ def _run(command: str, folder: Path, environment: dict[str, str]) -> str:
 def _environment(*, is_forked: bool = True) -> dict[str, str]:
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     fixed = {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with socket.create_server(("127.0.0.1", 0)) as free:  # torchrun's default port may be that of another test
-        fixed["PET_MASTER_PORT"] = str(free.getsockname()[1])
+    fixed["PET_STANDALONE"] = "1"  # torchrun takes a free port; its default port may be that of another test
     return {**os.environ, **(forked_commands() if is_forked else path), **fixed}
 
 

@@ -150,7 +150,7 @@ def test_pages_fit_and_are_readable(site: Path, address: str, tmp_path: Path) ->
             browser.open("about:blank")  # so that the last page no longer stores its scheme
             browser.call("Storage.clearDataForOrigin", origin=address.rstrip("/"), storageTypes="local_storage")
             browser.open(address)
-            for _ in range(100):  # scripts of the page set it, perhaps after the page is loaded
+            for _ in range(600):  # scripts of the page set it, perhaps after the page is loaded
                 if browser.run("document.body.dataset.mdColorScheme") == colors:
                     break
                 time.sleep(0.1)
