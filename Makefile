@@ -32,7 +32,7 @@ export HF_HUB_OFFLINE = 1
 # Images of containers often set it; without compiled modules every process of a test compiles the package again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest test-newest hard coverage mutants lint docs unit bench setup clean
+.PHONY: chromium demo test test-trainers $(TRAINERS:%=test-trainers-%) test-lowest test-newest hard coverage mutants lint tables docs unit bench setup clean
 
 setup: $(VENV)/.installed
 
@@ -55,10 +55,12 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-docs: setup
+tables: setup
 	$(BIN)/python tools/make_option_tables.py --check
 	$(BIN)/python tools/make_tables.py --check
 	$(BIN)/python tools/make_diagrams.py --check
+
+docs: tables
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 unit: setup chromium
@@ -70,9 +72,9 @@ chromium:
 	  test "$$(id -u)" != 0 || timeout 600 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' > /dev/null 2>&1 || \
 	  echo "apt-get cannot install Chromium; its tests fail"
 
-# The type checker and the site take a core each.
+# The type checker and the tables take a core each; the tests build the site.
 test: setup
-	$(MAKE) -j 2 lint docs
+	$(MAKE) -j 2 lint tables
 	$(MAKE) unit
 
 # Trainers without requirements.txt run in the development environment.

@@ -3,7 +3,9 @@
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,20 @@ from tests.internals import DemoDataset, write_dataset, write_tokenizer
 from tests.storage import BUCKET, Store, start_store
 from tests.video_demo import VideoDemo
 
+
+def _keep_files_in_memory() -> None:
+    """Set the folder of temporary files to /dev/shm, if it has 4 GiB for them and may have programs.
+
+    A `pack` of few records calls fsync 30 times, each of which waits some ms for a disk.
+    """
+    with suppress(OSError):
+        status = os.statvfs("/dev/shm")
+        if status.f_bavail * status.f_frsize >= 4 << 30 and not status.f_flag & os.ST_NOEXEC:
+            os.environ.setdefault("TMPDIR", "/dev/shm")
+            tempfile.tempdir = None  # an import may have chosen another folder
+
+
+_keep_files_in_memory()
 os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)  # tests run side by side
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore Ctrl-C for background processes

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.processes import run_tool
-
 ROOT = Path(__file__).resolve().parents[1]
 CALLS = """
 from energon_packed import (
@@ -28,10 +26,6 @@ get_raw_loader(DataflowConfig(), worldsize=1)  # error: Unexpected keyword argum
 BalancedPoolPacker(8, pool_size=16)
 BalancedPoolPacker(8, poolsize=16)  # error: Unexpected keyword argument "poolsize"
 """
-
-
-def test_keywords_are_up_to_date() -> None:
-    assert run_tool("make_keywords.py", "--check").returncode == 0, "run python tools/make_keywords.py"
 
 
 def test_type_checkers_check_keywords(tmp_path: Path) -> None:

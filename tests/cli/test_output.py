@@ -89,12 +89,15 @@ def test_quiet_prints_nothing_and_verbose_more(
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time() -> None:
-    out = io.StringIO()
+def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    out, seconds = io.StringIO(), iter([0.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds, 0.7))
     progress = TerminalProgress(Console(file=out), interval=0.05)
     progress.start("measure", 100, "records")
     progress.advance(25, 50)
-    time.sleep(0.7)
+    until = time.monotonic() + 60
+    while not out.getvalue() and time.monotonic() < until:
+        time.sleep(0.01)
     progress.finish(1.0)
     lines = out.getvalue().splitlines()
     assert re.fullmatch(r"measure +25% 50 records, [\d,]+/s, 1 s, about 2 s left", lines[-2]), lines

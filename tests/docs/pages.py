@@ -15,7 +15,6 @@ import io
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -31,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 from tests.processes import CONTEXT, become_main, forked_commands  # noqa: E402
 from tests.storage import start_store  # noqa: E402
 
-# Its commands (energon-packed, python, torchrun) start interpreters, as those of a user; other pages fork processes.
-_NEW_INTERPRETERS = "train-transformers.md"
+# These commands of this page start interpreters, as those of a user; all other commands are forked.
+_NEW_INTERPRETERS = ("train-transformers.md", ("energon-packed ", "python train.py "))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 _MODELS = "tiny_models.py"
 RECORDS = ROOT / "docs" / "my-data.md"  # run by tests/records/test_formats.py
@@ -99,7 +98,8 @@ def run_page(page: Path, folder: Path) -> Iterator[tuple[Step, str]]:
     try:
         for step in page_steps:
             if step.language == "console":
-                environment = _environment(is_forked=page.name != _NEW_INTERPRETERS)
+                name, commands = _NEW_INTERPRETERS
+                environment = _environment(is_forked=page.name != name or not step.code.startswith(commands))
                 yield step, _TEMPORARY.sub("/home/user/", _run(step.code, folder, environment))
             elif step.language != "python":
                 (folder / step.language).write_text(step.code, encoding="utf-8")
@@ -222,8 +222,7 @@ def _run(command: str, folder: Path, environment: dict[str, str]) -> str:
 def _environment(*, is_forked: bool = True) -> dict[str, str]:
     path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     fixed = {"COLUMNS": "120", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with socket.create_server(("127.0.0.1", 0)) as free:  # torchrun's default port may be that of another test
-        fixed["PET_MASTER_PORT"] = str(free.getsockname()[1])
+    fixed["PET_STANDALONE"] = "1"  # torchrun takes a free port; its default port may be that of another test
     return {**os.environ, **(forked_commands() if is_forked else path), **fixed}
 
 

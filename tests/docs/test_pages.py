@@ -13,7 +13,6 @@ import energon_packed
 from tests import oldest
 from tests.docs.pages import PAGES, ROOT, needs_demo, needs_store, normalized, run_page, steps
 from tests.internals import cli, megatron
-from tests.processes import run_tool
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _MODULE = re.compile(r"`((?:[a-z_]+/)*[a-z_0-9]+(?:\.py|/))`")
@@ -74,10 +73,6 @@ def test_most_pages_have_blocks_that_run() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 150
-
-
-def test_option_tables_are_up_to_date() -> None:
-    assert run_tool("make_option_tables.py", "--check").returncode == 0, "run python tools/make_option_tables.py"
 
 
 @pytest.mark.parametrize("name", cli.list_commands(None))

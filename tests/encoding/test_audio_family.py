@@ -1,6 +1,7 @@
 """Tokens, masks and features of audio equal those of the Transformers processor."""
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +60,12 @@ def waveform(conversation: Conversation, rate: int = RATE) -> list[Any]:
 
 
 def clips() -> list[tuple[str, int, int, int]]:
-    """(kind, samples, rate, channels) of 200 clips."""
+    """(kind, samples, rate, channels) of clips of all kinds with all rates, and around the edges."""
     rng = np.random.default_rng(0)
     found = [("float", samples, RATE, 1) for samples in (*BOUNDARIES, *LONG)]
     rates = (8000, 11_025, 16_000, 22_050, 24_000, 32_000, 44_100, 48_000)
     kinds = ("wav16", "wav8", "wav24", "wav32", "float", "flac", "mp3", "m4a")
-    while len(found) < 200:
-        rate = int(rng.choice(rates))
-        kind = str(rng.choice(kinds))
+    for kind, rate in product(kinds, rates):
         if kind in ("mp3", "m4a") and rate < 16_000:
             continue
         seconds = float(rng.choice([rng.uniform(0.05, 1), rng.uniform(1, 6), rng.uniform(6, 12)]))
@@ -74,10 +73,8 @@ def clips() -> list[tuple[str, int, int, int]]:
     return found
 
 
-def test_200_clips_are_as_the_processor_makes_them(encoder: ChatEncoder, processor: Any, tmp_path: Path) -> None:
-    found = clips()
-    assert len(found) == 200
-    for number, (kind, samples, rate, channels) in enumerate(found):
+def test_clips_are_as_the_processor_makes_them(encoder: ChatEncoder, processor: Any, tmp_path: Path) -> None:
+    for number, (kind, samples, rate, channels) in enumerate(clips()):
         file = write(tmp_path / str(number), kind, signal(samples, rate, number), rate, channels)
         conversation = record(file)
         sample = encoder.encode(conversation)

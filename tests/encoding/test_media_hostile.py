@@ -248,10 +248,10 @@ def test_colour_of_16_bits_is_scaled(channels: int, color: int) -> None:
 
 def test_many_frames_cost_no_more_than_the_first() -> None:
     data = gif(100_000)
-    begin = time.perf_counter()
+    begin = time.process_time()
     header = read_header(MediaReference(data=data))
     assert load_image(MediaReference(data=data)).size == (header.width, header.height) == (8, 8)
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
 
 
 @pytest.mark.parametrize(("width", "height"), [(1, 1), (20_000, 1), (1, 300), (190, 1)])
@@ -339,6 +339,6 @@ def test_decompression_bombs_need_no_memory(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(data)
     paths = [str(tmp_path / name) for name in bombs]
     done = subprocess.run(
-        [sys.executable, "-c", LIMITED, *paths], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", LIMITED, *paths], capture_output=True, text=True, check=True, timeout=300
     )
     assert int(done.stdout) < 64 << 10, f"{done.stdout} KiB"

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONWARNINGS": "ignore"}
 
 
+# On a free port: the launches of two test processes may run at the same time.
 LAUNCHERS = {
-    "torchrun": ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
+    "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
     # --multi_gpu means several processes; the script says Accelerator(cpu=True)
     "accelerate": [
         "accelerate.commands.launch",
@@ -33,15 +34,16 @@ LAUNCHERS = {
         "--dynamo_backend",
         "no",
         "--main_process_port",
+        "0",
     ],
 }
 
 
 def launch(
-    script: str, *arguments: object, port: int, out: Path, launcher: str = "torchrun", folder: str = "integrations"
+    script: str, *arguments: object, out: Path, launcher: str = "torchrun", folder: str = "integrations"
 ) -> list[Any]:
     """What each of 2 processes of a script in `tests/{folder}` wrote with `report`."""
-    command = ["python", "-m", *LAUNCHERS[launcher], str(port)]
+    command = ["python", "-m", *LAUNCHERS[launcher]]
     command += ["-m", f"tests.{folder}.{script}", str(out), *map(str, arguments)]
     with subprocess.Popen(
         command,

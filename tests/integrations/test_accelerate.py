@@ -13,7 +13,7 @@ from tests.integrations.launched import launch
 @pytest.fixture(scope="module")
 def ranks(text_packs: list[Path], tmp_path_factory: Any) -> list[Any]:
     out = tmp_path_factory.mktemp("accelerate")
-    return launch("accelerate_runs", text_packs[0], port=29523, out=out, launcher="accelerate")
+    return launch("accelerate_runs", text_packs[0], out=out, launcher="accelerate")
 
 
 @pytest.mark.parametrize("setting", ["False False", "True False"])

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import connection
 from typing import Any
 
 import pytest
@@ -60,9 +61,9 @@ def test_a_worker_that_dies_is_named_with_signal_or_exit_code(code: str, message
 def test_a_worker_that_dies_in_a_write_does_not_hang_the_reader() -> None:
     """It leaves a part of a message in the pipe, whose rest nobody writes."""
     die = "import threading; threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()"
-    found, _ = batches(1, die, b"x" * (64 << 20))
+    found, workers = batches(1, die, b"x" * (64 << 20))
     next(found)
-    time.sleep(3)  # the training step, while the writes of both wait for a reader
+    assert connection.wait([worker.sentinel for worker in workers], HANG)  # the writes of both wait for a reader
     with pytest.raises(WorkerError, match="SIGKILL"):
         list(found)
 

@@ -359,7 +359,7 @@ def _wait(pid: int, deadline: float) -> tuple[int, bool]:
         except ChildProcessError:
             return (1 if status is None else status), False
         if found == pid:
-            status, deadline = os.waitstatus_to_exitcode(code), min(deadline, time.monotonic() + 10)
+            status, deadline = os.waitstatus_to_exitcode(code), min(deadline, time.monotonic() + 60)
         elif found == 0:
             time.sleep(0.003)
     with suppress(ProcessLookupError):

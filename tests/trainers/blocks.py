@@ -23,7 +23,7 @@ def check_block(name: str, left: str, packs: Path, folder: Path, *, page: str = 
     (folder / "tokens").symlink_to(packs)
     tiny_qwen2().save_pretrained(folder / "model")
     jobs = {name: ("block", {"folder": str(folder), "page": page, "name": name})}
-    for rank in launch("loss_runs", json.dumps(jobs), port=29529, out=folder):
+    for rank in launch("loss_runs", json.dumps(jobs), out=folder):
         assert rank[name]["error"] < 1e-5
         assert len(rank[name]["targets"]) == rows
     assert (folder / left).exists()

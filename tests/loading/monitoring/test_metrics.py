@@ -135,8 +135,8 @@ def test_a_joint_loader_and_the_time_of_steps() -> None:
     metrics.end_step()
     took = time.perf_counter() - start
     time.sleep(0.2)  # an evaluation
-    metrics.restart_timer()
     start = time.perf_counter()
+    metrics.restart_timer()
     for _ in range(2):
         metrics.add(batch)
     metrics.end_step()
