@@ -114,6 +114,8 @@ def test_records_have_the_rejects_and_lengths_of_pack(data: Path, tokenizer_dir:
     ]
     plain = {row["row"]: row["length"] for row in rows if row["status"] == "packed"}
     assert {row: lengths[row][0] for row in plain} == plain
+    longest = max(plain.values())
+    assert len(articles(page(viewer, f"/?min={longest}&max={longest}"))) == list(plain.values()).count(longest)
     assert 'class="turn supervised"' in shown[0]
     assert "Text of the chat template" in shown[0]
 
