@@ -161,7 +161,7 @@ class Rows:
             )
             loss = train()
             hook.remove()
-            self._logits = self._logits_of(model, kept["input_ids"].numel(), *calls[0])
+            self._logits = self._logits_of(model, kept["input_ids"].numel(), *calls[-1])  # after calls that check the model
         else:
             loss = train()
         memory = peak_memory() - self._memory
