@@ -7,6 +7,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.optional import base_class
 from energon_packed.integrations.transformers.arguments import STREAM_ARGUMENTS, set_steps
 from energon_packed.integrations.transformers.stream import TrainerStream
+from energon_packed.integrations.transformers.target_logits import without_target_logits
 from energon_packed.integrations.transformers.trainer import PackedTrainerMixin
 from energon_packed.libraries import private
 from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
@@ -87,7 +88,8 @@ class PackedSwiftTrainer(PackedTrainerMixin, _Seq2SeqTrainer):
         return self._packed_collator
 
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        prepared: dict[str, Any] = super()._prepare_inputs(inputs)
+        # ms-swift computes its own arguments for the logits of targets.
+        prepared: dict[str, Any] = super()._prepare_inputs(without_target_logits(inputs))
         if "loss_mask" in prepared:  # the weighted loss calls the model with all other inputs
             prepared.pop("compute_loss_func", None)
         return prepared

@@ -161,7 +161,8 @@ class Rows:
             )
             loss = train()
             hook.remove()
-            self._logits = self._logits_of(model, kept["input_ids"].numel(), *calls[0])
+            # Earlier calls check the model.
+            self._logits = self._logits_of(model, kept["input_ids"].numel(), *calls[-1])
         else:
             loss = train()
         memory = peak_memory() - self._memory

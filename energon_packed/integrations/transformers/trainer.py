@@ -349,7 +349,7 @@ class PackedTrainerMixin(Trainer):
 
     def _with_needed_logits(self, model: Any, inputs: Any, return_outputs: bool) -> Any:
         """Remove the arguments for logits of targets alone if the model ignores them, or other logits are needed."""
-        if not self._is_packed or "logits_to_keep" not in inputs:
+        if not self._is_packed or "shift_labels" not in inputs:  # ms-swift has other arguments, without it
             return inputs
         if self._computes_target_logits is None:
             self._computes_target_logits = computes_target_logits(model)
