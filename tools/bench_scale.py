@@ -118,8 +118,8 @@ if hasattr(loader, "state_dict"):
 )
 
 
-# Steps of the driver with a synthetic table: name, bytes per record at the peak and after it, of anonymous memory (at
-# the peak, by a thread that reads it every 5 ms) and of all memory; CPU seconds.
+# Steps of the driver with a synthetic table: name; bytes at the peak and after it, of anonymous memory (the peak by a
+# thread that reads it every 5 ms) and of all memory; CPU and wall seconds.
 _DRIVER = (
     _HEAD
     + """
@@ -146,9 +146,8 @@ def step(name, run):
     open("/proc/self/clear_refs", "w").write("5")  # sets the peak to the present memory
     peak, start, wall = status("RssAnon"), time.process_time(), time.perf_counter()
     result = run()
-    anonymous = [(value - anonymous_before) / count for value in (peak, status("RssAnon"))]
-    mapped = [(status(value) - before) / count for value in ("VmHWM", "VmRSS")]
-    print(name, *anonymous, *mapped, time.process_time() - start, time.perf_counter() - wall)
+    memory = peak, status("RssAnon"), status("VmHWM"), status("VmRSS")
+    print(name, *memory, time.process_time() - start, time.perf_counter() - wall)
     return result
 
 def make_table():
@@ -173,7 +172,7 @@ def make_table():
 
 count, folder = int(sys.argv[1]), Path(sys.argv[2])
 options = PackOptions(inputs=("x",), output_dir="x", tokenizer="x", seq_len=4096, sample_class="PackedTokensSample")
-before, anonymous_before, peak = status("VmRSS"), status("RssAnon"), 0
+peak = 0
 threading.Thread(target=watch, daemon=True).start()
 table = step("table", make_table)
 packs, pack, place = step("packs", lambda: plan_packs(table, options))
@@ -328,12 +327,19 @@ def run_members(work: Path, count: int) -> dict[str, tuple[Usage, int]]:
 
 
 def run_driver(report: Report, work: Path, count: int) -> None:
-    """Report the memory of the driver in each step of planning, per record."""
-    for line in usage([sys.executable, "-c", _DRIVER, str(count), str(work)]).output.splitlines():
-        name, peak, kept, mapped, mapped_kept, cpu, wall = line.split()
+    """Report the memory of the driver in each step of planning: its increase from a tenth of the records to all."""
+    runs = [
+        [line.split() for line in usage([sys.executable, "-c", _DRIVER, str(number), str(work)]).output.splitlines()]
+        for number in (count // 10, count)
+    ]
+    for (name, *before), (_, *after) in zip(*runs, strict=True):
+        peak, kept, mapped, _ = (
+            (int(b) - int(a)) / (count - count // 10) for a, b in zip(before[:4], after, strict=False)
+        )
         label = f"{count:,} records: driver, {name}"
-        report.add(f"{label}: anonymous memory", float(peak), "B/record", "<= 1", kept=kept, cpu=cpu, wall=wall)
-        report.add(f"{label}: with mapped files", float(mapped), "B/record", kept=mapped_kept)
+        used = {"MiB": int(after[0]) >> 20, "cpu": after[4], "wall": after[5]}
+        report.add(f"{label}: anonymous memory", peak, "B/record", "<= 1", kept=kept, **used)
+        report.add(f"{label}: with mapped files", mapped, "B/record")
 
 
 def run_plan(report: Report) -> None:

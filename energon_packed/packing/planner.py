@@ -258,16 +258,16 @@ def _in_order(
         kept = cost[cost <= capacity]
         costs[total : total + len(kept)] = kept
         total += len(kept)
-    firsts = next_fit(costs[:total], capacity, max_samples) if max_samples > 1 else np.arange(total + 1)
+    firsts = next_fit(costs[:total], capacity, max_samples) if max_samples > 1 else None
     done = 0
     for block in blocks:
         kept = np.flatnonzero(cost_of(block) <= capacity)
         sample = np.arange(done, done + len(kept))
-        number = np.searchsorted(firsts, sample, side="right") - 1
+        number = sample if firsts is None else np.searchsorted(firsts, sample, side="right") - 1
         pack[block] = -1
-        pack[block][kept], place[block][kept] = number, sample - firsts[number]
+        pack[block][kept], place[block][kept] = number, 0 if firsts is None else sample - firsts[number]
         done += len(kept)
-    return np.diff(firsts)
+    return np.broadcast_to(np.int32(1), total) if firsts is None else np.diff(firsts)
 
 
 def _longest_first(

@@ -146,7 +146,6 @@ class MeasureStage:
             else:
                 todo.append(chunk)
         prepare_workers(self.options.encoder_loader, len(todo))  # before the engine forks
-        # The planner is not loaded here, while the driver waits: its compiler needs 70 MiB, at the peak of memory.
         with closing(self.engine.run(self.measurer, todo)) as reports:
             for report in reports:
                 self._count(report)
