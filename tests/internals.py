@@ -286,6 +286,7 @@ PLACES = {
     "make_nv_meta": "shards.repair:make_nv_meta",
     "scan_tar": "shards.scan:scan_tar",
     "ShardReader": "shards.reader:ShardReader",
+    "shard_reader": "shards.reader",
     "TarShardWriter": "shards.tar:TarShardWriter",
     "atomic_path": "files:atomic_path",
     "open_regular": "files:open_regular",

@@ -52,8 +52,8 @@ def test_an_array_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     code = (
-        "import os, sys; from pathlib import Path; from energon_packed.files import disk_array\n"
-        "disk_array(Path(sys.argv[1]), 1 << 20, 'i8')[:] = 1; os.kill(os.getpid(), 9)"
+        "import os, sys; from pathlib import Path; from tests.internals import files\n"
+        "files.disk_array(Path(sys.argv[1]), 1 << 20, 'i8')[:] = 1; os.kill(os.getpid(), 9)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
     assert list(tmp_path.iterdir()) == []

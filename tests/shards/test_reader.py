@@ -9,7 +9,7 @@ import pytest
 
 from energon_packed import ChatEncoder, DataflowLoader, FormatError, MapDistributor, PackedDataset
 from tests.conftest import Packer
-from tests.internals import ShardReader
+from tests.internals import ShardReader, shard_reader
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_an_index_that_ends_inside_an_entry_is_refused_at_opening(tars: list[Pat
 
 
 def test_only_the_indexes_used_last_are_kept(tars: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("energon_packed.shards.reader._KEPT", 1)
+    monkeypatch.setattr(shard_reader, "_KEPT", 1)
     many = [tar for tar in tars for _ in range(2)]
     reader = ShardReader(many)
     expected = [ShardReader([tar])[0] for tar in many]
