@@ -72,10 +72,9 @@ chromium:
 	  test "$$(id -u)" != 0 || timeout 600 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' > /dev/null 2>&1 || \
 	  echo "apt-get cannot install Chromium; its tests fail"
 
-# The type checker and the tables take a core each; the tests build the site.
-test: setup
-	$(MAKE) -j 2 lint tables
-	$(MAKE) unit
+# Checks run beside the tests, which build the site.
+test: setup chromium
+	$(MAKE) -j 3 lint tables unit
 
 # Trainers without requirements.txt run in the development environment.
 $(TRAINERS_VENV)/%/.installed: pyproject.toml constraints.txt tests/trainers/%/requirements.txt
