@@ -109,7 +109,7 @@ class Filter:
 
     @property
     def columns(self) -> list[str]:
-        """Columns that `mask` needs, besides those of media, which a table may lack."""
+        """Columns that `mask` needs, besides the columns of media, which a table may lack."""
         given = {"id": self.ident, "status": self.status, "length": (self.shortest, self.longest) != (None, None)}
         given |= {"source": self.file, "line": self.line is not None, "row": self.line is not None}
         return [name for name, value in (given | {"shard": self.shards is not None}).items() if value]

@@ -4,7 +4,7 @@ No array of all numbers is made: an epoch of 100 million packs needs as much mem
 
 Source: the generalized Feistel cipher with cycle walking for domains of any size, Black and Rogaway, "Ciphers with
 Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5. A number is a place (row, column) of a table of at least
-`size` places. A round adds a hash of one coordinate to the other coordinate, which can be undone, so all rounds
+`size` places. A round adds a hash of a coordinate to the other coordinate, which can be undone, so all rounds
 together are a bijection of the table. A result past `size` is mapped again until it is below.
 """
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 Int64 = npt.NDArray[np.int64]
 _UInt64 = npt.NDArray[np.uint64]
 _ROUNDS = 16
-"""With fewer rounds, not all orders of 5 numbers are equally frequent."""
+"""With fewer rounds, some orders of 5 numbers are more frequent than others."""
 # Multipliers and shift of `mix13` in Stafford, "Better Bit Mixing", 2011, as used by SplitMix64.
 _FIRST, _SECOND, _HALF = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB), np.uint64(32)
 

@@ -261,7 +261,7 @@ def load_table(chunks: Sequence[Chunk], sources: int, folder: Path) -> RecordTab
     """
     counts = [measured_records(chunk) for chunk in chunks]
     total = sum(counts)
-    # A column of equal values (such as those of images in a text dataset) is one value, which is repeated.
+    # A column of equal values, such as the images of a text dataset, is a single value, which is repeated.
     columns: dict[str, npt.NDArray[Any]] = {
         name: np.broadcast_to(np.zeros((), dtype=dtype), total) for name, dtype in NUMERIC.items()
     }

@@ -44,7 +44,7 @@ _ROWS = 50  # records on a page
 _TOKENS = 1000  # on a page
 _SEARCH_SECONDS = 2.0  # of a search; the page has a link to continue
 _AROUND = 80  # characters shown before and after a found text
-_CACHED = 8  # views of packs, without media; a page with many pictures needs one of them
+_CACHED = 8  # views of packs, without media; each picture of a page needs the view
 
 
 class _Texts:

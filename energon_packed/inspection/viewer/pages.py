@@ -61,7 +61,7 @@ class Response:
 
 
 class NotFoundError(Exception):
-    """There is no such page, pack, sample or medium; the text is one line."""
+    """There is no such page, pack, sample or medium; the message is one line."""
 
 
 class Pages(ABC):
@@ -144,7 +144,7 @@ class Pages(ABC):
         for number, image in enumerate(sample.images):
             if image.problem is None:
                 shown.thumbnails[image.name] = url("image", number)
-        # Runs of image tokens are those of single images if text is between them, as in most templates.
+        # Runs of image tokens belong to single images if text is between them, as in most templates.
         if len(runs) == len(sample.images):
             shown.tokens.update(zip([image.name for image in sample.images], runs, strict=True))
         for number, video in enumerate(sample.videos):
@@ -184,7 +184,7 @@ class Pages(ABC):
 
 
 def in_groups(samples: Sequence[SampleView]) -> list[tuple[str, list[tuple[int, SampleView]]]]:
-    """Samples with their index, those of a group together."""
+    """Samples with their index, the samples of a group together."""
     groups = groupby(enumerate(samples), lambda each: each[1].group or f"{each[0]} alone")
     return [(group, list(members)) for group, members in groups]
 

@@ -32,7 +32,7 @@ _RECORDS = 20  # on a page
 _SECONDS = 2.0  # of a search; the page has a link to continue
 _COUNTED = 64 << 20  # bytes of a file from its start whose lines are counted for the line of a record
 _FRAMES = 8  # of a video whose selection is not known
-_CACHED = 32  # records; a page with many pictures needs one of them for each
+_CACHED = 32  # records; each picture of a page needs its record
 _LONGEST = 20_000  # characters of a record that are shown
 
 

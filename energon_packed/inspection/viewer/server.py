@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     @property
     def _cookie(self) -> str:
-        # Browsers send the cookies of one port to all ports of a host.
+        # Browsers send the cookies of a port to all ports of its host.
         return f"energon-packed-{self.server.server_port}"
 
     def _is_local(self) -> bool:
