@@ -1,6 +1,5 @@
 """Fixtures that many tests share: the demo dataset, its tokenizer, and packed outputs of each flavor."""
 
-import gc
 import json
 import os
 import signal
@@ -119,9 +118,3 @@ def store(store_server: Store) -> Store:
     for key in keys:
         store_server.client.delete_object(Bucket=BUCKET, Key=key["Key"])
     return store_server
-
-
-def pytest_collection_finish() -> None:
-    """Leave modules and tests out of all later collections of the garbage collector."""
-    gc.collect()
-    gc.freeze()
