@@ -38,9 +38,9 @@ setup: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt tools/requirements-families.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchvision -r tools/requirements-families.txt
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps --upgrade --target $(VENV)/torchvision -r tools/requirements-families.txt
 	rm -f $(VENV)/torchvision/torchaudio/lib/*.so  # for CUDA; processors call its Python part
 	touch $@
 
@@ -79,11 +79,11 @@ test: setup chromium
 # Trainers without requirements.txt run in the development environment.
 $(TRAINERS_VENV)/%/.installed: pyproject.toml constraints.txt tests/trainers/%/requirements.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/trainers/$*/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -r tests/trainers/$*/requirements.txt
 	test ! -e tests/trainers/$*/requirements-no-deps.txt || \
-	  $(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/trainers/$*/requirements-no-deps.txt
+	  $(@D)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -r tests/trainers/$*/requirements-no-deps.txt
 	touch $@
 
 $(TRAINERS:%=test-trainers-%): export ENERGON_PACKED_WRITE_RESULTS = 1
@@ -98,10 +98,10 @@ test-trainers: $(TRAINERS:%=test-trainers-%)
 # trl requires newer versions than these; the tests read the chat templates in it.
 $(LOWEST_VENV)/.installed: pyproject.toml constraints-lowest.txt
 	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
-	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt torch
-	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt \
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-lowest.txt torch
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints-lowest.txt \
 	  -e '.[megatron,ray,report,s3,transformers-train,video]' hatchling hypothesis import-linter 'moto[server]' mutmut pytest pytest-timeout pytest-xdist torchdata
-	$(LOWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt trl
+	$(LOWEST_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps -c constraints.txt trl
 	touch $@
 
 test-lowest: $(LOWEST_VENV)/.installed chromium
@@ -110,7 +110,7 @@ test-lowest: $(LOWEST_VENV)/.installed chromium
 # Without constraints: what `pip install energon-packed` brings today.
 $(NEWEST_VENV)/.installed: pyproject.toml
 	test -x $(NEWEST_VENV)/bin/python || $(NEWEST_PYTHON) -m venv $(NEWEST_VENV)
-	$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
+	$(NEWEST_VENV)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --upgrade --upgrade-strategy eager -e '.[dev]'
 	touch $@
 
 test-newest: $(NEWEST_VENV)/.installed chromium

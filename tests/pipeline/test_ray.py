@@ -195,7 +195,7 @@ def done_at(out: Path) -> float:
 
 
 OF_RAY = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,]+ E \d+ \d+\] \w+\.cc:\d+: ")  # its log, where the cluster leaves first
-KILLS = int(os.environ.get("ENERGON_PACKED_KILLS", "2"))
+KILLS = int(os.environ.get("ENERGON_PACKED_KILLS", "1"))
 
 
 @pytest.mark.parametrize("number", range(KILLS))
