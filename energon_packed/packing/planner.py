@@ -223,8 +223,11 @@ def assign(
     def cost_of(block: slice) -> npt.NDArray[Any]:
         return lengths[block] if multiple == 1 else round_up(lengths[block].astype(np.int64), multiple)
 
-    place_all = _in_order if algorithm == "sequential" else _longest_first
-    sizes = place_all(cost_of, usable, algorithm, max_samples or count or 1, pack, place, empty)
+    limit = max_samples or count or 1
+    if algorithm == "sequential":
+        sizes = _in_order(cost_of, usable, limit, pack, place, empty(count, np.int32))
+    else:
+        sizes = _longest_first(cost_of, usable, limit, pack, place, algorithm)
     return Assignment(pack, place, sizes)
 
 
@@ -243,16 +246,14 @@ def _by_pack(assigned: Assignment) -> tuple[Int64, Int64]:
 def _in_order(
     cost_of: Callable[[slice], npt.NDArray[Any]],
     capacity: int,
-    algorithm: str,
     max_samples: int,
     pack: npt.NDArray[Any],
     place: Int32,
-    empty: Allocate,
+    costs: Int32,
 ) -> npt.NDArray[Any]:
-    """Place the samples in input order; arguments and result as for `_longest_first`."""
-    count = len(pack)
+    """Place the samples in input order, with room for all tokens in `costs`; else as `_longest_first`."""
+    count, total = len(pack), 0
     blocks = [slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK)]
-    costs, total = empty(count, np.int32), 0
     for block in blocks:
         cost = cost_of(block)
         kept = cost[cost <= capacity]
@@ -273,20 +274,18 @@ def _in_order(
 def _longest_first(
     cost_of: Callable[[slice], npt.NDArray[Any]],
     capacity: int,
-    algorithm: str,
     max_samples: int,
     pack: npt.NDArray[Any],
     place: Int32,
-    empty: Allocate,
+    algorithm: str,
 ) -> npt.NDArray[Any]:
     """Place the samples that fit a pack from the longest, in each window.
 
     Args:
         cost_of: returns the tokens of each sample with its padding, of a range of samples.
         capacity, max_samples: of a pack.
-        algorithm: a valid name.
         pack, place: zeros, filled as in `Assignment`.
-        empty: not used here.
+        algorithm: a valid name.
 
     Returns:
         Number of samples of each pack, integers (P,).
