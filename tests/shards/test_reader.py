@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from energon_packed import ChatEncoder, DataflowLoader, FormatError, MapDistributor, PackedDataset
+from energon_packed import ChatEncoder, DataChangedError, DataflowLoader, FormatError, MapDistributor, PackedDataset
 from tests.conftest import Packer
 from tests.internals import ShardReader, shard_reader
 
@@ -40,6 +40,14 @@ def test_an_index_that_ends_inside_an_entry_is_refused_at_opening(tars: list[Pat
     tars[0].with_suffix(".tar.idx").write_bytes(content)
     with pytest.raises(FormatError, match=f"has {len(content)} bytes, and must have 8 for each pack of"):
         ShardReader(tars)
+
+
+def test_a_shard_that_is_replaced_before_its_first_pack_is_a_changed_shard(tars: list[Path]) -> None:
+    reader = ShardReader(tars)
+    for suffix in (".tar", ".tar.idx"):
+        shutil.copy(tars[-1].with_suffix(suffix), tars[0].with_suffix(suffix))  # of other packs, fewer of them
+    with pytest.raises(DataChangedError, match=f"{tars[0].name} was replaced or changed while it was in use"):
+        reader[0]
 
 
 def test_only_the_indexes_used_last_are_kept(tars: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
