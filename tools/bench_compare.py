@@ -9,8 +9,8 @@ docs/comparison.md and the README. Measured for each peer:
 
 1. The preparation of both numbers of `--records`, in all processes until the first training step; again with the
    caches of this run. The smaller number is prepared `--runs` times, and the medians are written.
-2. One epoch over the first `--trained` of them: rows, utilization, tokens for each CPU second, the peak memory of a
-   step above the memory before the first step, and the losses of the samples in their rows and alone.
+2. One epoch over the first `--trained` of them: rows, utilization, tokens per second (medians of the steps), the peak
+   memory of a step above the memory before the first step, and the losses of the samples in their rows and alone.
 3. Training that is stopped at a checkpoint and resumed, compared with the uninterrupted run.
 4. Records that are too long, have no answer, or whose image is corrupt or missing, in a small set.
 """
@@ -367,14 +367,15 @@ def describe(lines: list[dict[str, Any]], seq_len: int, save_every: int) -> dict
     }
     # Neither a row whose samples are also run alone nor a row before which a checkpoint is written.
     timed = [
-        (row["tokens"], row["memory"], *(row[name] - before[name] for name in ("process_cpu", "process_wall")))
+        (row["tokens"], row["seconds"], row["started"] - before["written"], row["memory"])
         for number, (before, row) in enumerate(pairwise(rows), 1)
         if number % save_every and not row["apart"] and not before["apart"]
     ]
     if timed:
-        trained, _, cpu, wall = (sum(column) for column in zip(*timed, strict=True))
-        values |= {"tokens_per_cpu_second": trained / cpu, "tokens_per_second": trained / wall}
-        values["step_memory"] = max(memory for _, memory, *_ in timed)
+        values["tokens_per_second"] = statistics.median(tokens / seconds for tokens, seconds, *_ in timed)
+        # From the end of a step to the next: the optimizer, and reading.
+        values["tokens_per_second_read"] = statistics.median(tokens / (step + rest) for tokens, step, rest, _ in timed)
+        values["step_memory"] = max(memory for *_, memory in timed)
     return values
 
 
@@ -404,7 +405,7 @@ def main() -> None:
         "--records", type=int, nargs=2, default=[5000, 50_000], help="conversations to prepare; a tenth with images"
     )
     parser.add_argument("--runs", type=int, default=3, help="of the preparation of the smaller number")
-    parser.add_argument("--trained", type=int, default=200, help="conversations of the epoch; half with images")
+    parser.add_argument("--trained", type=int, default=400, help="conversations of the epoch; half with images")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--seq-len", type=int, default=2048)
     options = parser.parse_args()

@@ -152,6 +152,7 @@ class Rows:
         kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
         is_checked = self._lines < _CHECKED
         before = peak_memory(reset=True)
+        started = time.perf_counter()
         self._memory = self._memory or before
         if is_checked:
             self._load_single(model)
@@ -160,13 +161,15 @@ class Rows:
                 lambda _model, _args, options, output: calls.append((options, output)), with_kwargs=True
             )
             loss = train()
+            seconds = time.perf_counter() - started
             hook.remove()
             # Earlier calls check the model.
             self._logits = self._logits_of(model, kept["input_ids"].numel(), *calls[-1])
         else:
             loss = train()
-        memory = peak_memory() - self._memory
-        self._write(self._line(kept, is_checked) | {"loss": float(loss), "memory": memory})
+            seconds = time.perf_counter() - started
+        line = {"loss": float(loss), "memory": peak_memory() - self._memory, "started": started, "seconds": seconds}
+        self._write(self._line(kept, is_checked) | line)
         self._lines += 1
         return loss
 
@@ -189,7 +192,7 @@ class Rows:
 
     def _write(self, line: dict[str, Any]) -> None:
         with Path(self._spec.rows).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line | {"process_wall": time.perf_counter(), "process_cpu": time.process_time()}))
+            stream.write(json.dumps(line | {"written": time.perf_counter()}))
             stream.write("\n")
 
     def _line(self, inputs: dict[str, Any], is_checked: bool) -> dict[str, Any]:
