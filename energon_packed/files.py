@@ -8,7 +8,8 @@ inner_names, check_inner            file names that cannot leave their folder
 visible                             strings that cannot control the terminal
 atomic_path, atomic_write, move     a file has its old content or all of its new content, at every moment
 remove_tree                         deletes a folder
-disk_array, blocks                  arrays that may be larger than the memory, and their ranges
+disk_array, DiskList                arrays that may be larger than the memory
+blocks, common_ranges               their parts, which are handled one after the other
 Streams                             open files of a reader, limited in number
 """
 
@@ -23,10 +24,11 @@ import socket
 import stat
 import tempfile
 import weakref
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
@@ -46,6 +48,7 @@ _MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
 _MOST_BRACES = 16  # in one pattern
 _IN_MEMORY = 1 << 20  # bytes of an array that needs no file
 _BLOCK = 1 << 18  # entries of an array that are handled at a time
+_WAITING = 1 << 13  # numbers of a `DiskList` that are not yet in its array
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _LAYOUT = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
@@ -478,14 +481,14 @@ def remove_tree(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def disk_array(folder: Path, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Make an array of zeros, shape (count,), in a file: its pages leave the memory if other data needs it.
 
     The file has no name, so that it is gone with the last process that uses it, and no other run can read it. A small
     array has no file.
 
     Args:
-        folder: folder on a local disk with enough space.
+        folder: folder on a local disk with enough space; None for the folder of temporary files, which TMPDIR sets.
         count, dtype: entries of the array.
 
     Raises:
@@ -502,13 +505,86 @@ def disk_array(folder: Path, count: int, dtype: npt.DTypeLike) -> npt.NDArray[An
                 file.truncate(size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)
     except OSError as error:
-        raise OSError(error.errno, f"{error.strerror} for {format_bytes(size)}", str(folder)) from error
+        place = str(folder or tempfile.gettempdir())
+        raise OSError(error.errno, f"{error.strerror} for {format_bytes(size)}", place) from error
 
 
 def blocks(count: int) -> Iterator[slice]:
     """Yield ranges of the entries of an array that is not handled as a whole, so that temporary arrays are small."""
     for first in range(0, count, _BLOCK):
         yield slice(first, min(first + _BLOCK, count))
+
+
+class DiskList:
+    """Numbers that are appended to an array in the folder of temporary files: memory does not grow with their number.
+
+    Args:
+        dtype: integers of 4 or 8 bytes.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self._array = np.zeros(0, dtype=dtype)
+        self._count = self._sorted = 0
+        self._waiting = array(self._array.dtype.char)
+
+    def __len__(self) -> int:
+        return self._count + len(self._waiting)
+
+    def extend(self, numbers: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append numbers.
+
+        Raises:
+            OSError: as `disk_array`.
+        """
+        if isinstance(numbers, np.ndarray):
+            self._store(self._waiting)
+            self._store(numbers)
+        else:
+            self._waiting.extend(numbers)
+            if len(self._waiting) >= _WAITING:
+                self._store(self._waiting)
+
+    @property
+    def values(self) -> npt.NDArray[Any]:
+        """The array, shape (n,), until numbers are appended."""
+        self._store(self._waiting)
+        return self._array[: self._count]
+
+    def sorted(self) -> npt.NDArray[Any]:
+        """Sort the array in place, and return it."""
+        values = self.values
+        if self._sorted < len(values):
+            values.sort()
+            self._sorted = len(values)
+        return values
+
+    def repeated(self) -> npt.NDArray[Any]:
+        """Sort the array in place, and return the numbers that occur several times, each once."""
+        values = self.sorted()
+        found = [values[:0]]
+        for block in blocks(len(values)):
+            own = values[block.start : block.stop + 1]
+            found.append(np.unique(own[1:][own[1:] == own[:-1]]))
+        return np.unique(np.concatenate(found))
+
+    def _store(self, numbers: "array[int] | npt.NDArray[Any]") -> None:
+        stop = self._count + len(numbers)
+        if stop > len(self._array):
+            grown = disk_array(None, max(stop, 2 * len(self._array)), self._array.dtype)
+            grown[: self._count] = self._array[: self._count]
+            self._array = grown
+        self._array[self._count : stop] = numbers
+        self._count = stop
+        if numbers is self._waiting:
+            self._waiting = array(self._array.dtype.char)
+
+
+def common_ranges(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of two sorted arrays with the numbers of the same range, so that temporary arrays are small."""
+    limits = np.unique((first if len(first) > len(second) else second)[_BLOCK::_BLOCK])
+    ends = [[0, *np.searchsorted(numbers, limits).tolist(), len(numbers)] for numbers in (first, second)]
+    for (start, stop), (other, end) in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
+        yield first[start:stop], second[other:end]
 
 
 def error_of_path(error: OSError, path: Path) -> OSError:

@@ -48,6 +48,7 @@ from energon_packed.shards.nv_meta import INFO, info_file
 
 _SEQ_LEN = 2048
 _LINKED = 10_000  # packs of the tar to which all shards of the part `training` are linked
+_BALANCED = 10_000_000  # most packs of a dataset with lengths.parquet, by which BalancedSampler orders them
 _STAGES = ("records", "shards", "members", "driver", "plan", "training", "view")
 _SHARDS = 5_000  # of the part `view`
 _COPIES = 500  # of the records of a shard in a row group of lengths.parquet
@@ -376,11 +377,12 @@ def run_plan(report: Report) -> None:
 
 def simulated(work: Path, count: int) -> Path:
     """Return a dataset of `count` packs: links to a tar of 10,000 packs of one sample, and manifests of all shards."""
-    single, out = work / "training", work / f"training-{count}"
+    single, folder = work / "training", work / f"training-{count}"
+    out = folder / "webdataset"
     if not single.exists():
         options = ("--max-packs-per-shard", _LINKED, "--max-samples-per-pack", 1, "--overlong", "truncate")
         usage([*packing(jsonl(work, _LINKED), single, tokenizer_of(work)), *map(str, options)])
-    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(single / "webdataset" / ".nv-meta", out / ".nv-meta", ignore=lambda *_: ["index.sqlite"])
     manifest = PackingManifest.load(single)
     [shard] = manifest.shards
@@ -392,7 +394,13 @@ def simulated(work: Path, count: int) -> Path:
     (out / ".nv-meta" / INFO).write_bytes(info_file(dict.fromkeys(names, _LINKED)))
     split = {"split_parts": {"train": names, "val": [], "test": []}, "exclude": []}
     (out / ".nv-meta" / "split.yaml").write_text(yaml.safe_dump(split))
-    return out
+    table = pq.read_table(single / "lengths.parquet", columns=["pack", "length"])
+    packs = [int(key.rpartition("_")[2]) for key in table["pack"].to_pylist()]
+    with pq.ParquetWriter(folder / "lengths.parquet", table.schema) as writer:
+        for number in range(len(names) if count <= _BALANCED else 0):
+            keys = pa.array([f"training_{number * _LINKED + pack:08d}" for pack in packs])
+            writer.write_table(table.set_column(0, table.schema.field("pack"), keys))
+    return folder
 
 
 def write_log(folder: Path, steps: int, ranks: int) -> None:
@@ -417,7 +425,7 @@ def run_training(report: Report, work: Path) -> None:
     for count in (1_000_000, 10_000_000, 100_000_000):
         folder = simulated(work, count)
         for name in ("DataflowLoader", "get_packed_loader", "BalancedSampler"):
-            if name == "BalancedSampler" and count > 1_000_000:  # reads the lengths of all packs
+            if name == "BalancedSampler" and count > _BALANCED:
                 continue
             first, memory, *resumed = map(float, usage([sys.executable, "-c", _TRAINING, folder, name]).output.split())
             report.add(f"{count:,} packs: {name}: first batch", first, "s", "<= 5" if name == "DataflowLoader" else "")

@@ -2,7 +2,6 @@
 
 folder.py       path -> PackedFolder: tars, manifest, packs by key, encoder of packing.json
 view.py         raw parts of a pack -> PackView: turns and images; or the members as files
-run_reports.py  lengths.parquet and rejects.jsonl, untrusted, -> checked rows
 search.py       id, or file and line, or a Filter -> a FoundRecord for each sample of the records
 supervision.py  conversation and its encoder -> a flag per turn, whether it has a target
 tokens.py       raw parts and an encoder -> a TokenRow for each token; kinds of tokens

@@ -26,11 +26,11 @@ from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.run_reports import read_rejects
 from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
 from energon_packed.inspection.view import AudioView, PackView, VideoView, view_pack
 from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.rejects import MOST_DETAIL
+from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.records import AudioClip, FrameSelection, MediaReference, VideoReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest

@@ -115,7 +115,7 @@ def read_sizes(
                 encoders[settings] = (encoder, "") if encoder is not None else _encoder_of(member, tokenizer)
             processor, note = encoders[settings]
             folder = FolderPacks(member, processor)
-        sizes, measured = folder.sizes_of(np.sort(packs), multiple=multiple, max_with_media=_MAX_WITH_MEDIA)
+        sizes, measured = folder.sizes_of(np.sort(packs).tolist(), multiple=multiple, max_with_media=_MAX_WITH_MEDIA)
         read += len(packs)
         parts.append(sizes[rng.permutation(np.resize(np.arange(len(packs)), count))])
         if folder.has_media:

@@ -10,7 +10,7 @@ which are numbered dataset by dataset.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.audio.audio_file import resampled_length
 from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
+from energon_packed.files import blocks, disk_array
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.audios import is_audio_part
@@ -45,8 +46,10 @@ from energon_packed.loading.manifests import (
 from energon_packed.loading.map_data import IndexedData, MapData
 from energon_packed.loading.notebook import ShownSamples
 from energon_packed.loading.order import Order
+from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.process import encode_pack
 from energon_packed.loading.ranks import resolve_rank
+from energon_packed.loading.recorded_lengths import PackSums, recorded_sums
 from energon_packed.loading.resharding import refuse_dispatch
 from energon_packed.loading.sample_errors import remedy_of, sendable
 from energon_packed.loading.trust import check_blend_trusted
@@ -369,20 +372,24 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
     @property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (N,); the first use reads the recorded lengths of every pack, and no image."""
-        return np.concatenate([folder.lengths for folder in self._folders])[self._packs]
+        lengths = [folder.lengths for folder in self._folders]
+        return self._of_epoch(np.concatenate(lengths) if len(lengths) > 1 else lengths[0])
 
     def row_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each pack of the epoch."""
-        return self.item_sizes()[self._packs]
+        sizes = self.item_sizes()
+        return RowSizes(**{each.name: self._of_epoch(getattr(sizes, each.name)) for each in fields(sizes)})
 
     def item_sizes(self) -> RowSizes:
-        """Sizes that determine the cost of each item; the first use reads all packs, but not their video files."""
+        """Sizes that determine the cost of each item; the first use reads the recorded lengths and some images."""
         return RowSizes.joined([folder.sizes for folder in self._folders])
 
-    @property
-    def _packs(self) -> Int64:
-        """Items of the epoch, int64 (N,)."""
-        return self._items(np.arange(len(self)))
+    def _of_epoch(self, values: Int64) -> Int64:
+        """Values of the items of the epoch, int64 (N,), from those of all items."""
+        found = disk_array(None, len(self), np.int64)
+        for block in blocks(len(self)):
+            found[block] = values[self._items(np.arange(block.start, block.stop))]
+        return found
 
     def _numbers(self, indices: Sequence[int]) -> list[int]:
         """Items at indices of the epoch.
@@ -438,6 +445,27 @@ def _is_large(name: str) -> bool:
     return is_video_part(name) or is_audio_part(name)
 
 
+def _some_with_media(media: Int64, most: int) -> tuple[Int64, int]:
+    """Choose packs with media.
+
+    Args:
+        media: int64 (P,), media of each pack.
+        most: packs to choose.
+
+    Returns:
+        (int64 (n,), the same choice in each process, ascending; packs with media).
+    """
+    count = sum(int(np.count_nonzero(media[block])) for block in blocks(len(media)))
+    wanted = np.sort(Permutation(count, [0])(np.arange(min(count, most))))  # of the packs with media
+    chosen, before = [wanted[:0]], 0
+    for block in blocks(len(media)):
+        own = np.flatnonzero(media[block]) + block.start
+        first, last = np.searchsorted(wanted, [before, before + len(own)])
+        chosen.append(own[wanted[first:last] - before])
+        before += len(own)
+    return np.concatenate(chosen), count
+
+
 class _NotLarge:
     """Names of all other parts of a pack."""
 
@@ -463,7 +491,7 @@ class FolderPacks:
     ) -> None:
         self.reader = ShardReader(shards_in_split(split.listed, split.split), digests_of(split), media_root)
         self.source = SampleSource(str(split.path), dict(split.subflavors))
-        self._manifest = split.manifest
+        self._split, self._manifest = split, split.manifest
         self._encoder = encoder
 
     def sample(self, pack: int) -> PackSample:
@@ -478,21 +506,21 @@ class FolderPacks:
     @cached_property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (P,)."""
-        return np.array([sum(self.sample_lengths(pack)) for pack in range(len(self.reader))], dtype=np.int64)
+        return self._sums(range(len(self.reader)), 1).tokens
 
     @cached_property
     def sizes(self) -> RowSizes:
         """Sizes that determine the cost of each pack."""
-        sizes, note = self.sizes_of(np.arange(len(self.reader)), max_with_media=_MAX_WITH_MEDIA)
+        sizes, note = self.sizes_of(range(len(self.reader)), max_with_media=_MAX_WITH_MEDIA)
         if note:
             _log.info("%s: %s", self.source.dataset, note)
         return sizes
 
-    def sizes_of(self, packs: Int64, *, max_with_media: int, multiple: int = 1) -> tuple[RowSizes, str]:
+    def sizes_of(self, packs: Sequence[int], *, max_with_media: int, multiple: int = 1) -> tuple[RowSizes, str]:
         """Compute sizes of packs from their lengths, with the padding that they were planned with, and their images.
 
         Args:
-            packs: int64 (P,), indices.
+            packs: P indices, ascending.
             max_with_media: packs whose images are read. If more packs have images, a seeded selection of this many is
                 read, and each image of the others counts with the mean.
             multiple: each sample is padded to a multiple of it, too.
@@ -500,23 +528,51 @@ class FolderPacks:
         Returns:
             (sizes, a note if only some images were read).
         """
-        lengths = [self.sample_lengths(pack) for pack in packs.tolist()]
         padded = int(np.lcm(multiple, 1 if self._manifest is None else self._manifest.pad_multiple))
-        if len(packs) <= max_with_media or not self.has_media:
-            return RowSizes.of_samples(lengths, [self.patches(pack) for pack in packs.tolist()], multiple=padded), ""
-        media = np.array([self.num_media(pack) for pack in packs.tolist()])
-        with_media = np.flatnonzero(media)
-        chosen = np.random.default_rng(0).permutation(with_media)[:max_with_media]
-        exact = {int(row): self.patches(int(packs[row])) for row in chosen}
-        images = [exact.get(row, []) for row in range(len(packs))]
-        sizes = RowSizes.of_samples(lengths, images, multiple=padded)
-        if len(chosen) == len(with_media):
+        tokens, squares, media = self._sums(packs, padded)
+        if not self._counts_patches:
+            none = np.broadcast_to(np.zeros((), dtype=np.int64), len(packs))
+            return RowSizes(tokens=tokens, squares=squares, patches=none, patch_squares=none), ""
+        patches, patch_squares = (disk_array(None, len(packs), np.int64) for _ in range(2))
+        chosen, count = np.arange(min(len(packs), max_with_media)), 0
+        if len(packs) > max_with_media:
+            media = self._media(packs) if media is None else media
+            chosen, count = _some_with_media(media, max_with_media)
+        for row in chosen.tolist():
+            own = np.array(self.patches(packs[row]), dtype=np.float64)
+            patches[row], patch_squares[row] = own.sum(), (own**2).sum()
+        sizes = RowSizes(tokens=tokens, squares=squares, patches=patches, patch_squares=patch_squares)
+        if media is None or len(chosen) >= count:
             return sizes, ""
-        others = np.setdiff1d(with_media, chosen)
-        for column in (sizes.patches, sizes.patch_squares):
-            column[others] = (media[others] * (column.sum() / media[chosen].sum())).round()
-        note = f"images of {len(chosen):,} of {len(with_media):,} packs were read; others count with the mean"
-        return sizes, note
+        for column in (patches, patch_squares):
+            exact = column[chosen]
+            for block in blocks(len(column)):
+                column[block] = (media[block] * (exact.sum() / media[chosen].sum())).round()
+            column[chosen] = exact
+        return sizes, f"images of {len(chosen):,} of {count:,} packs were read; others count with the mean"
+
+    def _sums(self, packs: Sequence[int], multiple: int) -> PackSums:
+        """Sums over the samples of P packs: those of all packs from lengths.parquet, if it has them, else from tars."""
+        if len(packs) == len(self.reader) and (recorded := recorded_sums(self._split, self.reader, multiple)):
+            return recorded
+        tokens, squares = (disk_array(None, len(packs), np.int64) for _ in range(2))
+        for row, pack in enumerate(packs):
+            padded = -(-np.array(self.sample_lengths(pack), dtype=np.int64) // multiple) * multiple
+            tokens[row], squares[row] = padded.sum(), (padded**2).sum()
+        return PackSums(tokens, squares, None)
+
+    def _media(self, packs: Sequence[int]) -> Int64:
+        """Number of media of each of P packs, int64 (P,)."""
+        media = disk_array(None, len(packs), np.int64)
+        for row, pack in enumerate(packs):
+            media[row] = self.num_media(pack)
+        return media
+
+    @property
+    def _counts_patches(self) -> bool:
+        """Whether packs may have patches, and the encoder can count them."""
+        encoder = self._encoder
+        return self.has_media and encoder is not None and not (encoder.vision is None and encoder.audio is None)
 
     @property
     def has_media(self) -> bool:
@@ -555,9 +611,9 @@ class FolderPacks:
 
     def patches(self, pack: int) -> list[int]:
         """Patches of each image of a pack, of each temporal patch of its videos, and positions of each audio file."""
-        vision, audio = (None, None) if self._encoder is None else (self._encoder.vision, self._encoder.audio)
-        if (vision is None and audio is None) or not self.has_media:
+        if self._encoder is None or not self._counts_patches:
             return []
+        vision, audio = self._encoder.vision, self._encoder.audio
         # Selected frames and clips are in the json: video and audio files, larger than all the rest, are not read.
         raw = emptied(self.reader.parts(pack, only=_NotLarge()), _is_large)
         conversations = load_pack(self._codec, raw).conversations()

@@ -7,10 +7,14 @@ import re
 import shutil
 import sqlite3
 import tarfile
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,7 +23,16 @@ from click.testing import Result
 from energon_packed import ConfigError, PackOptions, pack
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import copied_output, edit_manifest
-from tests.internals import DemoDataset, FolderLock, make_nv_meta
+from tests.internals import (
+    DemoDataset,
+    FolderLock,
+    PackedFolder,
+    files,
+    make_nv_meta,
+    verify_files,
+    verify_names,
+    verify_packs,
+)
 from tests.printed import invoke
 
 Change = Callable[[Path], None]
@@ -390,3 +403,49 @@ def test_samples_are_compared_with_lengths_parquet(copy: Path) -> None:
         rf"sample {packed['id']} is in pack-0.*, but lengths.parquet does not list it as packed", result.output
     )
     assert f"sample {rejected['id']} is listed as packed in lengths.parquet, but is in no intact tar" in result.output
+
+
+def test_hashes_that_differ_are_those_of_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_BLOCK", 3)
+    rng = np.random.default_rng(0)
+    pool = np.append(rng.integers(0, 2**64, 40, dtype=np.uint64), np.array([0, 2**64 - 1], dtype=np.uint64))
+    for _ in range(60):
+        first, second = (np.sort(rng.choice(pool, int(rng.integers(0, 50)))) for _ in range(2))
+        if rng.integers(3) == 0:
+            second = first.copy()
+        counts = [Counter(hashes.tolist()) for hashes in (first, second)]
+        expected = sorted(value for value in set().union(*counts) if counts[0][value] != counts[1][value])
+        assert verify_names.differing(first, second).tolist() == expected
+
+
+def test_memory_does_not_grow_with_the_samples(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hashes of keys and ids of all tars are in files, and lengths.parquet is read in batches."""
+    for name, size in (("_IN_MEMORY", 1), ("_BLOCK", 4096)):
+        monkeypatch.setattr(files, name, size)
+    folder, file = PackedFolder.open(copy), copy.parent / "lengths.parquet"
+    checker = verify_packs.PackChecker(folder.codec, None, folder.manifest)
+    peaks = []
+    for is_listed, count in product((True, False), (50_000, 50_000, 130_000)):
+        ids = [f"s{number:09d}" for number in range(count)]
+        file.unlink(missing_ok=True)
+        if is_listed:
+            pq.write_table(pa.table({"id": ids, "status": ["packed"] * count}), file, row_group_size=10_000)
+        parts = np.array_split(verify_names.name_hashes(ids), count // 5_000)
+        tars = [verify_files.CheckedTar(Path(f"{number}.tar"), keys=part) for number, part in enumerate(parts)]
+        contents = [verify_packs.TarContents(tar.path.name, ids=tar.keys, checksums=tar.keys) for tar in tars]
+        del ids, parts
+        tracemalloc.start()
+        try:
+            keys, hashes = files.DiskList(np.uint64), verify_packs.SampleHashes()
+            for tar, content in zip(tars, contents, strict=True):
+                tar.move(keys)
+                hashes.move(content)
+            assert verify_files.keys_are_unique(tars, keys.values, "").summary == f"{count:,} keys"
+            checks = verify_packs.contents_checks(folder, checker, contents, hashes, "", "")
+            check = next(check for check in checks if check.name == "every sample is packed exactly once")
+            assert (check.count, check.summary) == (0, f"{count:,} samples")
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[2] - peaks[1] < 40_000
+    assert peaks[5] - peaks[4] < 40_000

@@ -105,3 +105,22 @@ def test_a_full_disk_is_an_error_before_anything_is_written(
     with pytest.raises(OSError, match=r"No space left on device for 32 B.*measure-") as caught:
         pack(texts(tmp_path, [2, 3, 4]), output_dir=tmp_path / "out", encoder=Characters(), seq_len=40)
     assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
+def test_numbers_are_appended(all_in_files: None, monkeypatch: pytest.MonkeyPatch, dtype: type) -> None:
+    """From lists and arrays, in any order; sorted again if numbers were appended."""
+    monkeypatch.setattr(files, "_WAITING", 3)
+    rng, expected, numbers = np.random.default_rng(0), list[int](), files.DiskList(dtype)
+    assert numbers.sorted().tolist() == numbers.repeated().tolist() == []
+    for size in rng.integers(0, 6, 40).tolist():
+        part = rng.integers(0, 150, size)
+        numbers.extend(part.astype(dtype) if size % 2 else part.tolist())
+        expected += part.tolist()
+        assert len(numbers) == len(expected)
+    assert numbers.values.tolist() == expected
+    assert isinstance(numbers.values.base.base.obj, mmap.mmap)
+    assert numbers.repeated().tolist() == sorted({number for number in expected if expected.count(number) > 1})
+    assert numbers.values.tolist() == sorted(expected)
+    numbers.extend([0, 2])
+    assert numbers.sorted().tolist() == sorted([*expected, 0, 2])

@@ -1,18 +1,22 @@
 """Verify a packed dataset: a PackedFolder and its encoder in, one Check for each condition out.
 
-check.py  Check: the result of a condition
-files.py  tars, indexes and metadata files; loading the first sample of each split with Energon
-packs.py  contents of the packs: samples, images, tokens and their sums
-names.py  hashes of keys and ids, to compare millions of them
+check.py   Check: the result of a condition
+files.py   tars, indexes and metadata files; loading the first sample of each split with Energon
+packs.py   contents of the packs: samples, images, tokens and their sums
+groups.py  groups of samples, and those of lengths.parquet
+names.py   hashes of keys and ids, to compare millions of them
 """
 
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 
+import numpy as np
+
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.vision.families import ambiguous
 from energon_packed.errors import ConfigError
+from energon_packed.files import DiskList
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import (
@@ -26,7 +30,7 @@ from energon_packed.inspection.verify.files import (
     tar_file_ids,
     utilization_is_at_least,
 )
-from energon_packed.inspection.verify.packs import PackChecker, contents_checks
+from energon_packed.inspection.verify.packs import PackChecker, SampleHashes, contents_checks
 from energon_packed.pipeline.engine import LocalEngine, Progress
 
 __all__ = ["NO_MANIFEST", "Check", "verify"]
@@ -73,8 +77,12 @@ def verify(
     known = [tar for tar in folder.tars if not entries or tar.name in entries]
     intact = Check("tars are intact" + (", with the size and hash recorded" if manifest else ""))
     check_known = partial(check_tar, entries=entries, tar_file_ids=tar_file_ids(folder))
+    tars, keys = [], DiskList(np.uint64)
+    for tar in engine.run(check_known, known):
+        tar.move(keys)
+        tars.append(tar)
     # Processes finish in any order: results are sorted, so that the output does not depend on it.
-    tars = sorted(engine.run(check_known, known), key=lambda tar: tar.path)
+    tars.sort(key=lambda tar: tar.path)
     for tar in tars:
         intact.add(tar.intact)
     intact.summary = f"{sum(tar.stat().st_size for tar in known):,} bytes"
@@ -85,18 +93,19 @@ def verify(
     missing = max(len(known), len(entries)) - len(read)
     unread = f"{missing:,} tars are missing or damaged" if missing else "" if read else "there is no tar"
     yield indexes_match(folder, tars, unread)
-    yield keys_are_unique(tars, unread)
+    yield keys_are_unique(tars, keys.values, unread)
 
     progress.start("packs", len(read), "tars")
-    contents = []
+    contents, hashes = [], SampleHashes()
     checker = PackChecker(folder.codec, encoder, manifest)
     with closing(engine.run(checker, read)) as results:
         for result in results:
+            hashes.move(result)
             contents.append(result)
             progress.advance(1)
     progress.stop()
     contents.sort(key=lambda tar: tar.name)
-    yield from contents_checks(folder, checker, contents, unread, not_encoded)
+    yield from contents_checks(folder, checker, contents, hashes, unread, not_encoded)
     yield rejects_match(folder)
     if manifest is not None and min_utilization is not None:
         yield utilization_is_at_least(manifest, min_utilization)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-_MAX_LISTED = 5  # problems listed per check; the others are counted
+MAX_LISTED = 5  # problems listed per check; the others are counted
 
 
 @dataclass(slots=True)
@@ -28,13 +28,13 @@ class Check:
     def fail(self, problem: str) -> None:
         """Record a problem."""
         self.count += 1
-        if self.count <= _MAX_LISTED:
+        if self.count <= MAX_LISTED:
             self.problems.append(problem)
 
     def add(self, other: "Check") -> None:
         """Add the problems of the same check of another file."""
         self.count += other.count
-        self.problems = (self.problems + other.problems)[:_MAX_LISTED]
+        self.problems = (self.problems + other.problems)[:MAX_LISTED]
 
     @property
     def passed(self) -> bool | None:

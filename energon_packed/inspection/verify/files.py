@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from energon_packed.errors import EnergonPackedError, FormatError
+from energon_packed.files import DiskList
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.run_reports import read_rejects
 from energon_packed.inspection.verify.check import Check
-from energon_packed.inspection.verify.names import UInt64, joined, name_hashes, repeated
+from energon_packed.inspection.verify.names import UInt64, joined, name_hashes
 from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.metadatasets import NV_META, read_split
+from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import shard_counts
 from energon_packed.shards.index import open_sqlite_index
@@ -72,7 +73,8 @@ class CheckedTar:
         index: check of its `.tar.idx`.
         rows: check of its rows in index.sqlite.
         unreadable: why index.sqlite cannot be read; "" if it was read.
-        keys: hashes of the keys of its packs, in order; None if the tar is damaged.
+        keys: hashes of the keys of its packs, in order, until `move` stores them; None if the tar is damaged.
+        packs: place of its keys among the keys of all tars.
     """
 
     path: Path
@@ -81,6 +83,14 @@ class CheckedTar:
     rows: Check = field(default_factory=lambda: Check(""))
     unreadable: str = ""
     keys: UInt64 | None = None
+    packs: slice = field(default_factory=lambda: slice(0))
+
+    def move(self, keys: DiskList) -> None:
+        """Move the hashes of the keys to the end of those of other tars."""
+        if self.keys is not None:
+            self.packs = slice(len(keys), len(keys) + len(self.keys))
+            keys.extend(self.keys)
+            self.keys = np.zeros(0, np.uint64)
 
 
 def check_tar(tar: Path, entries: Mapping[str, ShardEntry], tar_file_ids: Mapping[str, int]) -> CheckedTar:
@@ -140,7 +150,7 @@ def indexes_match(folder: PackedFolder, tars: Sequence[CheckedTar], unread: str)
     """Check that the indexes of valid tars match their headers; `unread` names the other tars."""
     name = f".tar.idx, {_DATABASE} and .info.json match the members"
     check = Check(name, not_checked=unread, remedy="nv-meta")
-    packs = {tar.path.name: len(tar.keys) for tar in tars if tar.keys is not None}
+    packs = {tar.path.name: tar.packs.stop - tar.packs.start for tar in tars if tar.keys is not None}
     for tar in tars:
         check.add(tar.index)
     try:
@@ -189,16 +199,22 @@ def _compare(check: Check, tar: str, table: str, expected: Sequence[Any], actual
             return  # one shifted row shifts all later rows
 
 
-def keys_are_unique(tars: Sequence[CheckedTar], unread: str) -> Check:
-    """Check that no two packs share a key; `unread` names the tars that are damaged."""
+def keys_are_unique(tars: Sequence[CheckedTar], keys: UInt64, unread: str) -> Check:
+    """Check that no two packs share a key.
+
+    Args:
+        tars: all tars.
+        keys: hashes of their keys, uint64 (n,).
+        unread: names the tars that are damaged.
+    """
     check = Check("keys are unique in the dataset", not_checked=unread)
-    keys = joined(tar.keys for tar in tars if tar.keys is not None)
-    shared = repeated(keys)
+    shared = joined([keys]).repeated()
     owner: dict[str, str] = {}
-    for tar in tars:
-        if tar.keys is None or not np.isin(tar.keys, shared).any():
+    for tar in tars if len(shared) else ():
+        is_of_others = np.isin(keys[tar.packs], shared)
+        if not is_of_others.any():
             continue
-        for key, is_shared in zip(scan_tar(tar.path).keys(), np.isin(tar.keys, shared).tolist(), strict=True):
+        for key, is_shared in zip(scan_tar(tar.path).keys(), is_of_others.tolist(), strict=True):
             if is_shared and key in owner:
                 check.fail(f"key {key} is in {owner[key]} and in {tar.path.name}")
             if is_shared:

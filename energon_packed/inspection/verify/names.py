@@ -1,4 +1,4 @@
-"""Hashes of the keys and ids of a dataset: 8 bytes each, so that millions of them are compared in little memory.
+"""Hashes of the keys and ids of a dataset: 8 bytes each in files, so that millions are compared in little memory.
 
 Input: names, or arrays of hashes. Output: the hashes that occur too often or too rarely. `verify` then reads only the
 names with these hashes again, and compares the names themselves.
@@ -6,9 +6,12 @@ names with these hashes again, and compares the names themselves.
 
 from collections.abc import Iterable
 from hashlib import blake2b
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from energon_packed.files import DiskList, common_ranges
 
 UInt64 = npt.NDArray[np.uint64]
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: mixes the bits of a second value into a hash
@@ -25,20 +28,20 @@ def with_values(hashes: UInt64, values: npt.NDArray[np.integer]) -> UInt64:
     return hashes ^ (values.astype(np.uint64) + np.uint64(1)) * _ODD
 
 
-def joined(arrays: Iterable[UInt64]) -> UInt64:
-    """Concatenate arrays of hashes, perhaps none, and sort the result: uint64 (n,)."""
-    out = np.concatenate([np.zeros(0, dtype=np.uint64), *arrays])
-    out.sort()
+def joined(arrays: Iterable[npt.NDArray[Any]], dtype: npt.DTypeLike = np.uint64) -> DiskList:
+    """Concatenate arrays, by default of hashes, perhaps none."""
+    out = DiskList(dtype)
+    for hashes in arrays:
+        out.extend(hashes)
     return out
-
-
-def repeated(hashes: UInt64) -> UInt64:
-    """Return the hashes that occur more than once in a sorted array, each once."""
-    return np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
 
 
 def differing(first: UInt64, second: UInt64) -> UInt64:
     """Return the hashes that do not occur equally often in two sorted arrays, each once."""
+    return np.concatenate([first[:0], *(_differing(*pair) for pair in common_ranges(first, second))])
+
+
+def _differing(first: UInt64, second: UInt64) -> UInt64:
     if np.array_equal(first, second):
         return first[:0]
     counts = [np.unique(hashes, return_counts=True) for hashes in (first, second)]

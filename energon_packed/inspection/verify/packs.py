@@ -27,15 +27,17 @@ from energon_packed.errors import (
     Reject,
     ResourceError,
 )
+from energon_packed.files import DiskList
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.formats.references import complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.run_reports import open_lengths, read_lengths
 from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.files import NO_MANIFEST
-from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, repeated, with_values
+from energon_packed.inspection.verify.groups import group_hashes, groups_whole
+from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, with_values
 from energon_packed.libraries import has_energon
 from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
+from energon_packed.pipeline.run_reports import open_lengths, read_lengths
 from energon_packed.records import AudioReference, Conversation, VideoReference
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest
@@ -54,11 +56,13 @@ class TarContents:
         name: file name of the tar.
         counts: number of packs, samples, images, videos, selected frames, audio files and tokens, and of supervised
             tokens of the encoded samples; and the sum of the checksums of their loss weights.
-        ids: hash of the id of every sample, uint64 (n,), in order.
-        checksums: checksum of its text or tokens, uint32 (n,).
+        ids: hash of the id of every sample, uint64 (n,), in order, until `SampleHashes` has it.
+        checksums: checksum of its text or tokens, uint32 (n,), until `SampleHashes` has it.
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         changed: packs with a referenced image that changed, by file and change.
-        groups: hash of pack, first sample and size of each group of at least two samples, uint64 (g,).
+        groups: hash of pack, first sample and size of each group of at least two samples, uint64 (g,), until
+            `SampleHashes` has it.
+        samples: place of its samples in `SampleHashes`.
         packs, images, videos, audios, fit, encoded, whole: checks of this tar.
     """
 
@@ -69,6 +73,7 @@ class TarContents:
     shortest: dict[str, list[int]] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
     groups: UInt64 = field(default_factory=lambda: np.zeros(0, np.uint64))
+    samples: slice = field(default_factory=lambda: slice(0))
     whole: Check = field(default_factory=lambda: Check("groups are whole, each in one row"))
     packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
     images: Check = field(default_factory=lambda: Check("images decode"))
@@ -78,6 +83,30 @@ class TarContents:
     encoded: Check = field(
         default_factory=lambda: Check("samples encode to their recorded length, with a supervised token")
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleHashes:
+    """Hashes of the samples of all tars, in files, as TarContents has them of a tar.
+
+    Attributes:
+        ids: uint64 (n,).
+        checksums: uint32 (n,).
+        groups: uint64 (g,).
+    """
+
+    ids: DiskList = field(default_factory=lambda: DiskList(np.uint64))
+    checksums: DiskList = field(default_factory=lambda: DiskList(np.uint32))
+    groups: DiskList = field(default_factory=lambda: DiskList(np.uint64))
+
+    def move(self, tar: TarContents) -> None:
+        """Move the hashes of a tar here."""
+        tar.samples = slice(len(self.ids), len(self.ids) + len(tar.ids))
+        self.ids.extend(tar.ids)
+        self.checksums.extend(tar.checksums)
+        self.groups.extend(tar.groups)
+        empty = TarContents("")
+        tar.ids, tar.checksums, tar.groups = empty.ids, empty.checksums, empty.groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +129,7 @@ class PackChecker:
         contents = TarContents(tar.name)
         ids: list[str] = []
         checksums: list[int] = []
-        groups: list[str] = []
+        groups: list[tuple[str, int, int]] = []
         for key, samples, changes in self.packs(tar, contents):
             contents.counts["packs"] += 1
             contents.counts["samples"] += len(samples)
@@ -116,7 +145,8 @@ class PackChecker:
             contents.counts["changed packs"] += bool(changes)
             self._check_pack(contents, key, samples, has_images=not changes)
         contents.ids, contents.checksums = name_hashes(ids), np.array(checksums, dtype=np.uint32)
-        contents.groups = name_hashes(groups)
+        keys, firsts, sizes = zip(*groups, strict=True) if groups else ((), (), ())
+        contents.groups = group_hashes(name_hashes(keys), np.array(firsts, np.int64), np.array(sizes, np.int64))
         return contents
 
     def packs(self, tar: Path, contents: TarContents) -> Iterator[tuple[str, list[StoredSample], set[str]]]:
@@ -138,9 +168,15 @@ class PackChecker:
                 continue
             yield key, samples, changes
 
-    def named(self, tar: Path, contents: TarContents, hashes: UInt64) -> Iterator[tuple[str, int, str]]:
-        """Yield id, checksum and key of the pack of the samples of a tar whose ids have one of these hashes."""
-        is_wanted = np.isin(contents.ids, hashes)
+    def named(self, tar: Path, ids: UInt64, hashes: UInt64) -> Iterator[tuple[str, int, str]]:
+        """Yield id, checksum and key of the pack of the samples of a tar whose ids have one of these hashes.
+
+        Args:
+            tar: the tar.
+            ids: hashes of all its ids, as in TarContents.
+            hashes: wanted hashes.
+        """
+        is_wanted = np.isin(ids, hashes)
         if not is_wanted.any():
             return
         wanted = iter(is_wanted.tolist())
@@ -220,8 +256,8 @@ class PackChecker:
         return len(checked)
 
 
-def _groups_of(contents: TarContents, key: str, samples: Sequence[StoredSample]) -> list[str]:
-    """Return `PACK FIRST SIZE` of each group of at least two samples; its samples must be adjacent."""
+def _groups_of(contents: TarContents, key: str, samples: Sequence[StoredSample]) -> list[tuple[str, int, int]]:
+    """Return pack, first sample and size of each group of at least two samples; its samples must be adjacent."""
     if not samples or samples[0].conversation.group is None:  # of a pack, all samples or none
         return []
     places: dict[str | None, list[int]] = {}
@@ -231,7 +267,7 @@ def _groups_of(contents: TarContents, key: str, samples: Sequence[StoredSample])
         if own[-1] - own[0] >= len(own):
             contents.whole.fail(f"{contents.name}: {key}: samples of another group are between those of group {group}")
     contents.counts["groups"] += sum([len(own) > 1 for own in places.values()])
-    return [f"{key} {own[0]} {len(own)}" for own in places.values() if len(own) > 1]
+    return [(key, own[0], len(own)) for own in places.values() if len(own) > 1]
 
 
 def _check_video(video: VideoReference) -> None:
@@ -282,7 +318,12 @@ def _check_audio(audio: AudioReference) -> None:
 
 
 def contents_checks(
-    folder: PackedFolder, checker: PackChecker, contents: list[TarContents], unread: str, not_encoded: str
+    folder: PackedFolder,
+    checker: PackChecker,
+    contents: list[TarContents],
+    hashes: SampleHashes,
+    unread: str,
+    not_encoded: str,
 ) -> Iterator[Check]:
     """Join the checks of all tars.
 
@@ -290,6 +331,7 @@ def contents_checks(
         folder: dataset.
         checker: the task that made `contents`.
         contents: contents of its intact tars, sorted by name.
+        hashes: hashes of their samples.
         unread: which tars are not among the contents, for a message; "" if all are.
         not_encoded: why samples were not encoded again, if any were not.
     """
@@ -334,14 +376,15 @@ def contents_checks(
     yield joined.packs
     if total["references"]:
         yield _media_unchanged(total["references"], media, contents, unread)
-    yield _every_sample_once(checker, folder, contents, unread)
+    yield _every_sample_once(checker, folder, contents, hashes, unread)
     yield joined.images
     if total["videos"]:
         yield joined.videos
     if total["audios"]:
         yield joined.audios
     if total["groups"] or (manifest is not None and manifest.groups):
-        yield _groups_whole(folder, contents, total["groups"], unread)
+        file = folder.path.parent / "lengths.parquet"
+        yield groups_whole(file, (tar.whole for tar in contents), hashes.groups, total["groups"], unread)
     yield joined.fit
     yield joined.encoded
     if manifest is None:
@@ -392,7 +435,9 @@ def _samples_share_rows(folder: PackedFolder, contents: list[TarContents], total
     return check
 
 
-def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: list[TarContents], unread: str) -> Check:
+def _every_sample_once(
+    checker: PackChecker, folder: PackedFolder, contents: list[TarContents], hashes: SampleHashes, unread: str
+) -> Check:
     """Check that each sample id is packed as often as lengths.parquet lists it as packed.
 
     Hashes of the ids are compared. Only samples whose hash occurs too often or too rarely are read again, for their
@@ -402,23 +447,24 @@ def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: lis
     if folder.manifest is None:
         check.not_checked = NO_MANIFEST
         return check
-    check.summary = f"{sum(len(tar.ids) for tar in contents):,} samples"
+    ids, checksums = hashes.ids.values, hashes.checksums.values
+    check.summary = f"{len(ids):,} samples"
     # The file is not needed for training, and may not be copied with the shards.
     is_listed = (folder.path.parent / "lengths.parquet").exists()
     recorded: Counter[str] = Counter()  # times that lengths.parquet lists each of the suspects
     try:
         if is_listed:
-            found = joined(tar.ids for tar in contents)
-            suspects = differing(found, joined(map(name_hashes, _recorded_ids(folder))))
-            del found
+            suspects = differing(joined([ids]).sorted(), joined(map(name_hashes, _recorded_ids(folder))).sorted())
             for names in _recorded_ids(folder) if len(suspects) else ():
                 is_suspect = np.isin(name_hashes(names), suspects).tolist()
                 recorded.update(name for name, wanted in zip(names, is_suspect, strict=True) if wanted)
         else:
             # Records may share an id. Without lengths.parquet, only an equal id and an equal text are one sample.
-            pairs = repeated(joined(with_values(tar.ids, tar.checksums) for tar in contents))
-            is_pair = [np.isin(with_values(tar.ids, tar.checksums), pairs) for tar in contents]
-            suspects = joined(tar.ids[is_one] for tar, is_one in zip(contents, is_pair, strict=True))
+            pairs = joined(with_values(ids[tar.samples], checksums[tar.samples]) for tar in contents).repeated()
+            suspects = joined(
+                ids[tar.samples][np.isin(with_values(ids[tar.samples], checksums[tar.samples]), pairs)]
+                for tar in (contents if len(pairs) else ())
+            ).sorted()
     except FormatError as error:
         check.fail(str(error))
         return check
@@ -426,7 +472,7 @@ def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: lis
     times: Counter[str] = Counter()
     contents_seen: Counter[tuple[str, int]] = Counter()
     for tar in contents if len(suspects) else ():
-        for ident, checksum, key in checker.named(folder.path / tar.name, tar, suspects):
+        for ident, checksum, key in checker.named(folder.path / tar.name, ids[tar.samples], suspects):
             times[ident] += 1
             pack = f"{tar.name}: {key}"
             is_repeated = times[ident] > recorded[ident] > 0 if is_listed else contents_seen[ident, checksum] > 0
@@ -441,55 +487,6 @@ def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: lis
             check.fail(f"sample {ident} is listed as packed in lengths.parquet, but is in no intact tar")
     if not is_listed and not unread:
         check.not_checked = "there is no lengths.parquet, so only repeated samples are found"
-    return check
-
-
-def _groups_whole(folder: PackedFolder, contents: list[TarContents], groups: int, unread: str) -> Check:
-    """Check that the samples of each group in lengths.parquet follow each other in one pack, as a group."""
-    check = Check("groups are whole, each in one row", summary=f"{groups:,} groups", not_checked=unread)
-    for tar in contents:
-        check.add(tar.whole)
-    file = folder.path.parent / "lengths.parquet"
-    if not file.exists():
-        check.not_checked = check.not_checked or "there is no lengths.parquet"
-        return check
-    columns = [tuple(np.zeros(0, dtype=np.int64) for _ in range(3))]
-    keys: dict[str | None, int] = {}
-    try:
-        with open_lengths(file) as table:
-            for batch in read_lengths(table, ["group", "pack", "sample"]):
-                rows = batch.filter(batch["group"].is_valid())
-                packs = [keys.setdefault(pack, len(keys)) for pack in rows["pack"].to_pylist()]
-                samples = [-1 if sample is None else sample for sample in rows["sample"].to_pylist()]
-                columns.append(
-                    tuple(np.array(own, dtype=np.int64) for own in (rows["group"].to_pylist(), packs, samples))
-                )
-    except FormatError as error:
-        check.fail(str(error))
-        return check
-    number, pack, sample = (np.concatenate(own) for own in zip(*columns, strict=True))
-    order = np.lexsort((sample, number))  # of equal numbers: in the order of the row
-    number, pack, sample = number[order], pack[order], sample[order]
-    names = list(keys)
-    first = np.flatnonzero(np.diff(number, prepend=-1))
-    sizes = np.diff(np.append(first, len(number)))
-    place = np.arange(len(number)) - np.repeat(first, sizes)
-    is_apart = (pack != np.repeat(pack[first], sizes)) | (
-        (sample - np.repeat(sample[first], sizes) != place) & (sample >= 0)
-    )
-    for entry in np.flatnonzero(is_apart).tolist():
-        check.fail(
-            f"a sample of the group {number[entry]} of lengths.parquet is in {names[pack[entry]]}, apart from others"
-        )
-    packed = (sizes > 1) & (sample[first] >= 0)
-    listed = [f"{names[pack[at]]} {sample[at]} {size}" for at, size in zip(first[packed], sizes[packed], strict=True)]
-    stored = joined(tar.groups for tar in contents)
-    if not check.not_checked and (wrong := differing(stored, joined([name_hashes(listed)]))).size:
-        shown = [
-            name for name, own in zip(listed, name_hashes(listed).tolist(), strict=True) if own in set(wrong.tolist())
-        ]
-        example = f": {' '.join(shown[0].split()[:2])} (pack and first sample)" if shown else ""
-        check.fail(f"{len(wrong):,} groups of the packs and of lengths.parquet differ{example}")
     return check
 
 

@@ -20,7 +20,6 @@ from energon_packed.formats.references import MEDIA_PART, complete_parts, emptie
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import map_paths, render_report, script_and_policy
 from energon_packed.inspection.report_data import gather, recorded
-from energon_packed.inspection.run_reports import read_rejects
 from energon_packed.inspection.search import Filter, matching_records
 from energon_packed.inspection.tokens import MappedPack, Segment, heat_strips, map_pack, token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
@@ -35,6 +34,7 @@ from energon_packed.inspection.viewer.pages import (
     number_in,
 )
 from energon_packed.metadatasets import NV_META
+from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.reader import ShardReader
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
+from energon_packed.files import blocks, disk_array
 from energon_packed.loading.costs.flops import audio_flops, text_flops, vision_flops
 
 Int64 = npt.NDArray[np.int64]
@@ -62,7 +63,7 @@ class RowSizes:
             patch_squares=np.array([(row**2).sum() for row in images], dtype=np.int64),
         )
 
-    def __getitem__(self, rows: Int64) -> "RowSizes":
+    def __getitem__(self, rows: Int64 | slice) -> "RowSizes":
         return RowSizes(
             tokens=self.tokens[rows],
             squares=self.squares[rows],
@@ -73,7 +74,13 @@ class RowSizes:
     @classmethod
     def joined(cls, parts: Sequence["RowSizes"]) -> "RowSizes":
         """The rows of all parts, in their order."""
-        return cls(**{each.name: np.concatenate([getattr(part, each.name) for part in parts]) for each in fields(cls)})
+        if len(parts) == 1:
+            return parts[0]
+        columns = {each.name: [getattr(part, each.name) for part in parts] for each in fields(cls)}
+        count = sum(len(part.tokens) for part in parts)
+        return cls(
+            **{name: np.concatenate(own, out=disk_array(None, count, np.int64)) for name, own in columns.items()}
+        )
 
     def columns(self) -> Float64:
         """The sizes as float64 (P, 4), in the order of the attributes."""
@@ -130,7 +137,9 @@ class CostModel:
 
     def costs(self, sizes: RowSizes) -> Float64:
         """Cost of each row, float64 (P,)."""
-        costs: Float64 = sizes.columns() @ np.array(list(self.constants().values()))
+        constants, costs = np.array(list(self.constants().values())), disk_array(None, len(sizes.tokens), np.float64)
+        for block in blocks(len(costs)):
+            costs[block] = sizes[block].columns() @ constants
         return costs
 
     @classmethod

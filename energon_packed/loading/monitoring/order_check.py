@@ -1,7 +1,7 @@
 """The files of an order log in, an OrderReport out: samples that are lost or used twice, and lines that are missing.
 
-`order_epoch.py` checks an epoch, and `order_missing.py` the lines. Memory: about 40 bytes for each sample of an epoch,
-and 8 bytes for each line; small epochs are read together.
+`order_epoch.py` checks an epoch, and `order_missing.py` the lines. Samples are in files, about 50 bytes
+for each sample of an epoch. Small epochs are read together.
 """
 
 from collections import Counter

@@ -7,7 +7,6 @@
 | packs that Energon chooses | each pack occurs once; `order_data.py` finds lost packs |
 """
 
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.files import DiskList, blocks
 from energon_packed.loading.monitoring.order_lines import Line
 
 MAX_NAMED = 5
@@ -24,7 +24,7 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Epoch:
-    """The lines of an epoch; memory: about 40 bytes for each sample.
+    """The lines of an epoch. Samples and items are in files, about 50 bytes for each sample.
 
     Args:
         number: from 0.
@@ -42,8 +42,8 @@ class Epoch:
         self.totals: Counter[str] = Counter()
         self.unnamed = 0
         self.sources: Counter[str] = Counter()
-        self._ids = array("q")
-        self._once: dict[str, array[int]] = {"samples": array("q"), "packs": array("q")}  # hashes that occur once
+        self._ids = DiskList(np.int64)
+        self._once = {"samples": DiskList(np.int64), "packs": DiskList(np.int64)}  # hashes that occur once
         self._items: dict[int, _Items] = defaultdict(_Items)  # of each shard; a global order is shard 0
         self._num_shards: int | None = None  # of a stream
         self._ended = set[int]()  # shards
@@ -55,12 +55,10 @@ class Epoch:
     def add(self, line: Line) -> None:
         """Add a line; the lines that were replaced are before the lines of their rank that replace them."""
         process, ids = line.process, line.ids or []
-        key = (process.rank, line.step, process.layout)
-        content = hash((*ids, *map(str, line.items), *line.packs))
         if not line.counts:
             if line.ids is not None:
                 self.totals["replaced"] += 1
-                self._replaced[key] = content
+                self._replaced[_step_of(line)] = _content_of(line)
             return
         if len(process.starts) >= len(self.facts.get("starts", ())):
             self.facts = process.header
@@ -68,7 +66,8 @@ class Epoch:
             self._at_end[process.world_size].add(process.rank)
         if line.ids is not None:
             self.totals["steps"] += 1
-            if self._replaced.get(key, content) != content and not self.facts.get("learns"):
+            before = self._replaced.get(_step_of(line)) if self._replaced else None
+            if before is not None and before != _content_of(line) and not self.facts.get("learns"):
                 self._different.append(f"step {line.step} of rank {process.rank}")
         self.totals["samples"] += len(ids)
         self.sources.update(map(str, line.sources))
@@ -102,7 +101,7 @@ class Epoch:
             )
         if not self.facts.get("repeats"):
             for name, hashes in self._once.items():
-                if count := len(_repeated(_sorted(hashes))):
+                if count := len(hashes.repeated()):
                     yield f"{scope}: {count} {name} are used twice"
         for shard, items in sorted(self._items.items()):
             if self.has_order:
@@ -123,8 +122,8 @@ class Epoch:
 
     @property
     def hashes(self) -> Int64:
-        """int64 hash of the id of each sample; samples without an id are in `unnamed`."""
-        return np.frombuffer(self._ids, dtype=np.int64) if self._ids else np.zeros(0, dtype=np.int64)
+        """int64 hash of the id of each sample, sorted; samples without an id are in `unnamed`."""
+        return self._ids.sorted()
 
     @property
     def passes(self) -> tuple[int, int]:
@@ -148,7 +147,7 @@ class Epoch:
         if self._is_partial:
             return False
         if self.has_order and not self.facts["endless"]:
-            return not len(self._items[0].gaps(self.facts["size"]))
+            return not any(map(len, self._items[0].gaps(self.facts["size"])))
         if self._num_shards is not None:
             return len(self._ended) == self._num_shards
         return self._is_read
@@ -172,6 +171,16 @@ class Epoch:
         return any(len(ranks) == world_size for world_size, ranks in self._at_end.items())
 
 
+def _step_of(line: Line) -> tuple[Any, ...]:
+    """Return what decides the samples of a line."""
+    return line.process.rank, line.step, line.process.layout
+
+
+def _content_of(line: Line) -> int:
+    """Hash the samples of a line."""
+    return hash((*(line.ids or ()), *map(str, line.items), *line.packs))
+
+
 class _Items:
     """Items of a global order or of a shard.
 
@@ -181,7 +190,7 @@ class _Items:
     """
 
     def __init__(self) -> None:
-        self.whole, self.fragments = array("q"), list[str]()
+        self.whole, self.fragments = DiskList(np.int64), list[str]()
 
     def add(self, items: Sequence[int | str]) -> None:
         """Add items."""
@@ -196,14 +205,17 @@ class _Items:
     @property
     def stop(self) -> int:
         """Index after the last item."""
-        return 1 + max([*_sorted(self.whole)[-1:].tolist(), *self.counts], default=-1)
+        return 1 + max([*self.whole.sorted()[-1:].tolist(), *self.counts], default=-1)
 
-    def gaps(self, until: int) -> Int64:
-        """Indices below a limit of which there is no item, sorted."""
-        present = np.zeros(until, dtype=np.bool_)
-        for indices in (_sorted(self.whole), np.array([*self.counts], dtype=np.int64)):
-            present[indices[indices < until]] = True
-        return np.flatnonzero(~present)
+    def gaps(self, until: int) -> Iterator[Int64]:
+        """Yield the indices below a limit of which there is no item, sorted."""
+        present = (self.whole.sorted(), np.array(sorted(self.counts), dtype=np.int64))
+        for block in blocks(until):
+            is_gap = np.ones(block.stop - block.start, dtype=np.bool_)
+            for indices in present:
+                first, last = np.searchsorted(indices, [block.start, block.stop])
+                is_gap[indices[first:last] - block.start] = False
+            yield np.flatnonzero(is_gap) + block.start
 
     def problems(self, scope: str, *, until: int, is_partial: bool = False) -> Iterator[str]:
         """Yield a line for repeated items and a line for lost items.
@@ -213,25 +225,15 @@ class _Items:
             until: index up to which no item may be lost.
             is_partial: the log has no line of the first items.
         """
-        indices, counts = _sorted(self.whole), Counter(self.fragments)
-        twice = [*_repeated(indices).tolist(), *sorted(name for name, count in counts.items() if count > 1)]
+        counts = Counter(self.fragments)
+        twice = [*self.whole.repeated().tolist(), *sorted(name for name, count in counts.items() if count > 1)]
         if twice:
             yield f"{scope}: {len(twice)} items are used twice: {some(twice)}"
-        lost = self.gaps(until)
-        if is_partial:
-            lost = lost[lost > indices[0]]
+        first = self.whole.sorted()[0] if is_partial else -1
+        lost = np.concatenate([np.zeros(0, dtype=np.int64), *(own[own > first] for own in self.gaps(until))])
         names = {f"{item}#{number}/{n}" for item, n in self.counts.items() for number in range(n) if item < until}
         if missing := [*lost.tolist(), *sorted(names.difference(self.fragments))]:
             yield f"{scope}: {len(missing)} items are lost: {some(missing)}"
-
-
-def _sorted(values: "array[int]") -> Int64:
-    return np.sort(np.frombuffer(values, dtype=np.int64)) if values else np.zeros(0, dtype=np.int64)
-
-
-def _repeated(values: Int64) -> Int64:
-    """Return the values that occur several times in sorted values."""
-    return np.unique(values[1:][values[1:] == values[:-1]])
 
 
 def some(items: list[Any]) -> str:

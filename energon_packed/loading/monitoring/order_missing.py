@@ -25,7 +25,7 @@ _MOST_AHEAD = 64
 
 
 class MissingLines:
-    """Find missing and repeated lines; memory: 8 bytes for each line.
+    """Find missing and repeated lines; memory: 16 bytes for each gap between lines.
 
     Args:
         files: the log.
@@ -33,7 +33,7 @@ class MissingLines:
 
     def __init__(self, files: OrderFiles) -> None:
         self._files = files
-        self._numbers: dict[Process, array[int]] = defaultdict(lambda: array("q"))
+        self._runs: dict[Process, array[int]] = defaultdict(lambda: array("q"))  # first and last of adjacent lines
         self._steps: dict[tuple[int, int], int] = defaultdict(int)  # batches of (rank, epoch)
         # after the lines of a process; the start of the next epoch at the end of an epoch
         self._ends = {process: process.starts[-1].at for process in files.processes}
@@ -43,7 +43,10 @@ class MissingLines:
         if not line.counts:
             return
         process, at = line.process, line.position
-        self._numbers[process].append(line.line)
+        if (runs := self._runs[process]) and line.line == runs[-1] + 1:
+            runs[-1] += 1
+        else:
+            runs.extend((line.line, line.line))
         self._ends[process] = max(self._ends[process], Position(at.epoch + 1, 0) if line.ends_epoch else at)
         self._steps[process.rank, at.epoch] = max(self._steps[process.rank, at.epoch], at.step)
 
@@ -57,11 +60,14 @@ class MissingLines:
 
     def _of_process(self, process: Process) -> Iterator[str]:
         name, end, until = process.file.name, self._ends[process], process.until
-        numbers, times = np.unique(np.array(self._numbers[process], dtype=np.int64), return_counts=True)
-        if count := int(numbers[-1]) - 1 - len(numbers) if len(numbers) else 0:
-            before = int(np.flatnonzero(numbers != np.arange(len(numbers)) + 2)[0]) + 2
-            yield f"{name}: {count} lines are missing, from line {before} on. Restore the file."
-        if count := int(times.sum()) - len(times):
+        runs = np.array(self._runs[process], dtype=np.int64).reshape(-1, 2)
+        first, last = runs[np.lexsort(runs.T[::-1])].T
+        ends = np.maximum.accumulate(np.append(1, last))  # last line before each run; the header is line 1
+        before, numbers = ends[:-1], int(np.maximum(last - np.maximum(first - 1, ends[:-1]), 0).sum())
+        if count := int(ends[-1]) - 1 - numbers:
+            start = int(before[first > before + 1][0]) + 1
+            yield f"{name}: {count} lines are missing, from line {start} on. Restore the file."
+        if count := int((last - first + 1).sum()) - numbers:
             yield f"{name}: {count} lines are repeated. Restore the file."
         if until is not None and end < until:
             yield (

@@ -1,9 +1,11 @@
 """Damages of an order log, logs of two runs, comparison with the data, uses of a sample, and Energon's order."""
 
 import errno
+import gc
 import json
 import os
 import time
+import tracemalloc
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from energon_packed import (
     SimpleBatcher,
     get_packed_loader,
 )
-from tests.internals import LoggedData, check_order, cli, order_lines, redistribute
+from tests.internals import LoggedData, check_order, cli, files, order_lines, redistribute
 from tests.loading.flows import FEATURES, energon_folder
 from tests.printed import printed_json
 
@@ -415,3 +417,36 @@ def test_an_epoch_is_complete_when_each_rank_has_ended_it(tmp_path: Path, kind: 
             problems = [text for text in check_order(log).problems if "lines are missing" in text]
             assert bool(problems) == (len(batches) - steps > 1)  # a rank may be killed before its last batch
             assert check_order(log).complete == ([0] if steps == len(batches) and kind == "planned" else [])
+
+
+@pytest.mark.parametrize("has_order", [True, False])
+def test_memory_does_not_grow_with_the_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_order: bool
+) -> None:
+    """Ids, items and packs are in files, and lines without a gap need no memory."""
+    for name, size in (("_IN_MEMORY", 1), ("_WAITING", 64), ("_BLOCK", 1024)):
+        monkeypatch.setattr(files, name, size)
+    peaks = []
+    for steps in (3_000, 3_000, 15_000):
+        folder = tmp_path / f"{len(peaks)}"
+        folder.mkdir()
+        header = {"order_log": 1, "run": "0", "rank": 0, "world_size": 1, "time": "2026-11-20T09:30:00.000+00:00"}
+        header |= {"starts": [[1, [[0, 0]], [0, 0], 0]]}
+        header |= {"size": 2 * steps, "endless": False} if has_order else {"steps": steps}
+        lines: list[dict[str, Any]] = [header]
+        for step in range(steps):
+            items = {"items": [2 * step, 2 * step + 1]} if has_order else {"packs": [f"p{step}"]}
+            ids = [f"a{step}", f"b{step}"]
+            lines.append({"epoch": 0, "step": step + 1, "line": step + 2, "ids": ids, "sources": ["x"], **items})
+        lines.append({"epoch": 0, "step": steps, "line": steps + 2, "end": True})
+        (folder / "order-00000-000.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+        del lines
+        gc.collect()  # empties the free lists of Python, which fill again in each run
+        tracemalloc.start()
+        try:
+            report = check_order(folder)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert (report.problems, report.samples, report.complete) == ([], 2 * steps, [0])
+    assert peaks[2] - peaks[1] < 12_000
