@@ -6,7 +6,6 @@ utilization, attention span), length percentiles and a histogram. The candidates
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,8 @@ import numpy.typing as npt
 from energon_packed.errors import ConfigError
 from energon_packed.files import blocks
 from energon_packed.inspection.report import log_integer_bins
-from energon_packed.packing import CountPlan, PackPlan, pack_lengths, plan_counts
+from energon_packed.packing import plan_counts
+from energon_packed.packing.planner import count_packs
 
 Int32 = npt.NDArray[np.int32]
 PERCENTS = (1, 5, 25, 50, 75, 90, 95, 99, 99.9, 100)
@@ -100,27 +100,26 @@ def compare(
         if seq_len < multiple:
             raise ConfigError(f"`seq_len` must be at least `pad_multiple` {multiple}, got {seq_len}.")
         counts, tokens = _counts(lengths, seq_len), np.arange(seq_len + 1)
-        arguments: dict[str, Any] = {"max_samples": max_samples, "multiple": multiple}
-        plan: PackPlan | CountPlan
-        if algorithm == "bfd":  # in little memory, for any number of samples
-            plan = plan_counts(counts, seq_len, **arguments)
+        if algorithm == "bfd":
+            packs = plan_counts(counts, seq_len, max_samples=max_samples, multiple=multiple).num_packs
         else:
-            plan = pack_lengths(lengths, seq_len, algorithm=algorithm, **arguments)
+            packs = count_packs(lengths, seq_len, algorithm, max_samples, multiple)
         # A sample fits if its length, rounded up to `multiple`, fits. Float64, as squares of lengths overflow int64.
         kept = np.where(tokens <= seq_len - seq_len % multiple, counts, 0).astype(np.float64)
+        kept_tokens = int((kept * tokens).sum())
         # Rejected records are in the denominator of records only: their tokens are unknown.
         total = lengths.sum(dtype=np.int64)
         out.append(
             Candidate(
                 seq_len=seq_len,
                 dropped_records=(len(lengths) - int(kept.sum())) / records,
-                dropped_tokens=float(1 - plan.tokens / total),
-                packs=plan.num_packs,
-                utilization=plan.utilization,
-                samples_per_pack=int(kept.sum()) / max(plan.num_packs, 1),
+                dropped_tokens=float(1 - kept_tokens / total),
+                packs=packs,
+                utilization=kept_tokens / (packs * seq_len) if packs else 1.0,
+                samples_per_pack=int(kept.sum()) / max(packs, 1),
                 # A causal token attends to itself and all earlier tokens of its sample: L * (L + 1) / 2 pairs for L
                 # tokens.
-                attention=float((kept * (tokens * (tokens + 1) / 2)).sum() / max((kept * tokens).sum(), 1)),
+                attention=float((kept * (tokens * (tokens + 1) / 2)).sum() / max(kept_tokens, 1)),
             )
         )
     return out
@@ -137,9 +136,9 @@ def recommend(candidates: Sequence[Candidate], lengths: Int32) -> tuple[Candidat
     if not good:
         # The last candidate drops the fewest tokens; a smaller candidate may drop as few.
         best = next(each for each in candidates if each.dropped_tokens <= candidates[-1].dropped_tokens)
-        longer = lengths[lengths > best.seq_len]
+        longer = sum(int((lengths[block] > best.seq_len).sum()) for block in blocks(len(lengths)))
         return best, (
-            f"no larger candidate drops less, but it drops {best.dropped_tokens:.1%} of the tokens: {len(longer):,} "
+            f"no larger candidate drops less, but it drops {best.dropped_tokens:.1%} of the tokens: {longer:,} "
             f"of {len(lengths):,} samples are longer, up to {int(lengths.max()):,} tokens; try a larger value, or set "
             "`overlong` to 'truncate'"
         )

@@ -209,7 +209,7 @@ def integer_bins(values: Sequence[int], limit: int = 60) -> Edges:
 
 def log_integer_bins(values: Sequence[int] | npt.NDArray[np.integer[Any]], limit: int = 40) -> Edges:
     """Divide the range of the integers into bins that grow with the value, with edges halfway between integers."""
-    low, high = max(min(values), 1), max(values)
+    low, high = max(int(np.min(values)), 1), int(np.max(values))
     # Small integers round to the same edge, and `unique` merges these bins.
     return np.asarray(np.unique(np.geomspace(low, high + 1, limit + 1).round()) - 0.5)
 

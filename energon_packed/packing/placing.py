@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 _BLOCK = 128
-_SAMPLES = 1 << 18  # that `next_fit` handles at a time
 Int64 = npt.NDArray[np.int64]
 Content = tuple["Content | None", int, int]
 """Content of a pack: what it had before, and the length and number of samples that it got last."""
@@ -146,31 +145,25 @@ def first_fit(runs: Iterable[tuple[int, int]], capacity: int, max_samples: int) 
     return Placed(steps, [run for block in blocks for run in block], number)
 
 
-def next_fit(lengths: npt.NDArray[np.integer], capacity: int, max_samples: int) -> Int64:
+def next_fit(lengths: npt.NDArray[np.integer], capacity: int, max_samples: int, tokens: int, samples: int) -> Int64:
     """Put each sample into the current pack, or into a new one if it does not fit.
 
     Args:
         lengths: integers (n,), in input order, each 1 to `capacity`.
         capacity, max_samples: as for `best_fit`.
+        tokens, samples: content of the current pack before the first sample.
 
     Returns:
-        Index of the first sample of each pack, and n: int64 (P+1,).
+        Index of the first sample of each new pack: int64 (k,).
     """
-    parts, start, size = [np.zeros(1, dtype=np.int64)], 0, _SAMPLES
-    while start < len(lengths):
-        stop = min(start + size, len(lengths))
-        total = np.concatenate([[0], np.cumsum(lengths[start:stop], dtype=np.int64)])
-        ends = np.searchsorted(total, total[:-1] + capacity, side="right") - 1
-        ends = np.minimum(ends, np.arange(stop - start) + max_samples)
-        # A pack that ends with the block may have room for the sample after it.
-        last = stop - start if stop == len(lengths) else stop - start - 1
-        firsts, first, end_of = [], 0, ends.data  # a buffer, whose items are Python integers
-        while first < len(ends) and end_of[first] <= last:
-            first = end_of[first]
-            firsts.append(first)
-        if not firsts:  # a pack with more samples than the block
-            size *= 2
-            continue
-        parts.append(np.array(firsts, dtype=np.int64) + start)
-        start, size = start + first, _SAMPLES
-    return np.concatenate(parts)
+    total = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    first = min(int(np.searchsorted(total, capacity - tokens, side="right")) - 1, max_samples - samples)
+    if max_samples == 1:
+        return np.arange(first, len(lengths))
+    ends = np.searchsorted(total, total[:-1] + capacity, side="right") - 1
+    end_of = np.minimum(ends, np.arange(len(lengths)) + max_samples).data  # a buffer, whose items are Python integers
+    firsts = []
+    while first < len(lengths):
+        firsts.append(first)
+        first = end_of[first]
+    return np.array(firsts, dtype=np.int64)

@@ -152,17 +152,19 @@ def pack_lengths(
         raise ConfigError(f"`capacity` must be at most {_MOST_TOKENS} (int32), got {capacity}.")
     check_algorithm(algorithm)
     array = _checked_lengths(lengths)
-    assigned = assign(array, int(capacity), algorithm, max_samples, int(multiple), groups)
-    overlong = np.flatnonzero(assigned.pack < 0)
-    indices, offsets = _by_pack(assigned)
+    pack, place, sizes = assign(array, int(capacity), algorithm, max_samples, int(multiple), groups)
+    overlong = np.flatnonzero(pack < 0)
+    offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    del sizes
     plan = PackPlan(
-        indices=indices,
+        indices=_by_pack(pack, place, offsets),
         offsets=offsets,
         overlong=overlong,
         tokens=int(array.sum(dtype=np.int64) - array[overlong].sum(dtype=np.int64)),
         capacity=int(capacity),
     )
-    del assigned
+    del pack, place
     if seed is None:
         return plan
     return plan.reordered(np.random.default_rng(seed).permutation(plan.num_packs))
@@ -185,16 +187,16 @@ class Assignment(NamedTuple):
     Attributes:
         pack: int32 (n,), or int64 from 2**31 samples: index of its pack; -1 for a sample longer than a pack.
         place: int32 (n,), its index in the pack.
-        sizes: integers (P,), samples of each pack.
+        sizes: int32 (P,), samples of each pack.
     """
 
     pack: npt.NDArray[Any]
     place: Int32
-    sizes: npt.NDArray[Any]
+    sizes: Int32
 
 
 def assign(
-    lengths: Int32 | Int64,
+    lengths: npt.NDArray[Any],
     capacity: int,
     algorithm: str,
     max_samples: int | None = None,
@@ -207,104 +209,147 @@ def assign(
     Args:
         lengths: integers (n,) >= 1.
         capacity, algorithm, max_samples, multiple, groups: as for `pack_lengths`, of valid values.
-        empty: makes the arrays of n entries. Only groups are placed in memory.
+        empty: makes the arrays of all samples.
     """
-    count, usable = len(lengths), capacity // multiple * multiple
-    pack, place = empty(count, np.int32 if count < 1 << 31 else np.int64), empty(count, np.int32)
+    count = len(lengths)
+    out = Assignment(empty(count, index_type(count)), empty(count, np.int32), empty(count + 1, np.int32))
     if groups is not None:
-        cost = lengths if multiple == 1 else round_up(lengths.astype(np.int64), multiple)
-        indices, offsets, overlong = _packs_of_groups(groups, cost, usable, algorithm, max_samples or count or 1)
-        sizes = np.diff(offsets)
-        pack[indices] = np.repeat(np.arange(len(sizes)), sizes)
-        place[indices] = np.arange(len(indices)) - np.repeat(offsets[:-1], sizes)
-        pack[overlong] = -1
-        return Assignment(pack, place, sizes)
+        return _assign_groups(lengths, capacity, algorithm, max_samples, multiple, np.asarray(groups), out, empty)
+    packs = _assign(lengths, capacity, algorithm, max_samples, multiple, out)
+    return out._replace(sizes=out.sizes[:packs])
+
+
+def count_packs(
+    lengths: Int32, capacity: int, algorithm: str, max_samples: int | None = None, multiple: int = 1
+) -> int:
+    """Number of packs of `pack_lengths`, in memory that does not grow with the number of samples."""
+    return _assign(lengths, capacity, algorithm, max_samples, multiple, None)
+
+
+def index_type(count: int) -> Any:
+    """Type of indices of `count` entries: half the memory of int64, for arrays of almost any size."""
+    return np.int32 if count < 1 << 31 else np.int64
+
+
+def first_of_group(groups: npt.NDArray[np.integer], empty: Allocate) -> Int64:
+    """Index of the first sample with the same key, for each sample: int64 (n,).
+
+    Args:
+        groups: integers (n,), keys.
+        empty: makes arrays of 8 bytes per sample.
+    """
+    # A key has the place of its first copy in the sorted keys. The keys of a block are looked up in their order, so
+    # that files are read in order.
+    ordered, firsts, first = (empty(len(groups), dtype) for dtype in (groups.dtype, np.int64, np.int64))
+    ordered[:] = groups
+    ordered.sort()
+    for block in _blocks(len(groups)):
+        keys, at, key_of = np.unique(groups[block], return_index=True, return_inverse=True)
+        place = np.searchsorted(ordered, keys)
+        found = firsts[place]  # + 1; 0 for a key that no earlier block has
+        firsts[place] = np.where(found == 0, at + block.start + 1, found)
+        first[block] = (firsts[place] - 1)[key_of]
+    return first
+
+
+def _blocks(count: int) -> list[slice]:
+    return [slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK)]
+
+
+def _by_pack(pack: npt.NDArray[Any], place: Int32, offsets: Int64) -> Int64:
+    """`indices` of the PackPlan."""
+    indices = np.empty(int(offsets[-1]), dtype=np.int64)
+    for block in _blocks(len(pack)):
+        own = np.flatnonzero(pack[block] >= 0) + block.start
+        indices[offsets[pack[own]] + place[own]] = own
+    return indices
+
+
+def _assign(
+    lengths: npt.NDArray[Any],
+    capacity: int,
+    algorithm: str,
+    max_samples: int | None,
+    multiple: int,
+    out: Assignment | None,
+) -> int:
+    """Place samples without groups in `out`, whose arrays are zeros, and return the number of packs.
+
+    Args:
+        lengths, capacity, algorithm, max_samples, multiple: as for `assign`.
+        out: with `sizes` of n + 1 entries; None to count the packs.
+    """
 
     def cost_of(block: slice) -> npt.NDArray[Any]:
         return lengths[block] if multiple == 1 else round_up(lengths[block].astype(np.int64), multiple)
 
-    limit = max_samples or count or 1
+    usable, limit = capacity // multiple * multiple, max_samples or len(lengths) or 1
     if algorithm == "sequential":
-        sizes = _in_order(cost_of, usable, limit, pack, place, empty(count, np.int32))
-    else:
-        sizes = _longest_first(cost_of, usable, limit, pack, place, algorithm)
-    return Assignment(pack, place, sizes)
-
-
-def _by_pack(assigned: Assignment) -> tuple[Int64, Int64]:
-    """`indices` and `offsets` of the PackPlan."""
-    offsets = np.zeros(len(assigned.sizes) + 1, dtype=np.int64)
-    np.cumsum(assigned.sizes, out=offsets[1:])
-    indices = np.empty(int(offsets[-1]), dtype=np.int64)
-    for first in range(0, len(assigned.pack), _BLOCK):
-        pack = assigned.pack[first : first + _BLOCK]
-        own = np.flatnonzero(pack >= 0)
-        indices[offsets[pack[own]] + assigned.place[first : first + _BLOCK][own]] = own + first
-    return indices, offsets
+        return _in_order(cost_of, len(lengths), usable, limit, out)
+    return _longest_first(cost_of, len(lengths), usable, limit, algorithm, out)
 
 
 def _in_order(
     cost_of: Callable[[slice], npt.NDArray[Any]],
+    count: int,
     capacity: int,
     max_samples: int,
-    pack: npt.NDArray[Any],
-    place: Int32,
-    costs: Int32,
-) -> npt.NDArray[Any]:
-    """Place the samples in input order, with room for all tokens in `costs`; else as `_longest_first`."""
-    count, total = len(pack), 0
-    blocks = [slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK)]
-    for block in blocks:
+    out: Assignment | None,
+) -> int:
+    """Place the samples in input order; arguments as for `_longest_first`."""
+    packs, tokens, samples = 0, 0, max_samples  # of the last pack: before the first pack, a full one
+    for block in _blocks(count):
         cost = cost_of(block)
-        kept = cost[cost <= capacity]
-        costs[total : total + len(kept)] = kept
-        total += len(kept)
-    firsts = next_fit(costs[:total], capacity, max_samples) if max_samples > 1 else None
-    done = 0
-    for block in blocks:
-        kept = np.flatnonzero(cost_of(block) <= capacity)
-        sample = np.arange(done, done + len(kept))
-        number = sample if firsts is None else np.searchsorted(firsts, sample, side="right") - 1
-        pack[block] = -1
-        pack[block][kept], place[block][kept] = number, 0 if firsts is None else sample - firsts[number]
-        done += len(kept)
-    return np.broadcast_to(np.int32(1), total) if firsts is None else np.diff(firsts)
+        kept = np.flatnonzero(cost <= capacity)
+        cost = cost[kept]
+        firsts = next_fit(cost, capacity, max_samples, tokens, samples)
+        sizes = np.diff(firsts, prepend=0, append=len(kept))  # of the samples of the block: of the last pack, then new
+        if out is not None:
+            out.pack[block] = -1
+            out.pack[block][kept] = np.repeat(np.arange(packs - 1, packs + len(firsts)), sizes)
+            out.place[block][kept] = np.arange(len(kept)) - np.repeat(np.append(-samples, firsts), sizes)
+            out.sizes[packs : packs + len(firsts)] = sizes[1:]
+            if packs:
+                out.sizes[packs - 1] += sizes[0]
+        if len(firsts):
+            tokens = samples = 0
+        last = cost[firsts[-1] :] if len(firsts) else cost
+        tokens, samples, packs = tokens + int(last.sum(dtype=np.int64)), samples + len(last), packs + len(firsts)
+    return packs
 
 
 def _longest_first(
     cost_of: Callable[[slice], npt.NDArray[Any]],
+    count: int,
     capacity: int,
     max_samples: int,
-    pack: npt.NDArray[Any],
-    place: Int32,
     algorithm: str,
-) -> npt.NDArray[Any]:
+    out: Assignment | None,
+) -> int:
     """Place the samples that fit a pack from the longest, in each window.
 
     Args:
         cost_of: returns the tokens of each sample with its padding, of a range of samples.
+        count: number of samples.
         capacity, max_samples: of a pack.
-        pack, place: zeros, filled as in `Assignment`.
         algorithm: a valid name.
+        out: as for `_assign`.
 
     Returns:
-        Number of samples of each pack, integers (P,).
+        Number of packs.
     """
-    window, count = _WINDOW.fullmatch(algorithm), len(pack)
-    size = max(count, 1)
+    window, size, packs = _WINDOW.fullmatch(algorithm), max(count, 1), 0
     if window:
         # Compared as strings: Python limits the digits of an integer.
         size = int(min(window[1], str(size), key=lambda text: (len(text), text)))
-    sizes = [np.zeros(0, dtype=np.int32)]
-    packs = 0
     span = max(_BLOCK // size, 1) * size
     for start in range(0, count, span):
         stop = min(start + span, count)
         parts = [slice(first, min(first + _BLOCK, stop)) for first in range(start, stop, _BLOCK)]
         # Small windows are sorted once, many at a time; of a large window, the samples of each length are counted.
         is_sorted = len(parts) == 1
-        ordered = _sorted(cost_of(parts[0]), capacity, size)
         if is_sorted:
+            ordered = _sorted(cost_of(parts[0]), capacity, size)
             lengths, counts, windows = (
                 ordered.lengths,
                 np.diff(ordered.starts, append=len(ordered.samples)),
@@ -323,8 +368,10 @@ def _longest_first(
                 placed = best_fit(runs, capacity, max_samples, packs)
             steps += placed.steps
             packs = placed.packs
+        if out is None:
+            continue
         places = _Places(steps)
-        sizes.append(places.sizes(before, packs))
+        places.add_sizes(before, out.sizes[before : packs + 1])
         following = np.cumsum(counts) - counts  # the next sample of each length in the order of the steps
         for part in parts:
             if not is_sorted:
@@ -333,9 +380,9 @@ def _longest_first(
             of_run = np.diff(ordered.starts, append=len(ordered.samples))
             number = np.arange(len(ordered.samples)) + np.repeat(following[own] - ordered.starts, of_run)
             following[own] += of_run
-            pack[part] = -1
-            pack[part][ordered.samples], place[part][ordered.samples] = places.find(number)
-    return np.concatenate(sizes)
+            out.pack[part] = -1
+            out.pack[part][ordered.samples], out.place[part][ordered.samples] = places.find(number)
+    return packs
 
 
 class _Sorted(NamedTuple):
@@ -388,57 +435,104 @@ def _counted(costs: Iterable[npt.NDArray[Any]], capacity: int) -> tuple[Int64, I
     )
 
 
-def _packs_of_groups(
-    groups: npt.ArrayLike, cost: Int64 | Int32, capacity: int, algorithm: str, max_samples: int
-) -> tuple[Int64, Int64, Int64]:
-    """Place groups like samples, and return `indices`, `offsets` and `overlong` of the PackPlan.
+def _assign_groups(
+    lengths: npt.NDArray[Any],
+    capacity: int,
+    algorithm: str,
+    max_samples: int | None,
+    multiple: int,
+    groups: npt.NDArray[Any],
+    out: Assignment,
+    empty: Allocate,
+) -> Assignment:
+    """Place groups like samples, and their samples in `out`, whose arrays are zeros; arguments as for `assign`."""
+    if groups.shape != lengths.shape or (groups.size and groups.dtype.kind not in "iu"):
+        raise ValueError(f"`groups` must be integers of shape {lengths.shape}, got {groups.dtype} of {groups.shape}.")
+    count, units = len(lengths), 0
+    blocks, first = _blocks(count), first_of_group(groups, empty)
+    unit = empty(count, index_type(count))  # number of the group of each sample, in the order of their first samples
+    for block in blocks:
+        is_first = first[block] == np.arange(block.start, block.stop)
+        new = int(np.count_nonzero(is_first))
+        unit[block][is_first] = np.arange(units, units + new)
+        units += new
+    tokens, sizes = empty(units, np.int64), empty(units, np.int32)
+    for block in blocks:
+        own = unit[first[block]]
+        unit[block] = own
+        # Samples of a group in the block, after those in earlier blocks.
+        order = np.argsort(own, kind="stable")
+        of_unit, number = np.unique(own, return_counts=True)
+        starts = np.repeat(np.cumsum(number) - number, number)
+        out.place[block][order] = sizes[own[order]] + np.arange(len(own)) - starts
+        sizes[of_unit] += number.astype(np.int32)
+        np.add.at(tokens, own, round_up(lengths[block], multiple))
+    limit = None if max_samples is None or max_samples >= count else max_samples
+    usable = capacity // multiple * multiple
+    pack, place, per_pack = _assign_units(tokens, sizes, usable, algorithm, limit, empty)
+    # The groups by pack, as `offsets` of a PackPlan, and the samples before each.
+    offsets, before = empty(len(per_pack) + 1, np.int64), empty(units + 1, np.int64)
+    offsets[1:] = per_pack
+    _accumulate(offsets)
+    by_place = empty(units, np.int64)
+    for block in _blocks(units):
+        own = np.flatnonzero(pack[block] >= 0)
+        by_place[block][own] = offsets[pack[block][own]] + place[block][own]
+        before[by_place[block][own] + 1] = sizes[block][own]
+    _accumulate(before)
+    for block in blocks:
+        own = unit[block]
+        out.pack[block] = pack[own]
+        out.place[block] += (before[by_place[own]] - before[offsets[pack[own]]]).astype(np.int32)
+    for block in _blocks(len(per_pack)):
+        ends = offsets[block.start : block.stop + 1]
+        out.sizes[block] = np.diff(before[ends])
+    return out._replace(sizes=out.sizes[: len(per_pack)])
+
+
+def _assign_units(
+    tokens: Int64, sizes: Int32, capacity: int, algorithm: str, max_samples: int | None, empty: Allocate
+) -> Assignment:
+    """Place groups.
 
     Args:
-        groups: integers (n,), key of the group of each sample.
-        cost: integers (n,), tokens of each sample with its padding.
-        capacity, algorithm, max_samples: as for `assign`.
+        tokens, sizes: int64 (u,), int32 (u,), tokens and samples of each group.
+        capacity, algorithm, max_samples, empty: as for `assign`.
     """
-    keys = np.asarray(groups)
-    if keys.shape != cost.shape or (keys.size and keys.dtype.kind not in "iu"):
-        raise ValueError(f"`groups` must be integers of shape {cost.shape}, got {keys.dtype} of {keys.shape}.")
-    # Units, in the order of their first samples: unit u is samples members[starts[u]:starts[u] + sizes[u]].
-    is_sorted = bool((keys[1:] >= keys[:-1]).all())
-    members: Any = slice(None) if is_sorted else np.argsort(keys, kind="stable")
-    joined = keys[members]
-    starts = np.concatenate([[0], np.flatnonzero(joined[1:] != joined[:-1]) + 1])[: len(keys)]
-    sizes = np.diff(starts, append=len(keys))
-    tokens = np.add.reduceat(cost[members], starts, dtype=np.int64) if len(keys) else np.zeros(0, dtype=np.int64)
-    if not is_sorted:
-        order = np.argsort(members[starts])
-        starts, sizes, tokens = starts[order], sizes[order], tokens[order]
-    if max_samples >= len(cost):
-        placed, ends = _by_pack(assign(tokens, capacity, algorithm, max_samples))
-    else:
-        # The algorithms count units, not their samples: with a limit, the units of each size are placed on their own.
-        units, bounds = [np.zeros(0, dtype=np.int64)], [np.zeros(1, dtype=np.int64)]
-        for size in np.unique(sizes[sizes <= max_samples]).tolist():
-            part = np.flatnonzero(sizes == size)
-            indices, offsets = _by_pack(assign(tokens[part], capacity, algorithm, max_samples // size))
-            bounds.append(offsets[1:] + sum(map(len, units)))
-            units.append(part[indices])
-        placed, ends = np.concatenate(units), np.concatenate(bounds)
-    samples = _ranges(starts[placed], sizes[placed])
-    offsets = np.concatenate([[0], np.cumsum(sizes[placed])])[ends]
-    is_placed = np.zeros(len(sizes), dtype=bool)
-    is_placed[placed] = True
-    overlong = _ranges(starts[~is_placed], sizes[~is_placed])
-    if not is_sorted:
-        samples, overlong = members[samples], np.sort(members[overlong])
-    return samples, offsets, overlong
+    if max_samples is None:
+        return assign(tokens, capacity, algorithm, empty=empty)
+    # The algorithms count groups, not their samples: with a limit, the groups of each size are placed on their own.
+    units, packs = len(sizes), 0
+    out = Assignment(empty(units, index_type(units)), empty(units, np.int32), empty(units, np.int32))
+    blocks = _blocks(units)
+    for block in blocks:
+        out.pack[block] = -1
+    for size in sorted(set().union(*[np.unique(sizes[block]).tolist() for block in blocks])):
+        if size > max_samples:
+            break
+        part, count = empty(units, index_type(units)), 0
+        for block in blocks:
+            own = np.flatnonzero(sizes[block] == size)
+            part[count : count + len(own)] = own + block.start
+            count += len(own)
+        own_tokens = empty(count, np.int64)
+        for block in _blocks(count):
+            own_tokens[block] = tokens[part[block]]
+        placed = assign(own_tokens, capacity, algorithm, max_samples // size, empty=empty)
+        for block in _blocks(count):
+            own = part[block]
+            out.pack[own] = np.where(placed.pack[block] < 0, -1, placed.pack[block] + packs)
+            out.place[own] = placed.place[block]
+        out.sizes[packs : packs + len(placed.sizes)] = placed.sizes
+        packs += len(placed.sizes)
+    return out._replace(sizes=out.sizes[:packs])
 
 
-def _ranges(starts: Int64, sizes: Int64) -> Int64:
-    """The integers of all ranges, int64 (sum of sizes,): `starts[i]` to `starts[i] + sizes[i]`."""
-    ends = np.cumsum(sizes)
-    steps = np.ones(int(ends[-1]) if len(ends) else 0, dtype=np.int64)
-    steps[:1] = starts[:1]
-    steps[ends[:-1]] = starts[1:] - starts[:-1] - sizes[:-1] + 1  # from the last integer of a range to the next range
-    return np.cumsum(steps, out=steps)
+def _accumulate(numbers: npt.NDArray[Any]) -> None:
+    """Add to each number all numbers before it."""
+    for block in _blocks(len(numbers)):
+        numbers[block.start] += numbers[block.start - 1] if block.start else 0
+        numbers[block] = np.cumsum(numbers[block], dtype=numbers.dtype)
 
 
 class _Places:
@@ -455,14 +549,13 @@ class _Places:
         self._ends = np.cumsum(self._count * self._share)
         self._starts = self._ends - self._count * self._share
 
-    def sizes(self, start: int, stop: int) -> Int32:
-        """Number of samples of each pack from `start` up to `stop`, int32 (stop - start,)."""
+    def add_sizes(self, start: int, sizes: Int32) -> None:
+        """Write the number of samples of each pack from `start` to zeros, int32 (packs + 1,)."""
         lowest = np.minimum(self._first, self._first + self._step * (self._count - 1)) - start
         share = self._share.astype(np.int32)
-        change = np.zeros(stop - start + 1, dtype=np.int32)  # of the samples from one pack to the next
-        np.add.at(change, lowest, share)
-        np.subtract.at(change, lowest + self._count, share)
-        return np.cumsum(change[:-1], dtype=np.int32, out=change[:-1])
+        np.add.at(sizes, lowest, share)  # the change of the samples from one pack to the next
+        np.subtract.at(sizes, lowest + self._count, share)
+        _accumulate(sizes)
 
     def find(self, number: Int64) -> tuple[Int64, Int64]:
         """Pack and place in the pack of samples with these numbers in the order of the steps."""

@@ -30,9 +30,10 @@ import io
 import os
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -153,6 +154,10 @@ _FIXABLE = [
         Reason.UNSUPPORTED_AUDIO,
     )
 ]
+
+
+Read = Callable[[npt.NDArray[Any]], Any]
+"""Returns the values of some records in a column of all records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -559,16 +564,27 @@ class RecordBytes:
         for start, own in zip(starts.tolist(), chunks, strict=True):
             self._before[start : start + len(own)][1:] = np.cumsum(np.maximum(own[:-1], 0), dtype=np.int64)
 
-    def refs(self, rows: Int64) -> RecordOffsets:
-        """Files and offsets of the bytes of these records."""
+    @property
+    def columns(self) -> list[npt.NDArray[Any]]:
+        """Arrays of all records that `refs` reads."""
+        return [self._before, self._sizes]
+
+    def refs(self, rows: Int64, read: Read | None = None) -> RecordOffsets:
+        """Files and offsets of the bytes of these records.
+
+        Args:
+            rows: int64 (k,), indices of the records.
+            read: returns the values of these records in one of `columns`; None reads them by their indices.
+        """
+        read = read or itemgetter(rows)
         # side="right": empty chunks share their start with the chunk after them, and only the last contains the record
         chunk = np.searchsorted(self._starts, rows, side="right") - 1
         used, file = np.unique(chunk, return_inverse=True)
         return RecordOffsets(
             files=[self._files[index] for index in used.tolist()],
             file=file,
-            offset=self._unit * self._before[rows].astype(np.int64),
-            size=self._unit * np.maximum(self._sizes[rows], 0).astype(np.int64),
+            offset=self._unit * read(self._before).astype(np.int64),
+            size=self._unit * np.maximum(read(self._sizes), 0).astype(np.int64),
             sizes=self._unit * self._units[used],
         )
 
@@ -595,9 +611,15 @@ class TokenCache(RecordBytes):
         super().__init__(files, starts, lengths, empty, _TOKEN)
         self._columns = columns
 
-    def refs(self, rows: Int64) -> RecordOffsets:
-        """Files and offsets of the tokens and columns of these records."""
-        return replace(super().refs(rows), columns=None if self._columns is None else self._columns.refs(rows))
+    @property
+    def columns(self) -> list[npt.NDArray[Any]]:
+        """Arrays of all records that `refs` reads."""
+        return super().columns + ([] if self._columns is None else self._columns.columns)
+
+    def refs(self, rows: Int64, read: Read | None = None) -> RecordOffsets:
+        """Files and offsets of the tokens and columns of these records; arguments as for `RecordBytes.refs`."""
+        columns = None if self._columns is None else self._columns.refs(rows, read)
+        return replace(super().refs(rows, read), columns=columns)
 
 
 class TokenReader:

@@ -4,12 +4,14 @@ Input: a RecordTable, whose records are groups (`members`), or in a group of sev
 status and details of the records of rejected groups. A group is packed whole, or all its records are rejected.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError, Reason
+from energon_packed.files import blocks
 from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.options import RejectOptions
 from energon_packed.pipeline.reader import RecordReader
@@ -58,50 +60,62 @@ def reject_groups(
         details: details of rejected records by index.
         max_images: images that fit a row; None for any number.
     """
-    samples = table.samples
-    tokens = np.bincount(
-        samples["record"],
-        weights=round_up(samples["stop"] - samples["start"], options.pad_multiple),
-        minlength=len(table),
-    )
-    for record in np.flatnonzero((table.members > 0) & (status == 0)).tolist():
-        if problem := _problem(int(tokens[record]), int(table.members[record]), options):
-            status[record], details[record] = _OVERLONG_GROUP, problem
-    grouped = np.flatnonzero(table.group)
-    if not len(grouped):
+    tokens = table.empty(len(table), np.int64)
+    for block in blocks(len(table.samples)):
+        samples = table.samples[block]
+        np.add.at(tokens, samples["record"], round_up(samples["stop"] - samples["start"], options.pad_multiple))
+    for block in blocks(len(table)):
+        is_above = _above(tokens[block], table.members[block], options) & (table.members[block] > 0)
+        for record in (block.start + np.flatnonzero(is_above & (status[block] == 0))).tolist():
+            status[record], details[record] = (
+                _OVERLONG_GROUP,
+                _problem(int(tokens[record]), int(table.members[record]), options),
+            )
+    if (units := table.units()) is None or not table.group.any():
         return
-    _, unit_of, sizes = np.unique(table.group[grouped], return_inverse=True, return_counts=True)
-    padded = round_up(np.maximum(table.length[grouped], 0).astype(np.int64), options.pad_multiple)
-    sums = np.bincount(unit_of, weights=padded)
-    images = np.bincount(unit_of, weights=table.num_images[grouped])
-    is_rejected = np.zeros(len(sizes), dtype=bool)
-    is_rejected[unit_of[status[grouped] != 0]] = True
-    unfit = {
-        unit: _problem(int(sums[unit]), int(sizes[unit]), options) for unit in _above(sums, sizes, options).tolist()
-    }
-    if max_images is not None:
-        for unit in np.flatnonzero(images > max_images).tolist():
-            unfit.setdefault(unit, f"its group has {images_detail(int(images[unit]), max_images)}")
-    chosen = np.isin(unit_of, [*np.flatnonzero(is_rejected).tolist(), *unfit])
-    first: dict[int, int] = {}  # group -> its first rejected record
-    for record, unit in zip(grouped[chosen].tolist(), unit_of[chosen].tolist(), strict=True):
-        if is_rejected[unit] and status[record] != 0:
-            first.setdefault(unit, record)
-    for record, unit in zip(grouped[chosen].tolist(), unit_of[chosen].tolist(), strict=True):
-        if unit in first:
-            if status[record] == 0:
-                status[record] = status[first[unit]]
-                row = int(table.locate(np.array([first[unit]]))[1][0])
-                details[record] = f"its group has a record that is rejected, row {row} of the file"
-        else:
-            status[record], details[record] = _OVERLONG_GROUP, unfit[unit]
+    # Of each group, at its first record: tokens, samples, images, and the first rejected record, or -1.
+    tokens, images, rejected = (table.empty(len(table), np.int64) for _ in range(3))
+    sizes = table.empty(len(table), np.int32)
+    for block in blocks(len(table)):
+        rejected[block] = -1
+    for rows in _grouped(table):
+        own = units[rows]
+        np.add.at(tokens, own, round_up(np.maximum(table.length[rows], 0), options.pad_multiple))
+        np.add.at(sizes, own, 1)
+        np.add.at(images, own, table.num_images[rows])
+        bad = rows[(status[rows] != 0) & (rejected[own] < 0)][::-1]
+        rejected[units[bad]] = bad  # of several, the last assignment counts: the first record
+    for rows in _grouped(table):
+        own = units[rows]
+        is_above = _above(tokens[own], sizes[own], options)
+        if max_images is not None:
+            is_above |= images[own] > max_images
+        chosen = is_above | (rejected[own] >= 0)
+        for record, unit in zip(rows[chosen].tolist(), own[chosen].tolist(), strict=True):
+            if (first := int(rejected[unit])) >= 0:
+                if status[record] == 0:
+                    status[record] = status[first]
+                    row = int(table.locate(np.array([first]))[1][0])
+                    details[record] = f"its group has a record that is rejected, row {row} of the file"
+                continue
+            problem = _problem(int(tokens[unit]), int(sizes[unit]), options)
+            if not problem and max_images is not None:
+                problem = f"its group has {images_detail(int(images[unit]), max_images)}"
+            status[record], details[record] = _OVERLONG_GROUP, problem
 
 
-def _above(tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], options: RejectOptions) -> Int64:
+def _grouped(table: RecordTable) -> Iterator[Int64]:
+    """Indices of the records that are in a group of several records, in blocks."""
+    for block in blocks(len(table)):
+        yield np.flatnonzero(table.group[block]) + block.start
+
+
+def _above(tokens: npt.NDArray[Any], sizes: npt.NDArray[Any], options: RejectOptions) -> npt.NDArray[np.bool_]:
+    """Whether a group with so many tokens and samples fits no row: bool, same shape."""
     above = tokens > options.usable_len
     if options.max_samples_per_pack is not None:
         above |= sizes > options.max_samples_per_pack
-    return np.flatnonzero(above)
+    return above
 
 
 def _problem(tokens: int, samples: int, options: RejectOptions) -> str:

@@ -7,6 +7,7 @@ same counts, reasons and rows:
     RecordTable ──► TableRejects ──► write_reports (`pack`), RejectReport (planned datasets)
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 
 from energon_packed.encoding.fragments import Fragments, fragment_id
 from energon_packed.errors import TOO_LONG, Reason
-from energon_packed.files import atomic_path
+from energon_packed.files import atomic_path, blocks
 from energon_packed.pipeline.chunks import (
     FRAGMENT,
     SPLIT,
@@ -194,7 +195,9 @@ class TableRejects:
 
     def _longest(self) -> str:
         """Length of the longest rejected sample, for a message; "" if only the images do not fit a row."""
-        longest = int(self.table.length[self.status == STATUSES.index(Reason.OVERLONG.value)].max())
+        overlong, longest = STATUSES.index(Reason.OVERLONG.value), 0
+        for block in blocks(len(self.status)):
+            longest = int(self.table.length[block].max(initial=longest, where=self.status[block] == overlong))
         is_longer = self.options is not None and longest > self.options.usable_len
         return f" (the longest sample has {longest} tokens)" if is_longer else ""
 
@@ -313,7 +316,7 @@ def write_reports(
             source, local, names, images = chunk.source, chunk.local, chunk.names, table.num_images[chunk.rows]
             rows, lines = chunk.rows, rejects.lines[chunk.rows]
             if fragments is not None:
-                first, last = np.searchsorted(fragments["record"], [chunk.rows[0], chunk.rows[-1] + 1])
+                first, last = (bisect_left(fragments["record"], row) for row in (chunk.rows[0], chunk.rows[-1] + 1))
                 of_chunk = fragments[first:last]
                 parent = of_chunk["record"] - chunk.rows[0]
                 shown[parent[chunk_status[parent] == 0]] = names_of.index(SPLIT)

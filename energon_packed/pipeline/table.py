@@ -7,6 +7,7 @@ planner, and RecordRefs (arrays of selected records) for the tasks that read the
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import numpy.typing as npt
 
 from energon_packed.encoding.fragments import FRAGMENT, Fragments
 from energon_packed.files import blocks, disk_array
+from energon_packed.packing.planner import first_of_group
 from energon_packed.pipeline.chunks import (
     COUNTED,
-    MEMBER,
     NUMERIC,
     PACKED,
     STATUSES,
     Chunk,
     Members,
+    Read,
     StringCounts,
     as_numpy,
     measured_records,
@@ -32,6 +34,7 @@ from energon_packed.pipeline.chunks import (
 )
 
 Int64 = npt.NDArray[np.int64]
+IN_REFS = ("address", "size", "length", "media_bytes", "media_stamp")  # columns of `RecordRefs` as they are
 _MAX_COUNTED = 200  # strings with a separate count; unique keys in every record would make the manifest large
 
 
@@ -172,48 +175,47 @@ class RecordTable:
         """
         if not self.has_groups:
             return None
-        units = np.arange(len(self))
-        grouped = np.flatnonzero(self.group)
-        _, first, inverse = np.unique(self.group[grouped], return_index=True, return_inverse=True)
-        units[grouped] = grouped[first[inverse]]
+        units = first_of_group(self.group, self.empty)
+        for block in blocks(len(self)):
+            alone = np.flatnonzero(self.group[block] == 0)
+            units[block][alone] = alone + block.start
         if self.fragments is not None:
-            start = len(self) - len(self.fragments)
-            is_other = self.fragments["member"] * self.fragments["number"] == 0
-            place = np.arange(len(self.fragments))
-            units[start:] = start + np.maximum.accumulate(np.where(is_other, place, 0))
+            first = start = len(self) - len(self.fragments)
+            for block in blocks(len(self.fragments)):
+                own = self.fragments[block]
+                place = np.where(own["member"] * own["number"] == 0, np.arange(block.start, block.stop) + start, first)
+                units[start:][block] = np.maximum.accumulate(place)
+                first = units[start:][block][-1]
         return units
 
     def with_fragments(self, fragments: Fragments) -> "RecordTable":
         """Append fragments; the records that they are of are not packed themselves."""
-        record, count = fragments["record"], len(self)
-        own: dict[str, npt.NDArray[Any]] = {name: getattr(self, name) for name in NUMERIC}
-        more = {name: column[record] for name, column in own.items()}
-        more["status"][:] = 0
-        more["length"][:] = fragments["stop"] - fragments["start"]
-        more["supervised"][:] = fragments["supervised"]
-        more["num_images"][:] = fragments["last_image"] - fragments["first_image"]
-        for name in ("num_decoded", "weight_checksum"):
-            more[name][fragments["number"] > 0] = 0  # counted with the first fragment
+        count, total = len(self), len(self) + len(fragments)
         columns: dict[str, Any] = {}
-        for name, column in own.items():
-            values = more[name]
-            if not column.flags.writeable and name != "status" and (values == column[:1]).all():
-                columns[name] = np.broadcast_to(column[0], count + len(values))
+        for name in NUMERIC:
+            column = getattr(self, name)
+            is_single = not column.flags.writeable and name != "status"
+            if is_single and all((v == column[:1]).all() for _, v in _of_fragments(name, column, fragments)):
+                columns[name] = np.broadcast_to(column[0], total)
                 continue
-            columns[name] = self.empty(count + len(values), column.dtype)
+            columns[name] = self.empty(total, column.dtype)
             columns[name][:count] = column
-            columns[name][count:] = values
-        columns["status"][record] = -1
+            for block, values in _of_fragments(name, column, fragments):
+                columns[name][count:][block] = values
+        for block in blocks(len(fragments)):
+            columns["status"][fragments["record"][block]] = -1
         return replace(self, **columns, fragments=fragments)
 
     def group_numbers(self) -> Int64 | None:
         """Number of the group of each entry: int64 (n,), -1 for an entry in no group; None without groups."""
         if (units := self.units()) is None:
             return None
-        is_grouped = self.group != 0
-        if self.fragments is not None:
-            is_grouped[len(self) - len(self.fragments) :] = self.fragments["member"] == 1
-        return np.where(is_grouped, units, -1)
+        records = len(self) if self.fragments is None else len(self) - len(self.fragments)
+        for block in blocks(records):
+            units[block][self.group[block] == 0] = -1
+        for block in blocks(len(self) - records):
+            units[records:][block][self.fragments["member"][block] == 0] = -1  # type: ignore[index]
+        return units
 
     def records(self, rows: Int64) -> Int64:
         """Index of the record of each entry, which is a record or a fragment: int64 (k,)."""
@@ -231,9 +233,14 @@ class RecordTable:
         source = np.searchsorted(self.source_starts, rows, side="right") - 1
         return source, rows - self.source_starts[source]
 
-    def refs(self, rows: Int64) -> RecordRefs:
-        """Addresses and measurements of these records or fragments."""
-        source, local = self.locate(rows)
+    def refs(self, rows: Int64, read: Read | None = None) -> RecordRefs:
+        """Addresses and measurements of these records or fragments.
+
+        Args:
+            rows: int64 (k,), their indices.
+            read: returns their values in a column of `IN_REFS`; None reads them by their indices.
+        """
+        read, (source, local) = read or itemgetter(rows), self.locate(rows)
         fragments = None
         if self.fragments is not None and (is_fragment := rows >= len(self) - len(self.fragments)).any():
             fragments = np.zeros(len(rows), dtype=FRAGMENT)
@@ -243,11 +250,7 @@ class RecordTable:
             fragments=fragments,
             source=source,
             row=local,
-            address=self.address[rows],
-            size=self.size[rows],
-            length=self.length[rows],
-            media_bytes=self.media_bytes[rows],
-            media_stamp=self.media_stamp[rows],
+            **{name: read(getattr(self, name)) for name in IN_REFS},
         )
 
 
@@ -268,7 +271,6 @@ def load_table(chunks: Sequence[Chunk], sources: int, folder: Path) -> RecordTab
     per_source = np.zeros(sources + 1, dtype=np.int64)
     start = 0
     listed: StringCounts = {name: Counter() for name in COUNTED}
-    members: list[Members] = [np.zeros(0, dtype=MEMBER)]
     for chunk, count in zip(chunks, counts, strict=True):
         table = read_rows(chunk.file)
         for name, column in columns.items() if count else ():
@@ -286,7 +288,6 @@ def load_table(chunks: Sequence[Chunk], sources: int, folder: Path) -> RecordTab
                 columns[name][start : start + count] = values
         for name, counter in read_counts(table).items():
             listed[name].update(counter)
-        members.append(read_members(table))
         per_source[chunk.source + 1] += count
         start += count
     return RecordTable(
@@ -296,17 +297,29 @@ def load_table(chunks: Sequence[Chunk], sources: int, folder: Path) -> RecordTab
         files=[chunk.file for chunk in chunks],
         file_starts=np.cumsum([0, *counts], dtype=np.int64)[:-1],
         counts=listed,
-        samples=_samples(columns["members"], np.concatenate(members)),
+        samples=_samples(columns["members"], chunks, folder),
     )
 
 
-def _samples(counts: npt.NDArray[np.int32], members: Members) -> Fragments:
+def _samples(counts: npt.NDArray[np.int32], chunks: Sequence[Chunk], folder: Path) -> Fragments:
     """Return the samples of the records that are groups, as fragments of these records.
 
     Args:
         counts: int32 (n,), samples of each record; 0 for a record that is not a group.
-        members: of dtype `MEMBER`, all of them in order.
+        chunks, folder: as for `load_table`.
     """
+    samples = disk_array(folder, int(counts.sum(dtype=np.int64)), FRAGMENT)
+    start = stop = 0
+    for chunk in chunks if len(samples) else ():
+        own = counts[start : start + measured_records(chunk)]
+        found = _samples_of_chunk(own, read_members(read_rows(chunk.file)))
+        found["record"] += start
+        samples[stop : stop + len(found)] = found
+        start, stop = start + len(own), stop + len(found)
+    return samples
+
+
+def _samples_of_chunk(counts: npt.NDArray[np.int32], members: Members) -> Fragments:
     samples = np.zeros(len(members), dtype=FRAGMENT)
     groups = np.flatnonzero(counts)
     sizes = counts[groups]
@@ -321,6 +334,32 @@ def _samples(counts: npt.NDArray[np.int32], members: Members) -> Fragments:
         samples["total"] = np.repeat(ends[np.cumsum(sizes)] - ends[np.cumsum(sizes) - sizes], sizes)
     samples["supervised"] = members["supervised"]
     return samples
+
+
+def _of_fragments(
+    name: str, column: npt.NDArray[Any], fragments: Fragments
+) -> Iterator[tuple[slice, npt.NDArray[Any]]]:
+    """Yield the values that fragments have in a column, in blocks of the fragments.
+
+    Args:
+        name: name of the column.
+        column: values of the records.
+        fragments: fragments of these records.
+    """
+    for block in blocks(len(fragments)):
+        own = fragments[block]
+        values = column[own["record"]]
+        if name == "status":
+            values[:] = 0
+        elif name == "length":
+            values[:] = own["stop"] - own["start"]
+        elif name == "supervised":
+            values[:] = own["supervised"]
+        elif name == "num_images":
+            values[:] = own["last_image"] - own["first_image"]
+        elif name in ("num_decoded", "weight_checksum"):
+            values[own["number"] > 0] = 0  # counted with the first fragment
+        yield block, values
 
 
 def most_common(counts: Counter[str]) -> dict[str, int]:

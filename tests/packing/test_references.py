@@ -82,6 +82,58 @@ def test_first_fit_over_many_lists_of_runs(monkeypatch: pytest.MonkeyPatch) -> N
             assert [pack.tolist() for pack in found] == first_fit(lengths, capacity, most, order), seed
 
 
+def textbook(name: str, lengths: list[int], capacity: int, most: int) -> Packs:
+    order = descending(lengths, capacity)
+    if name == "ffd":
+        return first_fit(lengths, capacity, most, order)
+    if name == "sequential":
+        return first_fit(lengths, capacity, most, sorted(order), only_last=True)
+    window = 7 if name == "window_7" else max(len(lengths), 1)
+    windows = [[i for i in order if i // window == number] for number in range(len(lengths) // window + 1)]
+    return [pack for own in windows for pack in best_fit(lengths, capacity, most, own)]
+
+
+@pytest.mark.parametrize("block", [None, 1, 5])
+@pytest.mark.parametrize("name", ["bfd", "ffd", "sequential", "window_7"])
+@pytest.mark.parametrize("limit", [None, 1, 3, 1000])
+def test_packs_of_groups_are_those_of_the_textbook(
+    monkeypatch: pytest.MonkeyPatch, name: str, limit: int | None, block: int | None
+) -> None:
+    """Groups are placed as samples of their sum, in the order of their first samples; with a limit, by size."""
+    if block is not None:
+        monkeypatch.setattr(planner, "_BLOCK", block)
+    for seed in range(12):
+        lengths, capacity = problem(seed)
+        rng = np.random.default_rng(seed)
+        keys = rng.integers(-(2**63), 2**63, max(len(lengths) // (1 + seed % 4), 1))[
+            rng.integers(0, max(len(lengths) // (1 + seed % 4), 1), len(lengths))
+        ]
+        members: dict[int, list[int]] = defaultdict(list)
+        for sample, key in enumerate(keys.tolist()):
+            members[key].append(sample)
+        units = list(members.values())
+        classes = [(units, len(lengths))]
+        if limit is not None and limit < len(lengths):
+            classes = [([u for u in units if len(u) == size], limit // size) for size in range(1, limit + 1)]
+        expected = []
+        for own, most in classes:
+            tokens = [sum(lengths[i] for i in unit) for unit in own]
+            expected += [[i for unit in pack for i in own[unit]] for pack in textbook(name, tokens, capacity, most)]
+        plan = pack_lengths(lengths, capacity, algorithm=name, max_samples=limit, groups=keys)
+        assert [pack.tolist() for pack in plan] == expected, seed
+        assert plan.overlong.tolist() == sorted(set(range(len(lengths))) - {i for pack in expected for i in pack})
+
+
+@pytest.mark.parametrize("name", ["bfd", "ffd", "sequential", "window_1", "window_7"])
+def test_packs_are_counted_without_a_plan(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(planner, "_BLOCK", 8)
+    for seed in range(12):
+        lengths, capacity = problem(seed)
+        for limit, multiple in ((None, 1), (1, 1), (3, 4)):
+            plan = pack_lengths(lengths, capacity, algorithm=name, max_samples=limit, multiple=multiple)
+            assert planner.count_packs(np.array(lengths), capacity, name, limit, multiple) == plan.num_packs
+
+
 @pytest.mark.parametrize("block", [1, 3])
 def test_plans_in_small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     algorithms = ("bfd", "ffd", "sequential", "window_2", "window_7")
@@ -94,8 +146,8 @@ def test_plans_in_small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> N
         ]
 
     expected = plans()
-    for module, name in ((planner, "_BLOCK"), (planner, "_PACKS"), (placing, "_SAMPLES")):
-        monkeypatch.setattr(module, name, block)
+    for name in ("_BLOCK", "_PACKS"):
+        monkeypatch.setattr(planner, name, block)
     assert plans() == expected
 
 
@@ -104,8 +156,8 @@ def test_plans_in_small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> N
     [("bfd", 800_000), ("ffd", 800_000), ("sequential", 800_000), ("window_4096", 400_000)],
 )
 def test_memory_per_sample(monkeypatch: pytest.MonkeyPatch, algorithm: str, count: int) -> None:
-    for module, name in ((planner, "_BLOCK"), (planner, "_PACKS"), (placing, "_SAMPLES")):
-        monkeypatch.setattr(module, name, 1 << 12)
+    for name in ("_BLOCK", "_PACKS"):
+        monkeypatch.setattr(planner, name, 1 << 12)
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, count), 1, 4096).astype(np.int32)
     tracemalloc.start()
     try:

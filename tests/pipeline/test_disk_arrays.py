@@ -6,14 +6,20 @@ import mmap
 import os
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from energon_packed import pack
-from tests.internals import files, placing, plan_stage, planner
-from tests.pipeline.test_planning import Characters
+from tests.internals import compare, files, plan_stage, planner
+from tests.pipeline.test_planning import Characters, options_of, table_of
 
 
 @pytest.fixture
@@ -23,9 +29,31 @@ def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
         (files, "_BLOCK", 3),
         (planner, "_BLOCK", 4),
         (plan_stage, "_BUCKET", 5),
-        (placing, "_SAMPLES", 3),
     ):
         monkeypatch.setattr(module, name, size)
+
+
+@pytest.fixture
+def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also arrays of few entries are files, and blocks are short."""
+    monkeypatch.setattr(files, "_IN_MEMORY", 1)
+    for module, name in ((files, "_BLOCK"), (planner, "_BLOCK"), (plan_stage, "_BUCKET")):
+        monkeypatch.setattr(module, name, 1 << 10)
+
+
+def growth(run: Callable[[int], Callable[[], object]]) -> float:
+    """Bytes of memory per entry beside mapped files, from the peaks of two sizes; `run` prepares a step."""
+    peaks = []
+    for count in (30_000, 90_000):
+        step = run(count)
+        tracemalloc.start()
+        try:
+            kept = step()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        del kept, step
+    return (peaks[1] - peaks[0]) / 60_000
 
 
 def texts(folder: Path, words: list[int]) -> Path:
@@ -124,3 +152,108 @@ def test_numbers_are_appended(all_in_files: None, monkeypatch: pytest.MonkeyPatc
     assert numbers.values.tolist() == sorted(expected)
     numbers.extend([0, 2])
     assert numbers.sorted().tolist() == sorted([*expected, 0, 2])
+
+
+@pytest.mark.parametrize("kind", ["samples", "groups"])
+@pytest.mark.parametrize(
+    ("algorithm", "max_samples"),
+    [("bfd", None), ("ffd", None), ("sequential", None), ("sequential", 1), ("window_64", None), ("window_9000", 3)],
+)
+def test_memory_of_the_planner(
+    tmp_path: Path, in_files: None, algorithm: str, max_samples: int | None, kind: str
+) -> None:
+    """Packs have two samples: an array of packs in memory would count."""
+    empty = partial(files.disk_array, tmp_path)
+
+    def run(count: int) -> Callable[[], object]:
+        rng = np.random.default_rng(0)
+        lengths = np.clip(rng.lognormal(4, 0.3, count), 1, 128).astype(np.int32)
+        groups = rng.permutation(count) // 2 if kind == "groups" else None
+        return lambda: planner.assign(lengths, 128, algorithm, max_samples, 1, groups, empty)
+
+    assert growth(run) < 1
+
+
+@pytest.mark.parametrize("algorithm", ["ffd", "sequential", "window_64"])
+def test_memory_of_counted_packs(in_files: None, algorithm: str) -> None:
+    def run(count: int) -> Callable[[], object]:
+        lengths = np.clip(np.random.default_rng(0).lognormal(4, 0.3, count), 1, 128).astype(np.int32)
+        return lambda: compare(lengths, [128, 256], records=count, algorithm=algorithm)
+
+    assert growth(run) < 1
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"algorithm": "ffd", "group_by": "media"},
+        {"algorithm": "sequential"},
+        {"algorithm": "window_64"},
+        {"unpacked": True},
+        {"grouped": True},
+        {"grouped": True, "group_by": "media", "max_samples_per_pack": 5},
+        {"members": True},
+    ],
+    ids=str,
+)
+def test_memory_of_the_plan(tmp_path: Path, in_files: None, values: dict[str, Any]) -> None:
+    values = dict(values)
+    grouped, members = values.pop("grouped", False), values.pop("members", False)
+    options = options_of(seq_len=128, **values)
+
+    def run(count: int) -> Callable[[], object]:
+        rng = np.random.default_rng(0)
+        records = table_of(count, status=[0] * count, kind=np.arange(count) // 2 % 3)
+        records.length[:] = np.clip(rng.lognormal(3 if grouped or members else 4, 0.3, count), 1, 64)
+        records = replace(records, folder=tmp_path)
+        if grouped:
+            records.group[:] = rng.integers(1, 2**62, count // 2)[np.arange(count) // 2]
+        if members:
+            records.members[:] = 2
+            samples = np.zeros(2 * count, dtype=records.samples.dtype)
+            samples["record"], samples["number"], samples["member"] = np.arange(2 * count) // 2, [0, 1] * count, 1
+            samples["stop"] = 20
+            records = replace(records, samples=samples)
+
+        def step() -> object:
+            reader = SimpleNamespace(part=None, sources=[])
+            entries = plan_stage.plan_rejects(records, options, reader, None)[1]
+            packs, pack, place = plan_stage.plan_packs(entries, options)
+            shards = plan_stage.plan_shards(packs, pack, entries, options)
+            places = plan_stage.sample_places(pack, place, shards, options)
+            plan = SimpleNamespace(entries=entries, packs=packs, places=places)
+            read = plan_stage.in_order(plan, [entries.address, entries.length, records.size])
+            return packs, shards, places, entries.group_numbers(), read
+
+        return step
+
+    assert growth(run) < 1
+
+
+def test_shards_read_ranges_of_columns(tmp_path: Path, in_files: None) -> None:
+    rng = np.random.default_rng(0)
+    for has_fragments in (False, True):
+        records = replace(table_of(9_000), folder=tmp_path)
+        records.address[:] = rng.integers(0, 2**60, 9_000)
+        one = np.broadcast_to(np.int64(7), 9_000)
+        entries = records
+        if has_fragments:
+            fragments = np.zeros(3_000, dtype=records.samples.dtype)
+            fragments["record"], fragments["number"] = np.arange(3_000) // 2 * 3, np.arange(3_000) % 2
+            fragments["stop"] = 9
+            entries = records.with_fragments(fragments)
+        options = options_of(seq_len=128, max_packs_per_shard=40)
+        packs, pack, place = plan_stage.plan_packs(entries, options)
+        shards = plan_stage.plan_shards(packs, pack, entries, options)
+        places = plan_stage.sample_places(pack, place, shards, options)
+        plan = SimpleNamespace(entries=entries, packs=packs, places=places)
+        read = plan_stage.in_order(plan, [entries.address, entries.length, records.size, one])
+        assert len(shards) > 3
+        for shard in shards:
+            of_records = entries.records(shard.rows)
+            for column, rows in (
+                (entries.address, shard.rows), (entries.length, shard.rows),
+                (records.size, of_records if has_fragments else shard.rows), (one, of_records),
+            ):  # fmt: skip
+                assert read(shard.span, column).tolist() == column[rows].tolist()

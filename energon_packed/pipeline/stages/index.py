@@ -4,6 +4,7 @@ Input: the finished shards of a run, with their state files, its Plan and Record
 packing.json, the PackingManifest.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding import ChatEncoder
+from energon_packed.encoding.fragments import Fragments
 from energon_packed.errors import ConfigError
 from energon_packed.files import blocks
 from energon_packed.pipeline.media.locator import StoredMedia
@@ -138,7 +140,7 @@ def _manifest(
         packed=len(packs.indices),
         truncated=cut[0],
         tokens_cut=cut[1],
-        records_split=0 if fragments is None else int(np.count_nonzero(fragments["number"] == 0)),
+        records_split=0 if fragments is None else _records_split(fragments),
         fragments=0 if fragments is None else len(fragments),
         groups=_groups(plan),
         rejects=reject_counts(plan.status),
@@ -182,12 +184,20 @@ def _manifest(
     )
 
 
+def _records_split(fragments: Fragments) -> int:
+    return sum(int(np.count_nonzero(fragments["number"][block] == 0)) for block in blocks(len(fragments)))
+
+
 def _groups(plan: Plan) -> int:
     """Number of groups of at least two samples."""
     units = plan.entries.units()
     if units is None:
         return 0
-    return int(np.count_nonzero(np.bincount(units[plan.packs.indices]) > 1))
+    has_more = plan.entries.empty(len(units), np.int8)  # at the first sample of a group
+    for block in blocks(len(units)):
+        is_more = (plan.places.pack[block] >= 0) & (units[block] != np.arange(block.start, block.stop))
+        has_more[units[block][is_more]] = 1
+    return sum(int(np.count_nonzero(has_more[block])) for block in blocks(len(units)))
 
 
 def _supervised(plan: Plan) -> int | None:
@@ -216,7 +226,7 @@ def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntr
             is_packed = plan.status[own] == 0
             lengths = np.minimum(table.length[own], state.options.usable_len)
             if fragments is not None:  # of a split record, its fragments count
-                is_split = slice(*np.searchsorted(fragments["record"], [own.start, own.stop]))
+                is_split = slice(*(bisect_left(fragments["record"], row) for row in (own.start, own.stop)))
                 record = fragments["record"][is_split] - own.start
                 lengths[record] = 0
                 tokens = fragments["stop"][is_split] - fragments["start"][is_split]

@@ -5,7 +5,7 @@ and the reports lengths.parquet and rejects.jsonl.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding import EncodedSample
-from energon_packed.encoding.fragments import Fragments, split_sample, text_fragments
+from energon_packed.encoding.fragments import FRAGMENT, Fragments, split_sample, text_fragments
 from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
 from energon_packed.files import blocks
 from energon_packed.packing import PackPlan
-from energon_packed.packing.planner import Assignment, assign
+from energon_packed.packing.planner import Assignment, assign, index_type
 from energon_packed.pipeline.chunks import (
     KINDS,
     STATUSES,
@@ -73,6 +73,11 @@ class ShardPlan:
     num_bytes: int
 
     @property
+    def span(self) -> slice:
+        """The places of its rows in the order of all packs."""
+        return slice(int(self.bounds[0]), int(self.bounds[-1]))
+
+    @property
     def offsets(self) -> Int64:
         """Pack p is `rows[offsets[p]:offsets[p + 1]]`: int64 (packs+1,)."""
         offsets: Int64 = self.bounds - self.bounds[0]
@@ -92,66 +97,107 @@ def plan_packs(table: RecordTable, options: PackOptions) -> tuple[PackPlan, Int3
 
     Returns:
         The packs, whose `indices` are indices into the table, of int32 if they fit; int32 (n,), the pack of each
-        entry, -1 if it is rejected; and int32 (n,), its place in the pack. All arrays are files, except for 12 bytes
-        per pack while they are shuffled.
+        entry, -1 if it is rejected; and int32 (n,), its place in the pack. All arrays are files.
     """
     count, units, lengths, kinds = len(table), table.units(), table.length, table.kind
-    index: Any = np.int32 if count < 1 << 31 else np.int64  # half the memory of int64, for tables of almost any size
+    index = index_type(count)
     if options.truncate is not None:
         lengths = table.copy(lengths)
         for block in blocks(count):
             np.minimum(lengths[block], options.truncate, out=lengths[block])
     if options.group_by == "media" and units is not None:  # a group is of the last of its kinds in KINDS
-        packed = np.flatnonzero(table.status == 0)
-        kinds = np.zeros_like(kinds)
-        np.maximum.at(kinds, units[packed], table.kind[packed])
-        kinds = kinds[units]
+        kinds = table.empty(count, np.int8)
+        for block in blocks(count):
+            packed = np.flatnonzero(table.status[block] == 0)
+            np.maximum.at(kinds, units[block][packed], table.kind[block][packed])
+        for block in blocks(count):
+            kinds[block] = kinds[units[block]]
     pack, place = table.empty(count, index), table.empty(count, np.int32)
     for block in blocks(count):
         pack[block] = -1
-    sizes, packs, tokens = [np.zeros(0, dtype=np.int32)], 0, 0
+    sizes, packs, tokens = table.empty(count, np.int32), 0, 0
     for kind in range(len(KINDS)) if options.group_by == "media" else (None,):
         rows = _rows(table, None if kind is None else kinds, kind)
         own = table.empty(len(rows), np.int32)
+        groups = None if units is None else table.empty(len(rows), np.int64)
         for block in blocks(len(rows)):
             own[block] = lengths[rows[block]]
             tokens += int(own[block].sum(dtype=np.int64))
-        assigned = _plan_group(own, options, None if units is None else units[rows], table)
+            if units is not None and groups is not None:
+                groups[block] = units[rows[block]]
+        assigned = _plan_group(own, options, groups, table)
         for block in blocks(len(rows)):
             pack[rows[block]] = assigned.pack[block] + packs
             place[rows[block]] = assigned.place[block]
-        sizes.append(assigned.sizes)
+        sizes[packs : packs + len(assigned.sizes)] = assigned.sizes
         packs += len(assigned.sizes)
     # Planners emit packs by length: without a shuffle, splits and shards would differ in their samples.
-    order = np.arange(packs, dtype=index)
+    order = table.empty(packs, index)
+    for block in blocks(packs):
+        order[block] = np.arange(block.start, block.stop)
     np.random.default_rng(options.seed).shuffle(order)
     number, offsets = table.empty(packs, index), table.empty(packs + 1, np.int64)
-    joined = np.concatenate(sizes)
-    del sizes, assigned
     for block in blocks(packs):
         number[order[block]] = np.arange(block.start, block.stop)
         offsets[block.start + 1 : block.stop + 1] = (
-            np.cumsum(joined[order[block]], dtype=np.int64) + offsets[block.start]
+            np.cumsum(sizes[order[block]], dtype=np.int64) + offsets[block.start]
         )
-    del order, joined
     indices = table.empty(int(offsets[-1]), index)
-
-    def places() -> Iterator[tuple[Int64, Int64]]:
-        for block in blocks(count):
-            own = np.flatnonzero(pack[block] >= 0)
-            pack[block][own] = number[pack[block][own]]
-            yield offsets[pack[block][own]] + place[block][own], own + block.start
-
-    _distribute(places(), [indices], table)
+    for block in blocks(count):
+        own = np.flatnonzero(pack[block] >= 0)
+        pack[block][own] = number[pack[block][own]]
+    _distribute(_by_place(pack, place, offsets), [indices], table)
     plan = PackPlan(
         indices=indices, offsets=offsets, overlong=np.zeros(0, dtype=np.int64), tokens=tokens, capacity=options.seq_len
     )
     return plan, pack, place
 
 
+def _by_place(pack: Int32, place: Int32, offsets: Int64) -> Iterator[tuple[Int64, Int64]]:
+    """Yield the places of entries in the order of the packs, int64 (k,), and their indices, int64 (k,), in blocks.
+
+    Args:
+        pack, place: as `plan_packs` returns them.
+        offsets: int64 (packs+1,), place of the first entry of each pack.
+    """
+    for block in blocks(len(pack)):
+        own = np.flatnonzero(pack[block] >= 0)
+        yield offsets[pack[block][own]] + place[block][own], own + block.start
+
+
+def in_order(plan: "Plan", columns: Sequence[npt.NDArray[Any]]) -> Callable[[slice, npt.NDArray[Any]], Any]:
+    """Copy columns in the order of `plan.packs.indices`, so that a shard reads a range of them.
+
+    Args:
+        plan: the packs.
+        columns: of all entries, or of all records. A column with a single value is not copied.
+
+    Returns:
+        Function that reads a range of one of these columns in this order.
+    """
+    table, places = plan.entries, plan.places
+    varied = list({id(column): column for column in columns if column.flags.writeable}.values())
+    outs = [table.empty(len(plan.packs.indices), column.dtype) for column in varied]
+    copies = {id(column): out for column, out in zip(varied, outs, strict=True)}
+
+    def parts() -> Iterator[tuple[npt.NDArray[Any], ...]]:
+        for place, rows in _by_place(places.pack, places.sample, plan.packs.offsets):
+            records = table.records(rows)
+            yield place, *[column[rows if len(column) == len(table) else records] for column in varied]
+
+    def read(span: slice, column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if (copied := copies.get(id(column))) is not None:
+            return copied[span]
+        return np.broadcast_to(column[0], span.stop - span.start)
+
+    if outs:
+        _distribute(parts(), outs, table)
+    return read
+
+
 def _rows(table: RecordTable, kinds: Status | None, kind: int | None) -> npt.NDArray[Any]:
     """Entries of a kind whose status is 0, in order, integers (k,); of all kinds, if `kinds` is None."""
-    rows, total = table.empty(len(table), np.int32 if len(table) < 1 << 31 else np.int64), 0
+    rows, total = table.empty(len(table), index_type(len(table))), 0
     for block in blocks(len(table)):
         own = table.status[block] == 0
         if kinds is not None:
@@ -220,7 +266,8 @@ def _columns_bytes(table: RecordTable) -> Int64:
     if table.fragments is None or not sizes.any():
         return sizes
     own, count = table.copy(sizes), len(table) - len(table.fragments)
-    own[count:] = own[count:] * table.length[count:] // table.fragments["total"]
+    for block in blocks(len(table.fragments)):
+        own[count:][block] = own[count:][block] * table.length[count:][block] // table.fragments["total"][block]
     return own
 
 
@@ -485,7 +532,7 @@ def plan_rejects(
     ]
     overlong = np.concatenate([np.zeros(0, dtype=np.int64), *longer])
     entries = replace(table, status=status, supervised=supervised, weight_checksum=checksums)
-    fragments = [table.samples[status[table.samples["record"]] == 0]]
+    fragments: list[Fragments] = []
     if options.overlong == "split":
         status[overlong[table.divisible[overlong] == 0]] = OVERLONG
     elif options.truncate is None:
@@ -530,9 +577,20 @@ def plan_rejects(
 
 def _with_fragments(entries: RecordTable, fragments: Sequence[Fragments]) -> RecordTable:
     """Append the fragments of records; itself without fragments."""
-    joined = np.concatenate(fragments)
-    # Tasks end in any order; the plan must not depend on it.
-    return entries.with_fragments(joined[np.argsort(joined["record"], kind="stable")]) if len(joined) else entries
+    samples, kept = entries.samples, 0
+    joined = entries.empty(len(samples) + sum(map(len, fragments)), FRAGMENT)
+    for block in blocks(len(samples)):
+        own = samples[block][entries.status[samples["record"][block]] == 0]
+        joined[kept : kept + len(own)] = own
+        kept += len(own)
+    for own in fragments:
+        joined[kept : kept + len(own)] = own
+        kept += len(own)
+    joined = joined[:kept]
+    if fragments:
+        # Tasks end in any order; the plan must not depend on it.
+        joined = joined[np.argsort(joined["record"], kind="stable")]
+    return entries.with_fragments(joined) if len(joined) else entries
 
 
 def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:

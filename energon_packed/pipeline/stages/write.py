@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,9 @@ from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.shard_states import finish_shard, finished_shard, state_file
-from energon_packed.pipeline.stages.plan import Plan, kept_frames, kept_tokens
+from energon_packed.pipeline.stages.plan import Plan, in_order, kept_frames, kept_tokens
 from energon_packed.pipeline.stages.samples import SampleReader, SampleSettings, records_of
-from energon_packed.pipeline.table import RecordRefs, RecordTable
+from energon_packed.pipeline.table import IN_REFS, RecordRefs, RecordTable
 from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
 
@@ -133,18 +134,21 @@ def write_shards(
     output.delete_other_run(key)
     folder.mkdir(parents=True, exist_ok=True)
     kept, frames = kept_tokens(state, table), kept_frames(table)
+    columns = [getattr(plan.entries, name) for name in IN_REFS]
+    read = in_order(plan, [*columns, *(kept.columns if kept else ()), *(frames.columns if frames else ())])
 
     def task_of(name: str) -> ShardTask:
         shard = shards[name]
+        records, read_own = plan.entries.records(shard.rows), partial(read, shard.span)
         return ShardTask(
             tar=output.shards / name,
             state=state_file(folder, name),
             prefix=options.prefix,
             first_pack=shard.first_pack,
-            records=plan.entries.refs(shard.rows),
+            records=plan.entries.refs(shard.rows, read_own),
             offsets=shard.offsets,
-            tokens=kept.refs(plan.entries.records(shard.rows)) if kept else None,
-            frames=frames.refs(plan.entries.records(shard.rows)) if frames else None,
+            tokens=kept.refs(records, read_own) if kept else None,
+            frames=frames.refs(records, read_own) if frames else None,
             media=[tar.name for tar in stored.shards] if stored else (),
         )
 
