@@ -71,6 +71,13 @@ class Store:
         self._process = context.Process(target=serve, args=(other,), daemon=True)
         self._process.start()
         os.environ.update(self._connection.recv())
+        # The same bucket as msc://rust, by the client of multi-storage-client that is written in Rust.
+        file = Path(os.environ["MSC_CONFIG"])
+        config = json.loads(file.read_text())
+        provider = config["profiles"]["store"]["storage_provider"]
+        options = provider["options"] | {"rust_client": {"allow_http": True}}
+        config["profiles"]["rust"] = {"storage_provider": provider | {"options": options}}
+        file.write_text(json.dumps(config))
 
     def put_folder(self, key: str, folder: Path) -> str:
         """Upload a folder, without restart state; return its URL."""
@@ -108,9 +115,9 @@ def packed_loader(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
     return get_packed_loader(path, encoder, num_workers=0, epochs=1)
 
 
-def packs_alone(path: Any, encoder: ChatEncoder) -> Iterable[Any]:
+def packs_alone(path: Any, encoder: ChatEncoder, **options: Any) -> Iterable[Any]:
     """Packs of a PackedDataset in random order, not encoded, as bare Energon returns them."""
-    dataset = PackedDataset(path, encoder)
+    dataset = PackedDataset(path, encoder, **options)
     order = np.random.default_rng(0).permutation(len(dataset)).tolist()
     for place, item in enumerate(order):
         dataset.request(order[place : place + dataset.read_ahead])
@@ -224,9 +231,9 @@ def bench_traffic(report: Report, store: Store, options: Any) -> None:
             store.latency(0)
 
 
-def packed_images(path: Any, encoder: ChatEncoder) -> Iterator[bytes]:
+def packed_images(path: Any, encoder: ChatEncoder, **options: Any) -> Iterator[bytes]:
     """Images of a PackedDataset in random order of the packs."""
-    for item in packs_alone(path, encoder):
+    for item in packs_alone(path, encoder, **options):
         for conversation in item.conversations():
             yield from (image.read() for image in conversation.images)
 
@@ -276,10 +283,12 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
             result = pack(inputs=(given,), output_dir=folder, tokenizer=tokenizer, media=media, **_OPTIONS)
             os.rename(result.shards, _emptied(work / media))
         places[media] = work / media, store.put_folder(f"images-{media}", work / media)
-    with tempfile.TemporaryDirectory(dir=work) as folder:  # references to local files
-        result = pack(inputs=(str(jsonl),), output_dir=folder, tokenizer=tokenizer, media="reference", **_OPTIONS)
-        os.rename(result.shards, _emptied(work / "reference-local"))
-    places["reference"] = work / "reference-local", places["reference"][1]
+    for name, check in (("reference", "digest"), ("reference by time", "time")):  # to local files
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            options_of = {"media": "reference", "media_check": check, **_OPTIONS}
+            result = pack(inputs=(str(jsonl),), output_dir=folder, tokenizer=tokenizer, **options_of)
+            os.rename(result.shards, _emptied(work / name))
+        places[name] = work / name, places["reference"][1]
     writer = BinaryWriter(str(_emptied(work / "litdata")), chunk_bytes="64MB")
     for number, record in enumerate(records):
         writer[number] = {"id": number, "image": (source / record["images"][0]).read_bytes()}
@@ -297,12 +306,18 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
     for latency in (None, 0.0, options.latency):
         where = "local files" if latency is None else f"{latency * 1000:.0f} ms"
         store.latency(latency or 0.0)
-        readers = {
-            media: partial(packed_images, places[media][latency is not None], encoder)
-            for media in ("copy", "reference")
-        }
-        readers["LitData"] = partial(litdata_images, places["litdata"][latency is not None], work / "cache")
-        if latency is not None:
+        is_remote = latency is not None
+        names = ("copy", "reference") if is_remote else ("copy", "reference", "reference by time")
+        readers = {media: partial(packed_images, places[media][is_remote], encoder) for media in names}
+        readers["LitData"] = partial(litdata_images, places["litdata"][is_remote], work / "cache")
+        if is_remote:
+            moved = {"media_root": {raw: raw.replace("s3://bucket", "msc://rust")}}
+            readers |= {
+                f"{media}, Rust client": partial(
+                    packed_images, places[media][1].replace("s3://bucket", "msc://rust"), encoder, **moved
+                )
+                for media in names
+            }
             readers |= {f"client alone, {media}": partial(ranges_alone, ranges[media]) for media in ranges}
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
         for _ in range(3):  # in turns, so that a slow moment of the machine affects all

@@ -17,7 +17,6 @@ references: they are resolved before `Codec.read` gets the parts.
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -145,12 +144,19 @@ def complete_parts(
         return dict(raw)
     located = read_locators(raw)
     parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
-    reader = _reader_of(raw)
-    requested = reader.requested([locator for locator in located.values() if locator is not None])
+    paths = _paths_of(raw, located)
+    requested = _requested(located, paths)
     for name, locator in located.items():
         if locator is not None:
             try:
-                parts[name] = reader.read(locator, requested)
+                parts[name] = read_packed(
+                    paths[name],
+                    locator.offset,
+                    locator.size,
+                    digest=locator.digest,
+                    changed=locator.changed,
+                    requested=requested.get(name),
+                )
             except ImageChanged as change:
                 if changes is None:
                     raise _packed(locator, raw, name).error(str(change)) from change
@@ -161,7 +167,7 @@ def complete_parts(
         elif name in raw:
             parts[name] = raw[name]
     if with_paths:
-        parts[PATHS] = {name: str(reader.path(locator.file)) for name, locator in located.items() if locator}
+        parts[PATHS] = {name: str(path) for name, path in paths.items()}
     return parts
 
 
@@ -222,12 +228,15 @@ def _locator(value: Any) -> Locator:
     return locator
 
 
-def _reader_of(raw: Mapping[str, Any]) -> "_MediaReader":
+def _paths_of(raw: Mapping[str, Any], located: Mapping[str, Locator | None]) -> dict[str, Path]:
+    """Return the path of each located part, after folders have moved."""
     folder, moved = raw.get(FOLDER), raw.get(MEDIA_ROOT) or moved_here()
     if folder is None:
         sources = raw.get("__sources__") or ()
         folder = sources[0].dataset_path if sources else ""
-    return _cached_reader(absolute_name(str(folder)), tuple(moved))
+    folder = _resolved(folder)
+    found = {name: _absolute(folder, locator.file) for name, locator in located.items() if locator is not None}
+    return {name: as_path(moved_path(path, moved)) for name, path in found.items()}
 
 
 def moved_here() -> MediaRoot:
@@ -235,59 +244,27 @@ def moved_here() -> MediaRoot:
     return tuple(sorted(_moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
-@lru_cache(maxsize=256)
-def _cached_reader(folder: str, moved: MediaRoot) -> "_MediaReader":
-    return _MediaReader(as_path(folder), moved)
+def _requested(located: Mapping[str, Locator | None], paths: Mapping[str, Path]) -> dict[str, bytes]:
+    """Request the parts with a digest that are in object stores together; {} if a request fails."""
+    ranges = {
+        name: (path, locator.offset, locator.size)
+        for name, path in paths.items()
+        if isinstance(path, RemotePath) and (locator := located[name]) is not None and locator.digest is not None
+    }
+    try:
+        return dict(zip(ranges, read_ranges(list(ranges.values())), strict=True))
+    except OSError:  # it has no part, which `read_packed` names in its errors
+        return {}
 
 
-class _MediaReader:
-    """Reads the referenced media of a dataset.
-
-    Args:
-        folder: the dataset folder.
-        moved: (old, new) folders.
-    """
-
-    def __init__(self, folder: Path, moved: MediaRoot) -> None:
-        self._folder = folder
-        self._moved = moved
-
-    def requested(self, locators: Sequence[Locator]) -> Callable[[Locator], bytes | None]:
-        """Return a function that returns the bytes of the locators with a digest in object stores, else None.
-
-        They are requested together.
-        """
-        paths = [(locator, self.path(locator.file)) for locator in locators if locator.digest is not None]
-        remote = [(locator, path) for locator, path in paths if isinstance(path, RemotePath)]
-        try:
-            contents = read_ranges([(path, locator.offset, locator.size) for locator, path in remote])
-        except OSError:  # it has no part, which `read` names in its errors
-            return lambda locator: None
-        # By the validated fields: others may have types without a hash.
-        known = {locator[:3]: data for (locator, _), data in zip(remote, contents, strict=True)}
-        return lambda locator: known.get(locator[:3])
-
-    def read(self, locator: Locator, requested: Callable[[Locator], bytes | None]) -> bytes:
-        """Read and check the bytes of a locator. Raises as `read_packed`."""
-        return read_packed(
-            self.path(locator.file),
-            locator.offset,
-            locator.size,
-            digest=locator.digest,
-            changed=locator.changed,
-            requested=requested(locator),
-        )
-
-    def path(self, file: str) -> Path:
-        """Return the path of a locator, after folders have moved."""
-        return as_path(moved_path(_absolute(self._folder, file), self._moved))
+def _resolved(folder: str | Path) -> str:
+    """Return the folder of a dataset as relative locators start from it, once for a pack: links need system calls."""
+    return str(as_path(absolute_name(str(folder))).resolve())  # `..` of a link would be another folder
 
 
-def _absolute(folder: Path, file: str) -> str:
+def _absolute(folder: str, file: str) -> str:
     """Return the path of a locator, which may be relative to the dataset folder."""
-    if is_remote(file) or os.path.isabs(file):
-        return absolute_name(file)
-    return absolute_name(folder.resolve() / file)  # `..` of a link would be another folder
+    return absolute_name(file if is_remote(file) or os.path.isabs(file) else os.path.join(folder, file))
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:
@@ -313,13 +290,13 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
     Raises:
         FormatError: `media.json` is damaged.
     """
-    images = {}
+    images, folder = {}, _resolved(raw[FOLDER])
     located = read_locators(raw)
     with suppress(LookupError, ValueError):  # a codec without json
         raw = {**raw, "json": orjson.loads(raw["json"])}  # parsed once, for the ids of all images
     for name, locator in located.items():
         if locator is not None:
-            path = _absolute(raw[FOLDER], locator.file)
+            path = _absolute(folder, locator.file)
             images[name] = MediaReference(
                 path=path, offset=locator.offset, size=locator.size, packed=_packed(locator, raw, name)
             )

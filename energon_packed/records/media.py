@@ -11,6 +11,7 @@ import hashlib
 import io
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -86,11 +87,13 @@ def read_packed(
     end, data, now = offset + size, requested, None
     try:
         if data is None:
-            # The file that has this name now: a replaced or removed file must not be read from the file opened before.
-            stream = open_shared(path, current=True)
-            now = status(stream)
-            # Before reading, so that a size in a damaged locator allocates no memory.
-            data = read_range(stream, offset, size) if end <= now.st_size else b""
+            # A tar stays open for its other members, but is the file that has this name now: a replaced or removed file
+            # must not be read from the file opened before. A file of its own would take the place of an open tar.
+            is_shared = offset > 0 or isinstance(path, RemotePath)
+            with nullcontext(open_shared(path, current=True)) if is_shared else open_regular(path) as stream:
+                now = status(stream)
+                # Before reading, so that a size in a damaged locator allocates no memory.
+                data = read_range(stream, offset, size) if end <= now.st_size else b""
     except IrregularFile as error:
         raise ImageChanged(f"{path} {error}") from error
     except (OSError, MemoryError) as error:

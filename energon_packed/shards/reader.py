@@ -160,9 +160,10 @@ class ShardReader:
             except FormatError:
                 self._opened.check(self.tars[shard])  # an index of another tar is a DataChangedError
                 raise
+            # Only with a new index: the sum over thousands of shards would take longer than to read a pack.
+            while self._indexes and sum(map(len, list(self._indexes.values()))) + len(offsets) > _KEPT:
+                self._indexes.pop(next(iter(list(self._indexes)), shard), None)
         self._indexes[shard] = offsets
-        while len(self._indexes) > 1 and sum(map(len, list(self._indexes.values()))) > _KEPT:
-            self._indexes.pop(next(iter(list(self._indexes)), shard), None)
         return offsets
 
     def first(self, shard: int) -> int:
