@@ -537,7 +537,7 @@ def test_the_first_page_imports_neither_torch_nor_transformers(out: Path) -> Non
     code = (
         "import sys; from pathlib import Path; from tests.internals import view_command;"
         "pages = view_command._pages((sys.argv[1],), {}, Path('unused')); assert pages.respond('/').status == 200;"
-        "print({'torch', 'transformers', 'numba', 'megatron', 'matplotlib'} & sys.modules.keys())"
+        "print({'torch', 'transformers', 'numba', 'megatron', 'matplotlib', 'pandas'} & sys.modules.keys())"
     )
     run = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, check=False)
     assert (run.stdout, run.stderr) == ("set()\n", "")
