@@ -12,7 +12,7 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -169,10 +169,24 @@ def test_browse_filter_and_find_in_a_browser(server: ViewServer, tmp_path: Path)
         assert "rejected records" in browser.run("document.title")  # markup of the records did not run
 
 
-def press(browser: Browser, key: str) -> str:
-    """Press a key, and return the text of the element that has the focus then, whose outline is visible."""
+def until(browser: Browser, condition: str) -> None:
+    """Wait until an expression of JavaScript is true."""
+    for _ in range(600):
+        with suppress(AssertionError):  # between two pages
+            if browser.run(condition):
+                return
+        time.sleep(0.05)
+    raise AssertionError(condition)
+
+
+def send(browser: Browser, key: str) -> None:
     for kind in ("keyDown", "keyUp"):
         browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=key if kind == "keyDown" else "")
+
+
+def press(browser: Browser, key: str) -> str:
+    """Press a key, and return the text of the element that has the focus then, whose outline is visible."""
+    send(browser, key)
     outline = browser.run("getComputedStyle(document.activeElement).outline")
     assert browser.run("document.activeElement === document.body") or "solid 2px" in outline, outline
     return str(browser.run("document.activeElement.innerText ?? ''"))
@@ -526,8 +540,7 @@ def test_the_first_page_does_not_wait_for_the_tokenizer(out: Path, tmp_path: Pat
     assert 'class="supervised"' in page(viewer, "/")
     with served(Viewer(folder, load)) as server, Browser(tmp_path) as browser:
         browser.open(server.url)
-        while browser.run("document.querySelector('meta[http-equiv]') !== null"):
-            time.sleep(0.05)
+        until(browser, "document.querySelector('meta[http-equiv]') === null")
         assert browser.run("document.querySelectorAll('.row .supervised').length") == 20
         assert browser.run("history.length") <= 2
         assert not browser.log
@@ -609,8 +622,7 @@ def test_hostile_keys_are_quoted(out: Path, tmp_path: Path) -> None:
     with served(viewer) as server, Browser(tmp_path / "profile") as browser:
         browser.open(server.url)
         browser.run("document.querySelector('a[data-item]').click()")
-        while browser.run("document.title") != key.strip():
-            time.sleep(0.05)
+        until(browser, f"document.title === {json.dumps(key.strip())}")
         assert browser.run("document.querySelector('h1').textContent") == key
         assert not browser.log
 

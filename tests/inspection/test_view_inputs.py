@@ -3,7 +3,6 @@
 import html
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from energon_packed import pack
 from tests.audio import signal as sound
 from tests.audio import write
 from tests.browser import Browser
-from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, press, served, viewer_of
+from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, press, send, served, until, viewer_of
 from tests.internals import (
     Filter,
     HeaderReader,
@@ -358,12 +357,10 @@ def test_keys_on_pages_of_inputs(what: str, data: Path, outputs: Path, tmp_path:
         browser.run("document.activeElement.blur()")
         press(browser, "j")
         browser.run("document.activeElement.click()")
-        while browser.run("location.pathname") == "/":
-            time.sleep(0.05)
+        until(browser, "location.pathname !== '/'")
         assert browser.run("location.pathname") == ("/record/0/0" if what == "records" else "/0/")
         if what == "records":
             browser.open(server.url.partition("?")[0])
-            press(browser, "n")
-            while not browser.run("location.search.includes('at=')"):
-                time.sleep(0.05)
+            send(browser, "n")
+            until(browser, "location.search.includes('at=')")
         assert not browser.log
