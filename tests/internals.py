@@ -182,6 +182,8 @@ PLACES = {
     "Pages": "inspection.viewer.pages:Pages",
     "RecordsViewer": "inspection.viewer.records:RecordsViewer",
     "records_pages": "inspection.viewer.records",
+    "packs_pages": "inspection.viewer.packs",
+    "run_reports": "inspection.run_reports",
     "HeaderReader": "inspection.viewer.records:HeaderReader",
     "InputOptions": "pipeline.options:InputOptions",
     "view_command": "cli.commands.view",

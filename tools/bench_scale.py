@@ -478,6 +478,7 @@ def run_view(report: Report, work: Path) -> None:
     pages = {
         "start of the command": None,
         "first page": "",
+        "first page again, with the tokenizer": "",
         "last page": "?page=99999999",
         "a pack": "pack/view_00000003",
         "id of the last record": f"records?id={_SHARDS * 2_000 - 1:010d}",

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,7 +63,7 @@ def main() -> None:
             viewed = PackedFolder.open("demo-out")
             options = InputOptions(inputs=["demo-out/source/data.jsonl"], tokenizer="demo-out/source/tokenizer")
             records = ViewServer(RecordsViewer(options, folder))
-            server = ViewServer(Viewer(viewed, *viewed.encoder_or_reason(None)))
+            server = ViewServer(Viewer(viewed, partial(viewed.encoder_or_reason, None)))
             for each in (server, records):
                 threading.Thread(target=each.serve_forever, daemon=True).start()
             urls = {"view": server.url, "records": records.url + "&text=triangles"}

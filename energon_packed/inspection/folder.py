@@ -196,15 +196,15 @@ class PackedFolder:
                 raise
             return None, str(error)
 
-    def load_encoder(self, overrides: Mapping[str, Any] | None = None) -> ChatEncoder:
-        """Load the encoder with the settings in packing.json.
+    def encoder_loader(self, overrides: Mapping[str, Any] | None = None) -> PretrainedEncoder:
+        """Find the tokenizer and check the settings in packing.json, without loading the encoder.
 
         Args:
             overrides: settings that replace the recorded settings: fields of `EncoderSettings` by name.
 
         Raises:
             FormatError: packing.json has no valid encoder.
-            ConfigError: a setting is invalid, its folder does not exist here, or the settings result in other tokens.
+            ConfigError: a setting is invalid, or its folder does not exist here.
         """
         overrides = overrides or {}
         settings = make(EncoderSettings, {**self._recorded_settings(), **overrides})
@@ -215,10 +215,19 @@ class PackedFolder:
                 f"the tokenizer {settings.tokenizer} of packing.json does not exist here. Pass `tokenizer` (verify "
                 "--fast does not need it)."
             )
-        encoder = PretrainedEncoder(settings).load()
+        return PretrainedEncoder(settings)
+
+    def load_encoder(self, overrides: Mapping[str, Any] | None = None) -> ChatEncoder:
+        """Load the encoder of `encoder_loader`.
+
+        Raises:
+            FormatError, ConfigError: as `encoder_loader`; it cannot be loaded, or results in other tokens.
+        """
+        loader = self.encoder_loader(overrides)
+        encoder = loader.load()
         # Other tokens than those that were packed would be reported as damage of the dataset.
         if self.manifest is not None and not encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
-            got = ", ".join(self.overridden(overrides)) or settings.tokenizer
+            got = ", ".join(self.overridden(overrides or {})) or loader.settings.tokenizer
             raise ConfigError(
                 f"the tokenizer, template and encoder settings must be those that {self.path} was packed with, got "
                 f"{got}. Omit the settings that differ, or pass the `tokenizer` that it was packed with."

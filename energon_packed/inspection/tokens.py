@@ -198,11 +198,17 @@ def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None
     """
     from energon_packed.loading.process import encode_pack  # isort: skip - first, as it checks Energon
     from energon_packed.flavors import load_pack
-    from energon_packed.loading.collation.collator import PaddingFreeCollator
 
     pack = load_pack(codec or codec_of(raw), raw)
-    # Dummy images are added for training only; recorded lengths are not checked, so that wrong lengths can be shown.
-    batch = PaddingFreeCollator(dummy_images="never").collate(encode_pack(pack, encoder, check_lengths=False))
+    # Recorded lengths are not checked, so that wrong lengths can be shown.
+    return sample_rows(encode_pack(pack, encoder, check_lengths=False), encoder)
+
+
+def sample_rows(samples: Sequence[EncodedSample], encoder: ChatEncoder) -> list[TokenRow]:
+    """Return every token of some samples as a batch of these samples alone contains it. Raises as `token_rows`."""
+    from energon_packed.loading.collation.collator import PaddingFreeCollator
+
+    batch = PaddingFreeCollator(dummy_images="never").collate(samples)  # dummy images are added for training only
     ids = batch.input_ids[0].tolist()
     positions = batch.position_ids.reshape(-1, len(ids)).T.tolist()
     segments = segment_ids_from_cu_seqlens(np.asarray(batch.cu_seqlens)).tolist()

@@ -128,7 +128,7 @@ MEDIA_ENTRY = np.dtype(
 record, and the index of the image in the record."""
 MediaEntries = npt.NDArray[np.void]
 NUMERIC = {
-    name: pa.array([], kind).to_numpy().dtype.type  # `to_pandas_dtype` of PyArrow 18 needs pandas
+    name: np.dtype(str(kind)).type  # `to_numpy` would import pandas, if it is installed
     for name, kind in (
         *zip(SCHEMA.names, SCHEMA.types, strict=True),
         *VIDEO_COLUMNS.items(),

@@ -3,13 +3,17 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
@@ -26,7 +30,18 @@ from tests.audio import qwen2_audio, write
 from tests.audio import signal as sound
 from tests.browser import Browser
 from tests.inspection.datasets import copied_output
-from tests.internals import Filter, PackedFolder, Pages, Viewer, ViewServer, matching_records
+from tests.internals import (
+    Filter,
+    PackedFolder,
+    Pages,
+    Viewer,
+    ViewServer,
+    make_nv_meta,
+    matching_records,
+    packs_pages,
+    run_reports,
+    view_command,
+)
 from tests.printed import invoke
 from tests.videos import make_video
 
@@ -76,8 +91,9 @@ def out(tokenizer_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def viewer_of(out: Path) -> Viewer:
-    folder = PackedFolder.open(out)
-    return Viewer(folder, *folder.encoder_or_reason(None))
+    viewer = Viewer(folder := PackedFolder.open(out), partial(folder.encoder_or_reason, None))
+    viewer.respond("/")  # without the tokenizer, which the page after it loads
+    return viewer
 
 
 @contextmanager
@@ -153,24 +169,42 @@ def test_browse_filter_and_find_in_a_browser(server: ViewServer, tmp_path: Path)
         assert "rejected records" in browser.run("document.title")  # markup of the records did not run
 
 
-def test_keys(server: ViewServer, tmp_path: Path) -> None:
-    def press(key: str) -> Any:
-        for kind in ("keyDown", "keyUp"):
-            browser.call("Input.dispatchKeyEvent", type=kind, key=key, text=key if kind == "keyDown" else "")
-        return browser.run("document.activeElement.innerText ?? ''")
+def until(browser: Browser, condition: str) -> None:
+    """Wait until an expression of JavaScript is true."""
+    for _ in range(600):
+        with suppress(AssertionError):  # between two pages
+            if browser.run(condition):
+                return
+        time.sleep(0.05)
+    raise AssertionError(condition)
 
+
+def send(browser: Browser, key: str) -> None:
+    for kind in ("keyDown", "keyUp"):
+        browser.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, text=key if kind == "keyDown" else "")
+
+
+def press(browser: Browser, key: str) -> str:
+    """Press a key, and return the text of the element that has the focus then, whose outline is visible."""
+    send(browser, key)
+    outline = browser.run("getComputedStyle(document.activeElement).outline")
+    assert browser.run("document.activeElement === document.body") or "solid 2px" in outline, outline
+    return str(browser.run("document.activeElement.innerText ?? ''"))
+
+
+def test_keys(server: ViewServer, tmp_path: Path) -> None:
     with Browser(tmp_path) as browser:
         browser.open(server.url)
-        assert [press(key) for key in "jjk"] == [f"out_0000000{number}" for number in (0, 1, 0)]
-        press("?")
+        assert [press(browser, key) for key in "jjk"] == [f"out_0000000{number}" for number in (0, 1, 0)]
+        press(browser, "?")
         assert browser.run("document.querySelector('#keys').open")
         browser.run("document.querySelector('#keys').close()")
-        press("/")
+        press(browser, "/")
         assert browser.run("document.activeElement.name") == "text"
-        press("j")
+        press(browser, "j")
         assert browser.run("document.activeElement.value") == "j"  # a letter in a field is text
         browser.open(server.url.partition("?")[0] + f"tokens/{KEY}/0")
-        press("j")
+        press(browser, "j")
         assert browser.run("document.querySelector('#detail').textContent").startswith("token 0, id ")
         assert not browser.log
 
@@ -476,6 +510,144 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(out: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 0
+
+
+def test_the_first_page_does_not_wait_for_the_tokenizer(out: Path, tmp_path: Path) -> None:
+    folder, loads = PackedFolder.open(out), []
+
+    def load() -> Any:
+        loads.append(1)
+        return folder.encoder_or_reason(None)
+
+    viewer = Viewer(folder, load)
+    for path in ("/records", "/rejects", "/text?text=What"):
+        page(viewer, path)
+    first = page(viewer, "/")
+    assert not loads
+    assert '<meta http-equiv="refresh" content="0">' in first
+    assert "Kinds of tokens are unknown: the tokenizer is being loaded" in first
+    assert KEY in first
+    assert 'class="text"' in first
+    for _ in range(2):
+        second = page(viewer, "/")
+        assert "refresh" not in second
+        assert "Kinds of tokens" not in second
+        assert 'class="supervised"' in second
+    assert page(viewer, f"/pack/{KEY}")
+    assert len(loads) == 1
+    viewer = Viewer(folder, load)
+    assert 'class="turn supervised"' in page(viewer, f"/pack/{KEY}")  # a link to a pack waits
+    assert 'class="supervised"' in page(viewer, "/")
+    with served(Viewer(folder, load)) as server, Browser(tmp_path) as browser:
+        browser.open(server.url)
+        until(browser, "document.querySelector('meta[http-equiv]') === null")
+        assert browser.run("document.querySelectorAll('.row .supervised').length") == 20
+        assert browser.run("history.length") <= 2
+        assert not browser.log
+
+
+def test_the_first_page_imports_neither_torch_nor_transformers(out: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tests.internals import view_command;"
+        "pages = view_command._pages((sys.argv[1],), {}, Path('unused')); assert pages.respond('/').status == 200;"
+        "print({'torch', 'transformers', 'numba', 'megatron', 'matplotlib', 'pandas'} & sys.modules.keys())"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(out)], capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr) == ("set()\n", "")
+
+
+def test_a_wrong_tokenizer_is_one_line(out: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
+    missing = invoke("view", out, "--tokenizer", tmp_path / "none", "--no-browser")
+    assert f"{tmp_path / 'none'} is not a folder" in str(missing.exception or missing.output)
+    other = shutil.copytree(tokenizer_dir, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("{{ messages }}")
+    for name, problem in ((other, "must be those that"), (tmp_path, "has no tokenizer.json")):
+        viewer = view_command._pages((str(out),), {"tokenizer": name}, Path("unused"))
+        page(viewer, "/")
+        text = page(viewer, "/")
+        assert problem in text
+        assert "Traceback" not in text
+        assert "Supervised text is not marked: " in page(viewer, f"/pack/{KEY}")
+        response = viewer.respond(f"/tokens/{KEY}/0")
+        assert response.status == 500
+        assert response.content.count(b"\n") == 1
+
+
+def test_ranges_outside_the_content(tokenizer_dir: Path, server: ViewServer, out: Path) -> None:
+    key, sample = key_with(server.viewer, "c.jpg")
+    content, path = (out.parent / "c.jpg").read_bytes(), f"/media/image/{key}/{sample}/0"
+    size = len(content)
+    for header, first, last in ((f"bytes=9-{size + 99}", 9, size - 1), (f"bytes=-{size + 99}", 0, size - 1),
+                                (f"bytes={size - 1}-{size - 1}", size - 1, size - 1)):  # fmt: skip
+        response, got = ask(server, path, Range=header)
+        assert (response.status, got) == (206, content[first : last + 1])
+        assert response.headers["Content-Range"] == f"bytes {first}-{last}/{size}"
+    for header in ("bytes=9-5", "bytes=-0", "bytes=-", f"bytes={size}-{size}"):
+        response, got = ask(server, path, Range=header)
+        assert (response.status, response.headers["Content-Range"], got) == (416, f"bytes */{size}", b"")
+    for header in ("bytes=0-1,3-4", "items=0-1", "bytes=" + "9" * 99 + "-"):  # the whole content is an answer too
+        response, got = ask(server, path, Range=header)
+        assert (response.status, got) == (200, content)
+    assert ask(server, "/", Range="bytes=0-1")[0].status == 200  # a page is not a file
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "-1", "x", "\u00b2", ""])
+def test_numbers_of_a_query_that_are_none(server: ViewServer, number: str) -> None:
+    value = quote(number)
+    assert KEY in page(server.viewer, f"/?page={value}")
+    for path in (f"/records?from={value}&min={value}&line={value}", f"/rejects?page={value}", f"/text?from={value}"):
+        assert page(server.viewer, path)
+    assert server.viewer.respond(f"/tokens/{KEY}/{value}").status == 404
+
+
+def test_hostile_keys_are_quoted(out: Path, tmp_path: Path) -> None:
+    key = "k\"'<img src=x onerror=alert(1)>&?#%41 "
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    with tarfile.open(next((out / "webdataset").glob("*.tar"))) as old, tarfile.open(folder / "a.tar", "w") as new:
+        for member in old:
+            if member.name.startswith(KEY):
+                renamed = tarfile.TarInfo(key + member.name.removeprefix(KEY))
+                renamed.size = member.size
+                new.addfile(renamed, old.extractfile(member))
+    make_nv_meta(folder)
+    viewer = viewer_of(folder)
+    link = f"/pack/{quote(key, safe='')}"
+    for path in ("/", link):
+        text = page(viewer, path)
+        assert "<img src=x" not in text
+        assert f'href="{link}#sample-0"' in text or path == link
+    assert f'href="/tokens/{quote(key, safe="")}/0"' in page(viewer, link)
+    assert page(viewer, f"/text?text={quote('What is')}").count(f'href="{link}#sample-') > 0
+    with served(viewer) as server, Browser(tmp_path / "profile") as browser:
+        browser.open(server.url)
+        browser.run("document.querySelector('a[data-item]').click()")
+        until(browser, f"document.title === {json.dumps(key.strip())}")
+        assert browser.run("document.querySelector('h1').textContent") == key
+        assert not browser.log
+
+
+def test_searches_have_a_time_bound(server: ViewServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packs_pages, "_SEARCH_SECONDS", 0.0)
+    text = page(server.viewer, "/text?text=absent")
+    progress = re.search(r'max="(\d+)" value="(\d+)"', text)
+    assert progress is not None
+    assert int(progress[2]) < int(progress[1])
+    more = re.findall(r'href="/text\?(.*?)" rel="next"', text)
+    assert more == [f"text=absent&amp;from={progress[2]}"]
+    monkeypatch.setattr(run_reports, "_BATCH_ROWS", 10)
+    text = page(server.viewer, "/records?id=absent")
+    assert 'href="/records?id=absent&amp;from=' in text
+
+
+def test_rows_of_large_packs_have_lengths_only(server: ViewServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packs_pages, "_MOST_MAPPED", 30_000)
+    text = page(server.viewer, "/")
+    rows = text.split('<div class="row">')[1:]
+    known = ['class="supervised"' in row for row in rows]
+    assert any(known)
+    assert not all(known)
+    assert all('class="sample"' in row for row in rows)
 
 
 def test_a_port_in_use_is_one_line(out: Path) -> None:

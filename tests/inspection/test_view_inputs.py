@@ -16,7 +16,7 @@ from energon_packed import pack
 from tests.audio import signal as sound
 from tests.audio import write
 from tests.browser import Browser
-from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, served
+from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, press, send, served, until, viewer_of
 from tests.internals import (
     Filter,
     HeaderReader,
@@ -64,7 +64,7 @@ def records_viewer(data: Path, tmp_path: Path, **options: Any) -> RecordsViewer:
 
 
 def articles(text: str) -> list[str]:
-    return re.split(r'<article tabindex="-1" data-item>', text)[1:]
+    return re.split(r"<article>\n<p><a", text)[1:]
 
 
 def test_records_show_format_place_media_and_rejects(data: Path, tmp_path: Path) -> None:
@@ -150,6 +150,58 @@ def test_records_of_tables(tmp_path: Path) -> None:
     assert "data.parquet row 20" in page(viewer, "/?at=20")
     assert "What is 7?" in page(viewer, "/record/0/7")
     assert viewer.respond("/record/0/50").status == 404
+
+
+def test_tokens_of_records_are_those_of_packs(data: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
+    lines = [line for line in data.read_text().split("\n\n") if "audio" not in line]
+    source = data.with_name("tokens.jsonl")
+    source.write_text("\n".join(lines))
+    options: dict[str, Any] = {"tokenizer": tokenizer_dir, "video_max_pixels": 12544}
+    pack(source, output_dir=tmp_path / "out", seq_len=512, workers=1, max_reject_rate=1, **options)
+    packs, viewer = viewer_of(tmp_path / "out"), records_viewer(source, tmp_path, **options)
+    titles = re.compile(r'class="supervised" title="|title="token \d+, (id \d+, label -?\d+)')
+    rows, *_ = matching_records(tmp_path / "out" / "lengths.parquet", Filter(), start=0, limit=1000)
+    links = {}
+    for article in articles(page(viewer, "/")):
+        place = re.findall(r"line (\d+)<", article)[0]
+        links[place] = re.findall(r'href="(/tokens/0-\d+/\d)"', article)
+    assert [len(links[str(n)]) for n in range(1, 7)] == [1, 1, 0, 0, 2, 1]
+    for line, name, sample in (("2", "caption", 0), ("5", "pair", 1), ("6", "video", 0), ("8", "plain0", 0)):
+        found = [row for row in rows if row.id.startswith(name)][sample]
+        text, packed = page(viewer, links[line][sample]), page(packs, f"/tokens/{found.pack}/{found.sample}")
+        assert titles.findall(text) == titles.findall(packed) != []
+        assert text.count('data-item class="supervised"') == packed.count('data-item class="supervised"') > 0
+        assert f"tokens.jsonl line {line}</a>" in text
+        assert page(viewer, re.findall(r'of <a href="(.*?)"', text)[0])
+    for path in ("/tokens/0-0/1", "/tokens/0-1/0", "/tokens/x/0", "/tokens/1-0/0"):
+        assert viewer.respond(path).status == 404
+    response = records_viewer(source, tmp_path).respond("/tokens/0-0/0")
+    assert (response.status, response.content) == (500, b"error: tokens need --tokenizer\n")
+    assert "/tokens/" not in page(records_viewer(source, tmp_path), "/")
+
+
+@pytest.mark.parametrize("kind", ["lines", "array", "table"])
+def test_a_line_or_row_to_start_at(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"id": str(n), "messages": turns(f"What is {n}?")} for n in range(50)]
+    file = tmp_path / {"lines": "data.jsonl", "array": "data.json", "table": "data.parquet"}[kind]
+    if kind == "table":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    else:
+        file.write_text(json.dumps(rows) if kind == "array" else "\n\n".join(map(json.dumps, rows)))
+    viewer = records_viewer(file, tmp_path)
+    # Lines are counted from 1, blank lines included, and rows from 0.
+    for number in (1, 20, 21):
+        place = f"line {number | 1}" if kind == "lines" else f"row {number}"
+        shown = articles(page(viewer, f"/?line={number}"))
+        assert f" {place}</a>" in shown[0]
+        assert f"What is {number // 2 if kind == 'lines' else number}?" in shown[0]
+    more = re.findall(r'href="(/\?[^"]*)" rel="next"', page(viewer, "/?line=20"))[0].replace("&amp;", "&")
+    assert f"What is {30 if kind == 'lines' else 40}?" in articles(page(viewer, more))[0]
+    assert articles(page(viewer, "/?line=9999")) == []
+    monkeypatch.setattr(records_pages, "_SECONDS", 0.0)
+    response = viewer.respond("/?line=20")
+    assert response.status == (200 if kind == "table" else 404)
+    assert kind == "table" or b"line 20 must be reached in 0 s" in response.content
 
 
 def test_media_of_records_are_images_in_their_folder(tmp_path: Path) -> None:
@@ -285,3 +337,30 @@ def test_pages_of_inputs_in_a_browser(what: str, data: Path, outputs: Path, tmp_
                 f"Promise.all([...document.querySelectorAll('img[alt^=\"image 0\"]')].map({SIZE}))"
             ) == [56]
             assert "records of" in browser.run("document.title")  # markup of the records did not run
+
+
+@pytest.mark.parametrize("what", ["records", "blend", "two"])
+def test_keys_on_pages_of_inputs(what: str, data: Path, outputs: Path, tmp_path: Path) -> None:
+    names = [outputs / "mix.yaml"] if what == "blend" else [outputs / "a", outputs / "b"]
+    viewer = records_viewer(data, tmp_path) if what == "records" else pages_of(*names)
+    with served(viewer) as server, Browser(tmp_path) as browser:
+        browser.open(server.url)
+        first, second, back = (press(browser, key) for key in "jjk")
+        assert first == back != second
+        parts = ("line 1", "line 3") if what == "records" else ("/a/webdataset", "/b/webdataset")
+        assert all(shown.endswith(part) for shown, part in zip((first, second), parts, strict=True))
+        press(browser, "?")
+        assert browser.run("document.querySelector('#keys').open")
+        browser.run("document.querySelector('#keys').close()")
+        press(browser, "/")
+        assert (browser.run("document.activeElement.name") == "text") is (what == "records")
+        browser.run("document.activeElement.blur()")
+        press(browser, "j")
+        browser.run("document.activeElement.click()")
+        until(browser, "location.pathname !== '/'")
+        assert browser.run("location.pathname") == ("/record/0/0" if what == "records" else "/0/")
+        if what == "records":
+            browser.open(server.url.partition("?")[0])
+            send(browser, "n")
+            until(browser, "location.search.includes('at=')")
+        assert not browser.log

@@ -4,7 +4,8 @@ import os
 import sys
 import tempfile
 import webbrowser
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from energon_packed.cli.options import (
     wrong_usage,
 )
 from energon_packed.cli.terminal import echo
-from energon_packed.errors import FormatError
+from energon_packed.encoding import ChatEncoder
+from energon_packed.errors import ConfigError, FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.viewer.packs import Viewer
 from energon_packed.inspection.viewer.pages import Pages
@@ -72,14 +74,15 @@ def command(paths: tuple[str, ...], port: int, no_browser: bool, no_token: bool,
 
 
 def _pages(names: tuple[str, ...], values: dict[str, Any], work_dir: Path) -> Pages:
-    tokenizer = values.get("tokenizer")
+    tokenizer = None if values.get("tokenizer") is None else Path(values["tokenizer"])
 
     def opened(path: Path, base: str = "") -> Pages:
         if is_metadataset(path):
             return Several.of_blend(path, opened, base)
         folder = PackedFolder.open(path)
-        encoder, reason = folder.encoder_or_reason(None if tokenizer is None else Path(tokenizer))
-        return Viewer(folder, encoder, as_options(reason), base)
+        with suppress(ConfigError) if tokenizer is None else nullcontext():  # without a tokenizer, a page says why
+            folder.encoder_loader({} if tokenizer is None else {"tokenizer": tokenizer})
+        return Viewer(folder, partial(_encoder, folder, tokenizer), base)
 
     paths = [as_path(name) for name in names]
     are_datasets = [is_metadataset(path) or _is_packed(path) for path in paths]
@@ -96,6 +99,15 @@ def _pages(names: tuple[str, ...], values: dict[str, Any], work_dir: Path) -> Pa
     if len(paths) != 2 or not all(are_datasets) or any(map(is_metadataset, paths)):
         raise click.UsageError(f"Pass one dataset, one Metadataset, two datasets, or records, got {', '.join(names)}.")
     return Several.of_two(paths[0], paths[1], opened)
+
+
+def _encoder(folder: PackedFolder, tokenizer: Path | None) -> tuple[ChatEncoder | None, str]:
+    """Load the encoder of a dataset; pages show why it cannot be loaded."""
+    try:
+        encoder, reason = folder.encoder_or_reason(tokenizer)
+    except ConfigError as error:
+        encoder, reason = None, str(error)
+    return encoder, as_options(reason)
 
 
 def _is_packed(path: Path) -> bool:

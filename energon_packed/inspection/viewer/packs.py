@@ -7,9 +7,9 @@ with the dataset.
 import sqlite3
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, islice
 from typing import Any
 from urllib.parse import urlencode
@@ -21,7 +21,7 @@ from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import map_paths, render_report, script_and_policy
 from energon_packed.inspection.report_data import gather, recorded
 from energon_packed.inspection.search import Filter, matching_records
-from energon_packed.inspection.tokens import MappedPack, Segment, heat_strips, map_pack, token_rows
+from energon_packed.inspection.tokens import MappedPack, Segment, map_pack, token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.inspection.viewer.pages import (
     PAGE_TYPE,
@@ -32,6 +32,7 @@ from energon_packed.inspection.viewer.pages import (
     index_below,
     index_in,
     number_in,
+    quoted,
 )
 from energon_packed.metadatasets import NV_META
 from energon_packed.pipeline.run_reports import read_rejects
@@ -41,7 +42,6 @@ from energon_packed.shards.reader import ShardReader
 _PACKS = 20  # on a page
 _MOST_MAPPED = 64 << 20  # bytes of packs and their media that a page of packs reads; further rows have lengths only
 _ROWS = 50  # records on a page
-_TOKENS = 1000  # on a page
 _SEARCH_SECONDS = 2.0  # of a search; the page has a link to continue
 _AROUND = 80  # characters shown before and after a found text
 _CACHED = 8  # views of packs, without media; each picture of a page needs the view
@@ -60,21 +60,20 @@ class Viewer(Pages):
     links = (("/records", "records"), ("/rejects", "rejected records"), ("/report", "report"))
 
     def __init__(
-        self, folder: PackedFolder, encoder: ChatEncoder | None, not_encoded: str = "", base: str = ""
+        self, folder: PackedFolder, encoder: Callable[[], tuple[ChatEncoder | None, str]], base: str = ""
     ) -> None:
         """Open the dataset.
 
         Args:
             folder: the dataset.
-            encoder: its encoder, which marks supervised tokens; None leaves them unknown.
-            not_encoded: why there is no encoder.
+            encoder: loads its encoder, which marks supervised tokens, or returns why there is none; called once.
             base: as in `Pages`.
 
         Raises:
             FormatError: a shard or its index is missing or damaged.
         """
-        super().__init__(str(folder.path), base, not_encoded)
-        self._folder, self._encoder = folder, encoder
+        super().__init__(str(folder.path), base)
+        self._folder, self._loaded, self._was_shown = folder, cache(encoder), False
         self._shards = list(folder.shards)
         self._codec = folder.codec
         self._reader = ShardReader([folder.path / name for name in self._shards])
@@ -97,7 +96,8 @@ class Viewer(Pages):
             case ["rejects"]:
                 return self._rejects(query)
             case ["report"]:
-                data = gather(self._folder, self._encoder, not_encoded=self.not_encoded)
+                encoder, reason = self._loaded()
+                data = gather(self._folder, encoder, not_encoded=reason)
                 text = render_report(self.name, data, view=self.base)
                 policy = script_and_policy(self._environment)[1]
                 return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE, policy)
@@ -127,6 +127,10 @@ class Viewer(Pages):
     # Packs
 
     def _packs(self, query: Mapping[str, str]) -> Response:
+        # Loading takes seconds: the first page is shown without the encoder, and then requests itself again.
+        is_early = not self._was_shown and not self._loaded.cache_info().currsize
+        self._was_shown = True
+        encoder, reason = (None, "the tokenizer is being loaded") if is_early else self._loaded()
         shards = self._chosen(query)
         edges = [0, *accumulate(self._reader.first(shard + 1) - self._reader.first(shard) for shard in shards)]
         pages = max(1, -(-edges[-1] // _PACKS))
@@ -139,7 +143,7 @@ class Viewer(Pages):
         rows, problems, left = [], [], _MOST_MAPPED
         for pack in chosen:
             try:
-                mapped, size = self._mapped(pack, left)
+                mapped, size = self._mapped(pack, encoder, left)
             except (FormatError, DataChangedError) as error:  # the packs around it are shown
                 problems.append(f"pack {pack:,}: {error}")
                 continue
@@ -149,9 +153,10 @@ class Viewer(Pages):
         lines = [(mapped, shard, map_paths([mapped], width)) for mapped, shard in rows]
         paths = map_paths([mapped for mapped, _ in rows], width)
         return self.render("packs", query, rows=lines, width=width, paths=paths, page=page, pages=pages,
-                            problems=problems, splits=self._folder.shards)  # fmt: skip
+                            problems=problems, splits=self._folder.shards, is_early=is_early,
+                           not_encoded=reason)  # fmt: skip
 
-    def _mapped(self, pack: int, most: int) -> tuple[MappedPack, int]:
+    def _mapped(self, pack: int, encoder: ChatEncoder | None, most: int) -> tuple[MappedPack, int]:
         """Return the segments of a pack, without kinds of tokens if more than `most` bytes must be read."""
         _, start, end = self._reader.locate(pack)
         parts = self._reader.parts(pack, only=(MEDIA_PART,))
@@ -159,7 +164,7 @@ class Viewer(Pages):
         size = end - start + sum(locator.size for locator in located if locator is not None)
         if size <= most:
             multiple = self._folder.manifest.pad_multiple if self._folder.manifest else 1
-            return map_pack(self._reader[pack], self._codec, self._encoder, multiple=multiple), size
+            return map_pack(self._reader[pack], self._codec, encoder, multiple=multiple), size
         key, lengths, images = recorded(self._reader, pack, self._codec)
         segments, at = [], 0
         for length, count in zip(lengths, images, strict=True):
@@ -176,7 +181,8 @@ class Viewer(Pages):
     def _pack(self, key: str) -> Response:
         pack = self._index(key)
         view = self._view(pack)
-        mapped, _ = self._mapped(pack, _MOST_MAPPED)
+        encoder, reason = self._loaded()
+        mapped, _ = self._mapped(pack, encoder, _MOST_MAPPED)
         width = self._width([mapped])
         runs = enumerate([[size for kind, _, size in s.runs if kind == "image"] for s in mapped.segments])
         shown = self.shown(view, dict(runs))
@@ -188,19 +194,17 @@ class Viewer(Pages):
         shard = self._shards[self._reader.locate(pack)[0]]
         return self.render("pack", {}, pack=shown, mapped=mapped, width=width, paths=map_paths([mapped], width),
                             near=near, groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
-                            page=pack // _PACKS + 1)  # fmt: skip
+                            page=pack // _PACKS + 1, not_encoded=reason)  # fmt: skip
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
         pack = self._index(key)
         index = index_below(sample, len(self._view(pack).samples), "sample")
-        if self._encoder is None:
-            raise ConfigError(f"tokens need the tokenizer of the dataset: {self.not_encoded}")
-        rows = [row for row in token_rows(self._reader[pack], self._encoder, self._codec) if row.segment == index]
-        pages = max(1, -(-len(rows) // _TOKENS))
-        page = min(number_in(query, "page", 1), pages)
-        shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
-        values = {"key": key, "sample": index, "ident": self._view(pack).samples[index].id, "count": len(rows)}
-        return self.render("tokens", query, **values, rows=shown, strips=heat_strips(shown), page=page, pages=pages)
+        encoder, reason = self._loaded()
+        if encoder is None:
+            raise ConfigError(f"tokens need the tokenizer of the dataset: {reason}")
+        rows = [row for row in token_rows(self._reader[pack], encoder, self._codec) if row.segment == index]
+        link = f"{self.base}/pack/{quoted(key)}#sample-{index}"
+        return self.tokens(rows, query, key=key, sample=index, ident=self._view(pack).samples[index].id, link=link)
 
     def _find(self, key: str) -> int:
         """Index of the pack with this key: its number, else from index.sqlite. The tar must have the key there."""
@@ -230,7 +234,7 @@ class Viewer(Pages):
         return str(self._reader.part(pack, "")["__key__"])
 
     def _read_view(self, pack: int) -> PackView:
-        return view_pack(self._reader[pack], self._codec, self._encoder)
+        return view_pack(self._reader[pack], self._codec, self._loaded()[0])
 
     # Records
 
@@ -283,7 +287,7 @@ class Viewer(Pages):
     def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
         """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""
         raw = emptied(self._reader.parts(pack, only=_Texts()), lambda name: name not in _Texts())
-        view = view_pack(raw, self._codec, self._encoder if self._codec.stores_tokens else None)
+        view = view_pack(raw, self._codec, self._loaded()[0] if self._codec.stores_tokens else None)
         for index, sample in enumerate(view.samples):
             for turn in sample.turns:
                 if (at := turn.shown.find(text)) >= 0:

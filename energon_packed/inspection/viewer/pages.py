@@ -27,10 +27,12 @@ from energon_packed.inspection.report_data import (
     playable,
     shown_frames,
 )
+from energon_packed.inspection.tokens import TokenRow, heat_strips
 from energon_packed.inspection.view import AudioView, ImageView, PackView, SampleView, VideoView
 from energon_packed.records import MediaReference
 
 _CACHED_MEDIA = 2  # a player requests a file in several ranges
+_TOKENS = 1000  # on a page
 _MEDIA_FIELDS = {"image": "images", "video": "videos", "frame": "videos", "audio": "audios"}
 # Content that browsers show. Others are converted, or not shown: a type such as SVG or HTML could run scripts.
 _IMAGES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp", "bmp": "bmp"}
@@ -71,13 +73,12 @@ class Pages(ABC):
         name: path of the data.
         base: start of the path of each of its pages, such as "/0" for the first dataset of a Metadataset.
         links: (path below `base`, name) of its pages in the navigation.
-        not_encoded: why there is no encoder, or "".
     """
 
     links: Sequence[tuple[str, str]] = ()
 
-    def __init__(self, name: str, base: str = "", not_encoded: str = "") -> None:
-        self.name, self.base, self.not_encoded = name, base, not_encoded
+    def __init__(self, name: str, base: str = "") -> None:
+        self.name, self.base = name, base
         self._lock = threading.Lock()
         self._environment = page_environment(base)
         self._media = lru_cache(_CACHED_MEDIA)(self._read_media)
@@ -120,10 +121,17 @@ class Pages(ABC):
     def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
         """Render a template; values of the query without an entry are ""."""
         text = self._environment.get_template(f"{name}.html.j2").render(
-            dataset=self.name, links=self.links, query=defaultdict(str, query),
-            not_encoded=self.not_encoded, **values,
+            dataset=self.name, links=self.links, query=defaultdict(str, query), **values
         )  # fmt: skip
         return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
+
+    def tokens(self, rows: Sequence[TokenRow], query: Mapping[str, str], **values: Any) -> Response:
+        """Render the page of the tokens of a sample, some at a time."""
+        pages = max(1, -(-len(rows) // _TOKENS))
+        page = min(number_in(query, "page", 1), pages)
+        shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
+        values |= {"count": len(rows), "page": page, "pages": pages}
+        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **values)
 
     def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
         """Add the URLs of all media of a pack.

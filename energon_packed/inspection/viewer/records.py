@@ -6,7 +6,7 @@ rejects that a run would have. Some records are read at a time, from an address 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,15 @@ from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Pro
 from energon_packed.encoding.audio.media import clip_of
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.video_file import read_video_info
-from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError
+from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError, Reject
+from energon_packed.inspection.tokens import sample_rows
 from energon_packed.inspection.view import PackView, SampleView, record_files, view_record
 from energon_packed.inspection.viewer.pages import NotFoundError, Pages, Response, in_groups, index_below, number_in
 from energon_packed.pipeline.options import InputOptions
 from energon_packed.pipeline.reader import open_reader, raw_id
 from energon_packed.pipeline.stages.measure import Measurer
 from energon_packed.records import Conversation, FrameSelection, VideoReference
-from energon_packed.sources import Source, SourceRecord
+from energon_packed.sources import JsonlSource, Source, SourceRecord
 
 _RECORDS = 20  # on a page
 _SECONDS = 2.0  # of a search; the page has a link to continue
@@ -87,9 +88,12 @@ class RecordsViewer(Pages):
         super().__init__(", ".join(dict.fromkeys("/".join(source.path) for source in options.source_configs)))
         self._reader = open_reader(options, work_dir)
         self._measurer = Measurer(reader=self._reader, encoder=options.encoder_loader, check_media=options.image_check)
-        encoder = options.encoder_loader.load()
-        self._encoder = None if isinstance(encoder, HeaderReader) else encoder
         self._record = lru_cache(_CACHED)(self._read)
+
+    @cached_property
+    def _encoder(self) -> Processor | None:
+        encoder = self._measurer.encoder.load()
+        return None if isinstance(encoder, HeaderReader) else encoder
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
         """Answer with a page."""
@@ -100,6 +104,8 @@ class RecordsViewer(Pages):
                 row, conversation, measured = self._record(source, address)
                 shown = self._shown(int(source), [(row, conversation, measured)])
                 return self.render("raw", {"source": source, "at": str(row.address + 1)}, records=shown)
+            case ["tokens", key, sample]:
+                return self._tokens(key, sample, query)
         return super().page(parts, query)
 
     def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
@@ -126,6 +132,8 @@ class RecordsViewer(Pages):
         at = min(number_in(query, "at", 0), stop)
         if query.get("percent"):
             at = stop * min(number_in(query, "percent", 0), 100) // 100
+        elif query.get("line"):
+            at = _address(source, number_in(query, "line", 0))
         start = at
         found: list[Any] = []
         rows = source.scan(at, stop)
@@ -140,12 +148,25 @@ class RecordsViewer(Pages):
         is_full, more = len(found) > _RECORDS, None
         at = found[_RECORDS][0].address if is_full else at
         if is_full or (at < stop and next(rows, None) is not None):
-            more = urlencode({**query, "source": number, "percent": "", "at": at})
+            more = urlencode({**query, "source": number, "percent": "", "line": "", "at": at})
         elif number + 1 < len(self._reader.sources):
-            more = urlencode({**query, "source": number + 1, "percent": "", "at": ""})
+            more = urlencode({**query, "source": number + 1, "percent": "", "line": "", "at": ""})
         records = self._shown(number, found[:_RECORDS])
         return self.render("raw", {**query, "source": str(number)}, records=records, more=more,
                            progress=(start, at, stop))  # fmt: skip
+
+    def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
+        row, conversation, _ = self._record(*_place(key))
+        members = () if conversation is None else conversation.members or (conversation,)
+        index = index_below(sample, len(members), "sample")
+        if not isinstance(self._encoder, ChatEncoder):
+            raise ConfigError("tokens need --tokenizer")
+        [encoded] = self._encoder.encode_many(members[index : index + 1])
+        if isinstance(encoded, Reject):
+            raise NotFoundError(f"sample {index} is rejected: {encoded}")
+        [place] = self._places(int(_place(key)[0]), [(row,)])
+        values = {"key": place, "link": f"{self.base}/record/{key.replace('-', '/')}", "ident": encoded.id}
+        return self.tokens(sample_rows([encoded], self._encoder), query, sample=index, **values)
 
     def _matching(self, source: int, rows: Sequence[SourceRecord], query: Mapping[str, str]) -> list[Any]:
         """Measure the records that have the text, and select those with the status, media and length."""
@@ -220,6 +241,22 @@ class RecordsViewer(Pages):
 def _place(key: str) -> tuple[str, str]:
     source, _, address = key.partition("-")
     return source, address
+
+
+def _address(source: Source, number: int) -> int:
+    """Address of a line, from 1, or of a row, from 0, if records are not lines."""
+    if not isinstance(source, JsonlSource):
+        return min(number, source.extent())
+    start, deadline = np.zeros(1, dtype=np.int64), time.monotonic() + _SECONDS
+    at, before = 0, number - int(source.line_numbers(start, start)[0])
+    with source.data.open("rb") as stream:
+        for line in islice(stream, max(0, before)):
+            at += len(line)
+            if time.monotonic() > deadline:
+                raise NotFoundError(
+                    f"line {number:,} must be reached in {_SECONDS:g} s; enter a percentage of the file"
+                )
+    return at
 
 
 def _strings(value: Any) -> Iterator[str]:
