@@ -63,7 +63,9 @@ tables: setup
 docs: tables
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# In a new environment one process compiles the packages, not each test process the same modules at the same time.
 unit: setup chromium
+	$(BIN)/python -c 'import tests.preloaded'
 	$(BIN)/python -m pytest -n 3 --durations 40
 
 # Tests open pages in this browser, and fail without it. Root on Debian gets it here.
@@ -72,8 +74,8 @@ chromium:
 	  test "$$(id -u)" != 0 || timeout 600 sh -c 'apt-get update && apt-get install --yes --no-install-recommends chromium' > /dev/null 2>&1 || \
 	  echo "apt-get cannot install Chromium; its tests fail"
 
-# Checks run beside the tests, which build the site.
-test: setup chromium
+# Checks run beside the tests, which build the site; Chromium is installed beside the set-up.
+test:
 	$(MAKE) -j 3 lint tables unit
 
 # Trainers without requirements.txt run in the development environment.

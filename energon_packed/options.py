@@ -12,6 +12,7 @@ file. Output: `Declaration` objects, or an instance with checked values:
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import reprlib
@@ -136,10 +137,11 @@ def declared_again(cls: type[Any], name: str, default: Any, **limits: Unpack[Opt
     return option(default, **{**cls.__dataclass_fields__[name].metadata[_KEY], **limits})
 
 
-def declared(cls: type[Any]) -> list[Declaration]:
+@functools.cache  # each object asks several times
+def declared(cls: type[Any]) -> tuple[Declaration, ...]:
     """Return all declarations of an option class, in order."""
     hints = typing.get_type_hints(cls)
-    return [_declaration(field, hints[field.name]) for field in dataclasses.fields(cls) if _KEY in field.metadata]
+    return tuple(_declaration(field, hints[field.name]) for field in dataclasses.fields(cls) if _KEY in field.metadata)
 
 
 def make(

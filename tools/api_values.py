@@ -91,7 +91,7 @@ def _text(value: object) -> str:
     return value.__name__ if inspect.isclass(value) or inspect.isroutine(value) else repr(value)
 
 
-def _list_options(member: griffe.Class, options: list[Declaration]) -> None:
+def _list_options(member: griffe.Class, options: tuple[Declaration, ...]) -> None:
     assert member.docstring is not None
     text = member.docstring.value
     for group, members in groupby(sorted(options, key=lambda option: _order(options, option)), lambda o: o.group):
@@ -102,7 +102,7 @@ def _list_options(member: griffe.Class, options: list[Declaration]) -> None:
     member.docstring.value = text.rstrip()
 
 
-def _order(options: list[Declaration], option: Declaration) -> int:
+def _order(options: tuple[Declaration, ...], option: Declaration) -> int:
     """Return the place of the group of an option among all groups."""
     groups = [other.group for other in options]
     return groups.index(option.group)

@@ -12,6 +12,7 @@ child calls `main` with its arguments, as the console script does.
 import ctypes
 import errno
 import fcntl
+import gc
 import json
 import os
 import re
@@ -297,6 +298,8 @@ def _serve() -> None:
     retry_at_once(multistorageclient.retry)
     ChatEncoder.from_pretrained(sys.argv[1]).renderer.template.prepare()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    gc.collect()
+    gc.freeze()  # else each run searches these objects for garbage, and so copies their pages
     print("ready", flush=True)
     for line in sys.stdin:
         request = json.loads(line)

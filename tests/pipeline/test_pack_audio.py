@@ -38,6 +38,9 @@ class Speech:
         demo = write_speech(folder / "source", records=40, broken=6)
         self.jsonl = demo.jsonl
         self.tokenizer = write_tokenizer(folder / "tokenizer", [*demo.texts, *TEXTS], audio=True)
+        file = self.tokenizer / "preprocessor_config.json"
+        # Most of the time is features, which are computed for all seconds of this length.
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chunk_length": 10}))
         self.encoder = ChatEncoder.from_pretrained(self.tokenizer)
         self._packed: dict[str, PackResult] = {}
 
@@ -204,19 +207,19 @@ def test_samples_of_a_kind_share_rows(speech: Speech, tmp_path: Path) -> None:
 
 
 def test_audio_counts_in_the_cost_of_a_row(speech: Speech, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each file has 1,500 positions in the encoder of Qwen2-Audio, as in the batch."""
+    """Each file has the positions of 10 s in the encoder of Qwen2-Audio, 500, as in the batch."""
     out, audios = speech.packed(), []
     dataset = PackedDataset(out.shards, speech.encoder)
     for index, samples in enumerate(dataset):
         batch = PaddingFreeCollator().collate(samples)
         audios.append(sum(batch.num_audios))
         counted = count_batch(batch).read()
-        assert (counted.patches, counted.patch_squares) == (1500 * audios[-1], 1500**2 * audios[-1])
+        assert (counted.patches, counted.patch_squares) == (500 * audios[-1], 500**2 * audios[-1])
         assert counted.tokens == dataset.lengths[index]
     assert 0 < min(audios) < max(audios)
     sizes = dataset.row_sizes()
-    assert sizes.patches.tolist() == [1500 * count for count in audios]
-    assert sizes.patch_squares.tolist() == [1500**2 * count for count in audios]
+    assert sizes.patches.tolist() == [500 * count for count in audios]
+    assert sizes.patch_squares.tolist() == [500**2 * count for count in audios]
     monkeypatch.setattr(dataset_loading, "_MAX_WITH_MEDIA", 1)
     assert np.array_equal(PackedDataset(out.shards, speech.encoder).row_sizes().patches, sizes.patches)  # by the mean
     assert CostModel(token=0, square=0, patch=1).costs(sizes).tolist() == sizes.patches.tolist()
