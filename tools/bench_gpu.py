@@ -725,7 +725,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--small", action="store_true", help="reduced form; always without CUDA")
-    parser.add_argument("--seconds", type=float, default=540, help="of all parts; a part starts nothing after its share")
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="of all parts; a part starts nothing after its share"
+    )
     parser.add_argument("--processes", type=int, default=8, help="families that are tested at the same time")
     parser.add_argument("--only", nargs="+", default=[], metavar="ATTENTION", help="attention implementations to test")
     parser.add_argument("--json", type=Path, default=Path("bench-results") / "gpu.json", help="file for the results")

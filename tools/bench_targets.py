@@ -115,16 +115,23 @@ def overhead(report: Report, tokens: int, rows: int) -> None:
     """Compare loops that take their steps in turn."""
     with tempfile.TemporaryDirectory() as folder:
         times = in_turn(loops(Path(folder), tokens, rows))
-    steps = {name: [1000 * (before + after) for before, after in found[_FIRST:]] for name, found in times.items()}
-    for name, found in times.items():
-        report.add(f"{name}: CPU time of a step and its row", statistics.median(steps[name]), "ms")
-        before = statistics.median(before for before, _ in found[_FIRST:])
-        report.add(f"{name}: of it before the step begins", 1000 * before, "ms")
+    # Milliseconds of each step: of its row, and of the step.
+    parts = {
+        name: list(zip(*[(1000 * row, 1000 * step) for row, step in found[_FIRST:]], strict=True))
+        for name, found in times.items()
+    }
+    totals = {name: statistics.median(map(sum, zip(*found, strict=True))) for name, found in parts.items()}
+    for name, total in totals.items():
+        report.add(f"{name}: CPU time of a step with its row", total, "ms")
     for name, other in _COMPARED.items():
-        low, more, high = interval([a - b for a, b in zip(steps[name], steps[other], strict=True)])
-        report.add(f"{name}: more than {other}, {low:.2f} to {high:.2f}", more, "ms", low=low, high=high)
-        relative = 1 + more / statistics.median(steps[other])
-        report.add(f"{name}: relative to {other}", relative, "x", "<= 1.01" if other == "Trainer" else "")
+        more = 0.0
+        for part, own, others in zip(("row", "step"), parts[name], parts[other], strict=True):
+            low, middle, high = interval([a - b for a, b in zip(own, others, strict=True)])
+            title = f"{name}: {part}, more than {other} ({low:.2f} to {high:.2f})"
+            report.add(title, middle, "ms", low=low, high=high)
+            more += middle
+        title = f"{name}: CPU time of a step with its row relative to {other}"
+        report.add(title, 1 + more / totals[other], "x", "<= 1.01" if other == "Trainer" else "")
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:

@@ -469,23 +469,24 @@ def test_a_trainer_waits_for_the_device_as_often_as_a_stock_trainer(
     )
     collator = PaddingFreeCollator(loss_weighting="sample" if "weights" in kind else "token")
     callbacks = [NeedsLogits()] if "logits" in kind else []
-    found = []
-    for trainer_class in (PackedTrainer, Trainer):
-        model = tiny_model("qwen2_5_vl", encoder, "sdpa") if is_vision else tiny_qwen2()
-        waits = Waits()
-        trainer = trainer_class(
-            model, args, train_dataset=data, data_collator=collator, callbacks=[waits, *callbacks]
-        )
-        if trainer_class is PackedTrainer:
-            rows = [trainer.data_collator([data[index]]) for index in range(6)]
-            assert ("loss_mask" in rows[0]) == ("weights" in kind)
-        else:
-            rows = [{name: value for name, value in row.items() if name != "loss_mask"} for row in rows]
+
+    def waits_of(trainer_class: Any, rows: list[Any]) -> tuple[dict[str, int], dict[str, int]]:
+        model, waits = tiny_model("qwen2_5_vl", encoder, "sdpa") if is_vision else tiny_qwen2(), Waits()
+        trainer = trainer_class(model, args, train_dataset=data, data_collator=collator, callbacks=[waits, *callbacks])
+        if not rows:
+            rows += [trainer.data_collator([data[index]]) for index in range(6)]
         trainer.get_train_dataloader = lambda: rows
         trainer.get_eval_dataloader = lambda *values: rows[:3]
-        found.append((waits.of(trainer.train), waits.of(trainer.evaluate)))
+        counts = waits.of(trainer.train), waits.of(trainer.evaluate)
         assert trainer.state.global_step == 3
-    (trained, evaluated), (expected_trained, expected_evaluated) = found
+        return counts
+
+    rows: list[Any] = []
+    trained, evaluated = waits_of(PackedTrainer, rows)
+    assert ("loss_mask" in rows[0]) == ("weights" in kind)
+    expected_trained, expected_evaluated = waits_of(
+        Trainer, [{name: value for name, value in row.items() if name != "loss_mask"} for row in rows]
+    )
     assert trained == expected_trained
     # Once, for the mean of all rows.
     assert evaluated == expected_evaluated | {"tolist": expected_evaluated["tolist"] + 1}
