@@ -1,6 +1,7 @@
 """Logits of targets alone: the same loss and gradients as with all logits, and nothing computed for other tokens."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +134,44 @@ def test_a_model_that_changes_its_logits_computes_them_at_once() -> None:
     model = Capped(tiny_qwen2().config)
     assert computes_target_logits(model)
     assert not computes_head_in_pieces(model)
-    plain = tiny_qwen2()
-    assert computes_head_in_pieces(plain)
-    plain.lm_head.register_forward_hook(lambda *values: None)
-    assert not computes_head_in_pieces(plain)
+
+
+class Halved(torch.nn.Linear):
+    """A layer whose logits are no product with its weight alone; the loss of a random model is nearly the same."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) / 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.lm_head.register_forward_hook(lambda *values: None),
+        lambda model: model.lm_head.register_forward_pre_hook(lambda *values: None),
+        lambda model: setattr(model.lm_head, "forward", partial(torch.nn.Linear.forward, model.lm_head)),
+        lambda model: setattr(model.lm_head, "__class__", Halved),
+        lambda model: model.half(),
+    ],
+    ids=["hook", "hook before", "forward", "class", "float16"],  # accelerate replaces `forward`
+)
+def test_a_last_layer_that_does_more_computes_logits(change: Any) -> None:
+    model = tiny_qwen2()
+    assert computes_head_in_pieces(model)
+    change(model)
+    assert not computes_head_in_pieces(model)
+
+
+class OwnProduct(Qwen2ForCausalLM):
+    """A model whose loss uses the weight of the last layer, and not its output, as with Liger."""
+
+    def forward(self, *args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = self.lm_head.weight.square().mean()
+        return output
+
+
+def test_a_loss_without_the_last_layer_is_not_computed_in_pieces() -> None:
+    assert not computes_head_in_pieces(OwnProduct(tiny_qwen2().config))
 
 
 def test_gradients_of_a_frozen_layer_and_of_bfloat16_and_autocast(text_packs: list[Path]) -> None:
@@ -344,6 +379,21 @@ def test_a_trainer_has_no_logits_for_the_loss_alone(
     # The check of the isolation calls it too.
     rows = 2 + len(trainer.get_eval_dataloader(data))
     assert [calls - results[0][1] for _, calls in results] == [0, rows, rows]
+
+
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_with_a_compiler_the_model_computes_logits(
+    weighting: Any, text_packs: list[Path], tmp_path: Path, layers: list[Any]
+) -> None:
+    data, model = PackedDataset(text_packs[0]), tiny_qwen2()
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    collator = PaddingFreeCollator(loss_weighting=weighting)
+    trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator)
+    trainer.args.torch_compile = True  # later, so that nothing is compiled
+    for _ in range(2):  # the first checks the model
+        layers.clear()
+        trainer.compute_loss(model, trainer.data_collator([data[0]]))
+    assert layers.count(model.lm_head) == 1
 
 
 class PassesOn(Trainer):
