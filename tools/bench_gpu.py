@@ -9,7 +9,7 @@
                 of training from the loader against batches in memory
 
 Without CUDA, or with --small, all parts run in a reduced form. Each result is written to the JSON as soon as it is
-measured. --show prints the tables of such files and measures nothing.
+measured, and by default the parts end within 10 minutes. --show prints the tables of such files and measures nothing.
 
 `flash_varlen` is flash attention of torch (tools/varlen.py). `flash_attention_4` is tested if it is installed.
 Kernels of flash-linear-attention, mamba-ssm and causal-conv1d are tested if they are installed.
@@ -74,6 +74,7 @@ from energon_packed.demo import write_tokenizer  # noqa: E402
 from energon_packed.demo.dataset import write_dataset  # noqa: E402
 from energon_packed.encoding import EncodedSample, StoredTokens  # noqa: E402
 from energon_packed.errors import BatchError  # noqa: E402
+from energon_packed.files import atomic_write  # noqa: E402
 from energon_packed.integrations.isolation import isolation_table, short_row  # noqa: E402
 from energon_packed.integrations.transformers.model_loss import loss_in_pieces  # noqa: E402
 
@@ -119,7 +120,7 @@ class Results:
         self.values["tables"].setdefault(table, []).append(row)
         print(f"{table}: {json.dumps(row)}", file=sys.stderr, flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.values, indent=1) + "\n", encoding="utf-8")
+        atomic_write(self.path, json.dumps(self.values, indent=1).encode() + b"\n")  # may be killed at any time
 
 
 def show(values: dict[str, Any]) -> None:
@@ -369,9 +370,8 @@ def isolation(results: Results, part: str, options: argparse.Namespace) -> None:
             for row in family(part, case, True, options.only):
                 results.add(part, row)
         return
-    end = time.monotonic() + options.seconds
     with ThreadPoolExecutor(options.processes) as pool:
-        started = [pool.submit(in_process, part, case, end, options.only) for case in todo]
+        started = [pool.submit(in_process, part, case, options.end, options.only) for case in todo]
         for done in as_completed(started):
             for row in done.result():
                 results.add(part, row)
@@ -530,7 +530,7 @@ def wait() -> None:
 def throughput(results: Results, options: argparse.Namespace) -> None:
     """Measure training steps of each kind of batch."""
     use_varlen()
-    small, end = options.small, time.monotonic() + options.seconds
+    small = options.small
     config, steps = model_config(small), 3 if small else 10
     peak = matmul_peak(256 if small else 8192)
     results.add("peak", {"matrix product, TFLOP/s": peak / 1e12})
@@ -557,7 +557,7 @@ def throughput(results: Results, options: argparse.Namespace) -> None:
             if options.only and attention not in options.only:
                 continue
             row: Row = {"row": seq_len, "batches": kind, "attention": attention}
-            if time.monotonic() > end:
+            if time.monotonic() > options.end:
                 row["result"] = "not measured, time"
             else:
                 row |= measured(config, attention, batches, cost, peak)
@@ -725,7 +725,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
     parser.add_argument("--small", action="store_true", help="reduced form; always without CUDA")
-    parser.add_argument("--seconds", type=float, default=300, help="after this time, a part starts nothing more")
+    parser.add_argument(
+        "--seconds", type=float, default=540, help="of all parts; a part starts nothing after its share"
+    )
     parser.add_argument("--processes", type=int, default=8, help="families that are tested at the same time")
     parser.add_argument("--only", nargs="+", default=[], metavar="ATTENTION", help="attention implementations to test")
     parser.add_argument("--json", type=Path, default=Path("bench-results") / "gpu.json", help="file for the results")
@@ -738,7 +740,9 @@ def main() -> None:
     options.small = options.small or device() == "cpu"
     results = Results(options.json)
     run: dict[str, Callable[..., None]] = {"throughput": throughput, "loader": loader}
-    for part in options.parts or PARTS:
+    start, parts = time.monotonic(), options.parts or PARTS
+    for number, part in enumerate(parts, 1):
+        options.end = start + options.seconds * number / len(parts)  # a part that is done earlier leaves its time
         try:
             if part in run:
                 run[part](results, options)

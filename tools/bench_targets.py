@@ -1,7 +1,7 @@
 """Benchmark a training step: logits of all tokens, of the targets alone, the loss in pieces; overhead of the loops.
 
     python tools/bench_targets.py [--json targets.json] [--tokens 2048] [--rounds 5] [--kinds all head]
-    python tools/bench_targets.py --overhead 50
+    python tools/bench_targets.py --overhead 200 [--tokens 1024]
 
     all      logits of all tokens, and the loss of the model
     targets  logits of the targets alone, and the loss of the model
@@ -12,9 +12,17 @@ Each run is a new process: forward and backward pass of a Qwen2 model (hidden si
 one packed row. Rounds of all kinds are interleaved, and the medians of the CPU times are compared. The memory of a
 step is the growth of the peak of the process from before the first step.
 
-With --overhead, each step of PackedTrainer, of Trainer and of the plain loop of docs/train-torch.md is followed by a
-step of a second tiny model (hidden size 64, 2 layers) with the same tensors, loss and optimizer. The medians of the
-ratios of their CPU times are reported; the rows are read in the process of the training.
+With --overhead, these loops train tiny models (hidden size 64, 2 layers) on the same rows, one step each in turn:
+
+    model              the model and its optimizer, with tensors in memory; logits and loss in pieces, or all logits
+    Trainer            Trainer of Transformers, with tensors in memory, and logits and loss in pieces
+    PackedTrainerMixin before Trainer
+    PackedTrainer
+    plain loop         of docs/train-torch.md, with all logits
+
+The last three read their rows from tars, in the process of the training. The medians of the CPU times of a step with
+its row are reported, and the medians of the differences between two loops in the same round, with their intervals of
+95%.
 """
 
 import argparse
@@ -24,7 +32,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -87,77 +101,170 @@ def bench(report: Report, kinds: list[str], tokens: int, rounds: int, dtype: str
                 report.add(f"{title}: memory relative to {kinds[0]}", size / memory[0], "x", "<= 1.03", bytes=size)
 
 
-def overhead(report: Report, tokens: int, steps: int) -> None:
-    """Compare the loops with the bare model."""
-    import torch
+_COMPARED = {  # with the same rows, logits, loss and optimizer
+    "Trainer": "model",
+    "PackedTrainerMixin": "Trainer",
+    "PackedTrainer": "Trainer",
+    "plain loop": "model, all logits",
+}
+_FIRST = 3  # steps that are not compared: they check the model and allocate memory
+Marks = tuple[Callable[[], None], Callable[[], None]]  # called when a step begins, and when it ends
+
+
+def overhead(report: Report, tokens: int, rows: int) -> None:
+    """Compare loops that take their steps in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        times = in_turn(loops(Path(folder), tokens, rows))
+    # Milliseconds of each step: of its row, and of the step.
+    parts = {
+        name: list(zip(*[(1000 * row, 1000 * step) for row, step in found[_FIRST:]], strict=True))
+        for name, found in times.items()
+    }
+    totals = {name: statistics.median(map(sum, zip(*found, strict=True))) for name, found in parts.items()}
+    for name, total in totals.items():
+        report.add(f"{name}: CPU time of a step with its row", total, "ms")
+    for name, other in _COMPARED.items():
+        more = 0.0
+        for part, own, others in zip(("row", "step"), parts[name], parts[other], strict=True):
+            low, middle, high = interval([a - b for a, b in zip(own, others, strict=True)])
+            title = f"{name}: {part}, more than {other} ({low:.2f} to {high:.2f})"
+            report.add(title, middle, "ms", low=low, high=high)
+            more += middle
+        title = f"{name}: CPU time of a step with its row relative to {other}"
+        report.add(title, 1 + more / totals[other], "x", "<= 1.01" if other == "Trainer" else "")
+
+
+def interval(values: list[float]) -> tuple[float, float, float]:
+    """Return the median of values, between the ends of its interval of 95% (by the binomial distribution)."""
+    ordered, first = sorted(values), max(0, round(len(values) / 2 - 0.98 * len(values) ** 0.5))
+    return ordered[first], statistics.median(ordered), ordered[-1 - first]
+
+
+def loops(folder: Path, tokens: int, rows: int) -> dict[str, Callable[[Marks], None]]:
+    """Return loops that train a tiny model on the same rows in the same order, by name."""
     from bench_gpu import stored_rows
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    from energon_packed import DataflowLoader, MapDistributor, PackedTrainer, PaddingFreeCollator, step_targets
+    from energon_packed import (
+        DataflowLoader,
+        MapDistributor,
+        PackedTrainer,
+        PackedTrainerMixin,
+        PaddingFreeCollator,
+        step_targets,
+    )
     from energon_packed.integrations.transformers.model_loss import loss_in_pieces
 
-    torch.set_num_threads(1)
+    data: Any = stored_rows(folder / "data", rows, tokens, 4096)
+    args = TrainingArguments(
+        str(folder), max_steps=len(data), per_device_train_batch_size=1, save_strategy="no", report_to=[],
+        disable_tqdm=True, use_cpu=True, logging_strategy="no", average_tokens_across_devices=True,
+        remove_unused_columns=False,
+    )  # fmt: skip
+    in_order = copy(args)
+    in_order.train_sampling_strategy = "sequential"
 
-    def after(step: Any, reading: list[float], training: list[float], start: float, begin: float) -> float:
-        """Add the times of a step, run the same step of the bare model, and return the time after it."""
-        end = time.process_time()
-        reading.append(begin - start)
-        training.append(end - begin)
-        step()
-        bare.append(time.process_time() - end)
-        return time.process_time()
-
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        """Times of a Trainer, which reads before a step begins."""
-
-        def __init__(self, in_pieces: bool) -> None:
-            self.start, self.begin, self.inputs = 0.0, 0.0, {}
-            self.context = (lambda: loss_in_pieces(second.model, head=True)) if in_pieces else contextlib.nullcontext
+    class Marked(TrainerCallback):  # type: ignore[misc]
+        def __init__(self, marks: Marks) -> None:
+            self.begin, self.end = marks
 
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.begin = time.process_time()
+            self.begin()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            self.start = after(
-                lambda: second.step(self.inputs, self.context), reading, training, self.start, self.begin
-            )
+            self.end()
 
-        def keep(self, module: Any, args: Any, inputs: dict[str, Any]) -> None:
-            self.inputs = inputs
+    class Mixed(PackedTrainerMixin, Trainer):  # type: ignore[misc]
+        pass
 
-    with tempfile.TemporaryDirectory() as folder:
-        data: Any = stored_rows(Path(folder, "data"), steps, tokens, 4096)
-        args = TrainingArguments(
-            folder, max_steps=len(data), per_device_train_batch_size=1, save_strategy="no", report_to=[],
-            disable_tqdm=True, use_cpu=True, logging_strategy="no", average_tokens_across_devices=True,
-        )  # fmt: skip
-        for kind in ("PackedTrainer", "Trainer", "plain loop"):
-            reading, training, bare = list[float](), list[float](), list[float]()
-            first, second = _Bare(), _Bare()
-            if kind == "plain loop":
-                start = time.process_time()
-                for batch in DataflowLoader(MapDistributor(data), batch_size=1):
-                    begin = time.process_time()
-                    inputs = batch.transformers_inputs()
-                    batch.loss(first.model(**inputs).logits, targets=step_targets([batch])).backward()
-                    first.update()
-                    start = after(lambda: second.step(inputs), reading, training, start, begin)  # noqa: B023
-            else:
-                clock = Clock(kind == "PackedTrainer")
-                first.model.register_forward_pre_hook(clock.keep, with_kwargs=True)
-                trainer = (PackedTrainer if kind == "PackedTrainer" else Trainer)(
-                    first.model, args, train_dataset=data, data_collator=PaddingFreeCollator(), callbacks=[clock]
-                )
-                trainer.train()
-            for name, times in (("a step", training), ("reading", reading)):
-                pairs = zip(times[3:], bare[3:], strict=True)  # of one moment, as the speed of a machine changes
-                ratio = statistics.median(time_of / alone for time_of, alone in pairs)
-                report.add(f"{kind}: CPU time of {name} relative to a step of the bare model", ratio, "x")
-            report.add(f"{kind}: CPU time of a step of the bare model", 1000 * statistics.median(bare[3:]), "ms")
+    def loader() -> Any:
+        return DataflowLoader(MapDistributor(data), batch_size=1, seed=args.seed)
+
+    def trained(kind: Any, args: Any, packs: Any, collator: Any, marks: Marks, *, in_pieces: bool = False) -> None:
+        model = _Bare().model
+        trainer = kind(model, args, train_dataset=packs, data_collator=collator, callbacks=[Marked(marks)])
+        with loss_in_pieces(model, head=True) if in_pieces else contextlib.nullcontext():
+            trainer.train()
+
+    def alone(inputs: list[Any], marks: Marks, *, in_pieces: bool = False) -> None:
+        bare, (begin, end) = _Bare(), marks
+        with loss_in_pieces(bare.model, head=True) if in_pieces else contextlib.nullcontext():
+            for row in inputs:
+                begin()
+                bare.model(**row).loss.backward()
+                bare.update()
+                end()
+
+    def plain(marks: Marks) -> None:
+        bare, (begin, end) = _Bare(), marks
+        for batch in loader():
+            begin()
+            logits = bare.model(**batch.transformers_inputs()).logits
+            batch.loss(logits, targets=step_targets([batch])).backward()
+            bare.update()
+            end()
+
+    collator = PaddingFreeCollator()
+    tensors = list(PackedTrainer(_Bare().model, args, train_dataset=data).get_train_dataloader())
+    all_logits = [batch.transformers_inputs() for batch in loader()]
+    return {
+        "model": partial(alone, tensors, in_pieces=True),
+        "Trainer": partial(trained, Trainer, in_order, tensors, itemgetter(0), in_pieces=True),
+        "PackedTrainerMixin": partial(trained, Mixed, args, data, collator),
+        "PackedTrainer": partial(trained, PackedTrainer, args, data, collator),
+        "model, all logits": partial(alone, all_logits),
+        "plain loop": plain,
+    }
+
+
+def in_turn(loops: dict[str, Callable[[Marks], None]]) -> dict[str, list[tuple[float, float]]]:
+    """Run loops in threads, of which one runs at a time, for one step; so the speed of the machine is equal for all.
+
+    Returns:
+        for each step of a loop, CPU seconds before it begins, and in it.
+    """
+    import torch
+
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loops}
+    go, done = {name: threading.Semaphore(0) for name in loops}, threading.Semaphore(0)
+    ended = set[str]()
+
+    def run(name: str) -> None:
+        at: list[float] = []
+
+        def begin() -> None:
+            at.append(time.thread_time())
+
+        def end() -> None:
+            start, begun = at
+            times[name].append((begun - start, time.thread_time() - begun))
+            done.release()
+            go[name].acquire()
+            at[:] = [time.thread_time()]
+
+        torch.set_num_threads(1)
+        go[name].acquire()
+        begin()
+        try:
+            loops[name]((begin, end))
+        finally:
+            ended.add(name)
+            done.release()
+
+    with ThreadPoolExecutor(len(loops)) as pool:
+        running, names = [pool.submit(run, name) for name in loops], list(loops)
+        while names:
+            for name in names:
+                go[name].release()
+                done.acquire()
+            names = [name for name in [*names[1:], names[0]] if name not in ended]
+        for future in running:
+            future.result()
+    return times
 
 
 class _Bare:
-    """A tiny model and its optimizer, with the steps of a Trainer alone."""
+    """A tiny model and its optimizer."""
 
     def __init__(self) -> None:
         import torch
@@ -168,13 +275,8 @@ class _Bare:
         self.model = Qwen2ForCausalLM(Qwen2Config(vocab_size=4096, num_key_value_heads=2, **sizes)).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
-    def step(self, inputs: dict[str, Any], context: Any = contextlib.nullcontext) -> None:
-        with context():
-            loss = self.model(**inputs).loss
-        loss.backward()
-        self.update()
-
     def update(self) -> None:
+        """Clip the gradients and update the weights, as Trainer does."""
         import torch
 
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -201,7 +303,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--kinds", nargs="+", choices=_KINDS, default=_KINDS, help="the first is the reference")
-    parser.add_argument("--overhead", type=int, metavar="STEPS", help="measure the overhead of the loops alone")
+    parser.add_argument("--overhead", type=int, metavar="ROWS", help="compare loops over this many rows instead")
     options = parser.parse_args()
     report = Report("targets", options.json)
     if options.overhead:

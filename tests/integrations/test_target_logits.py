@@ -1,12 +1,14 @@
 """Logits of targets alone: the same loss and gradients as with all logits, and nothing computed for other tokens."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen2ForCausalLM, Trainer, TrainerCallback
 
@@ -132,10 +134,44 @@ def test_a_model_that_changes_its_logits_computes_them_at_once() -> None:
     model = Capped(tiny_qwen2().config)
     assert computes_target_logits(model)
     assert not computes_head_in_pieces(model)
-    plain = tiny_qwen2()
-    assert computes_head_in_pieces(plain)
-    plain.lm_head.register_forward_hook(lambda *values: None)
-    assert not computes_head_in_pieces(plain)
+
+
+class Halved(torch.nn.Linear):
+    """A layer whose logits are no product with its weight alone; the loss of a random model is nearly the same."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden) / 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.lm_head.register_forward_hook(lambda *values: None),
+        lambda model: model.lm_head.register_forward_pre_hook(lambda *values: None),
+        lambda model: setattr(model.lm_head, "forward", partial(torch.nn.Linear.forward, model.lm_head)),
+        lambda model: setattr(model.lm_head, "__class__", Halved),
+        lambda model: model.half(),
+    ],
+    ids=["hook", "hook before", "forward", "class", "float16"],  # accelerate replaces `forward`
+)
+def test_a_last_layer_that_does_more_computes_logits(change: Any) -> None:
+    model = tiny_qwen2()
+    assert computes_head_in_pieces(model)
+    change(model)
+    assert not computes_head_in_pieces(model)
+
+
+class OwnProduct(Qwen2ForCausalLM):
+    """A model whose loss uses the weight of the last layer, and not its output, as with Liger."""
+
+    def forward(self, *args: Any, labels: Any = None, shift_labels: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.loss = self.lm_head.weight.square().mean()
+        return output
+
+
+def test_a_loss_without_the_last_layer_is_not_computed_in_pieces() -> None:
+    assert not computes_head_in_pieces(OwnProduct(tiny_qwen2().config))
 
 
 def test_gradients_of_a_frozen_layer_and_of_bfloat16_and_autocast(text_packs: list[Path]) -> None:
@@ -345,6 +381,21 @@ def test_a_trainer_has_no_logits_for_the_loss_alone(
     assert [calls - results[0][1] for _, calls in results] == [0, rows, rows]
 
 
+@pytest.mark.parametrize("weighting", ["token", "sample"])
+def test_with_a_compiler_the_model_computes_logits(
+    weighting: Any, text_packs: list[Path], tmp_path: Path, layers: list[Any]
+) -> None:
+    data, model = PackedDataset(text_packs[0]), tiny_qwen2()
+    args = packed_training_arguments(str(tmp_path), data, **QUIET)
+    collator = PaddingFreeCollator(loss_weighting=weighting)
+    trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator)
+    trainer.args.torch_compile = True  # later, so that nothing is compiled
+    for _ in range(2):  # the first checks the model
+        layers.clear()
+        trainer.compute_loss(model, trainer.data_collator([data[0]]))
+    assert layers.count(model.lm_head) == 1
+
+
 class PassesOn(Trainer):
     """A trainer with a loss that is the loss of the model, as in LLaMA-Factory."""
 
@@ -420,30 +471,75 @@ def test_a_model_whose_loss_has_no_logits(
     assert results[1] == pytest.approx(results[0], rel=1e-6)
 
 
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")  # the host reads a value of the device
+# The host reads a value of the device: operators, and functions that are no operators on a CPU. `tensor` and
+# `new_tensor` copy a value of the host.
+WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal")
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "tensor", "new_tensor")
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("weighting", ["token", "sample"])
-def test_a_step_waits_for_the_device_as_often_as_the_model(
-    weighting: Any, evaluates: bool, text_packs: list[Path], tmp_path: Path
+class Functions(TorchFunctionMode):
+    """Names of the functions of torch that are called."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Waits(TrainerCallback):
+    """Counts after the first step, which checks the model."""
+
+    def __init__(self) -> None:
+        self.ran, self.called = Operators(), Functions()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.ran.counts.clear()
+            self.called.counts.clear()
+
+    def of(self, function: Any) -> dict[str, int]:
+        with self.called, self.ran:
+            function()
+        found = {name: self.ran.counts.pop(name, 0) for name in WAITS}
+        found |= {name: self.called.counts.pop(name, 0) for name in READS}
+        return found
+
+
+@pytest.mark.parametrize("kind", ["head", "weights", "logits of targets", "weights, logits of targets", "images"])
+def test_a_trainer_waits_for_the_device_as_often_as_a_stock_trainer(
+    kind: str, encoder: ChatEncoder, image_packs: Path, text_packs: list[Path], tmp_path: Path
 ) -> None:
-    """After the first step, which checks the model. Rows are made on the host, which may count their targets."""
-    data, model = PackedDataset(text_packs[0]), tiny_qwen2()
-    args = packed_training_arguments(str(tmp_path), data, **QUIET)
-    collator = PaddingFreeCollator(loss_weighting=weighting)
-    trainer = PackedTrainer(model, args, train_dataset=data, data_collator=collator)
-    inputs = trainer.data_collator([data[0]])
-    assert ("loss_mask" in inputs) == (weighting == "sample")
-    targets = torch.tensor(7.0)
-    trainer.compute_loss(model, dict(inputs), num_items_in_batch=targets)
-    trainer._sums = torch.zeros(2, dtype=torch.float64) if evaluates else None
-    with Operators() as ran:
-        trainer.compute_loss(model, dict(inputs), num_items_in_batch=targets)
-    inputs.pop("loss_mask", None)
-    with Operators() as alone:
-        model(**inputs)
-    assert {name: ran.counts[name] for name in WAITS} == {name: alone.counts[name] for name in WAITS}
+    """In steps of two rows, logs and evaluations; rows are made on the host before."""
+    is_vision = kind == "images"
+    data = PackedDataset(image_packs, encoder) if is_vision else PackedDataset(text_packs[0])
+    args = packed_training_arguments(
+        str(tmp_path), data, **QUIET | {"save_strategy": "no"}, max_steps=3, gradient_accumulation_steps=2
+    )
+    collator = PaddingFreeCollator(loss_weighting="sample" if "weights" in kind else "token")
+    callbacks = [NeedsLogits()] if "logits" in kind else []
+
+    def waits_of(trainer_class: Any, rows: list[Any]) -> tuple[dict[str, int], dict[str, int]]:
+        model, waits = tiny_model("qwen2_5_vl", encoder, "sdpa") if is_vision else tiny_qwen2(), Waits()
+        trainer = trainer_class(model, args, train_dataset=data, data_collator=collator, callbacks=[waits, *callbacks])
+        if not rows:
+            rows += [trainer.data_collator([data[index]]) for index in range(6)]
+        trainer.get_train_dataloader = lambda: rows
+        trainer.get_eval_dataloader = lambda *values: rows[:3]
+        counts = waits.of(trainer.train), waits.of(trainer.evaluate)
+        assert trainer.state.global_step == 3
+        return counts
+
+    rows: list[Any] = []
+    trained, evaluated = waits_of(PackedTrainer, rows)
+    assert ("loss_mask" in rows[0]) == ("weights" in kind)
+    expected_trained, expected_evaluated = waits_of(
+        Trainer, [{name: value for name, value in row.items() if name != "loss_mask"} for row in rows]
+    )
+    assert trained == expected_trained
+    # Once, for the mean of all rows.
+    assert evaluated == expected_evaluated | {"tolist": expected_evaluated["tolist"] + 1}
 
 
 def test_a_plain_loop_waits_once_for_the_places_of_the_targets(text_packs: list[Path]) -> None:

@@ -274,14 +274,16 @@ class PackedTrainerMixin(Trainer):
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Read the rows of a step as in Trainer; return them and the sum of the weights of their targets."""
         rows, targets = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._is_packed and targets is not None:
-            # The Trainer counts labels. One process may have other weights while all weights of another are 1.
+        replaces = self._sample_loss is not None or any("loss_mask" in row for row in rows)
+        # The Trainer counts labels. One process may have other weights while all weights of another are 1.
+        if self._is_packed and targets is not None and (replaces or self.accelerator.num_processes > 1):
             weights = torch.stack([self._weight(row) for row in rows]).sum()
-            replaces = self._sample_loss is not None or any("loss_mask" in row for row in rows)
-            sums = torch.stack([weights, weights.new_tensor(replaces)]).to(device)
+            # `new_tensor` would wait for the device.
+            sums = torch.stack([weights, torch.full_like(weights, replaces)]).to(device, non_blocking=True)
             if self.args.average_tokens_across_devices:
                 sums = self.accelerator.reduce(sums, reduction="sum")
-            if self._sample_loss is not None and not sums[0]:
+            # A row of this process nearly always has a pair, which is known without the device.
+            if self._sample_loss is not None and not weights and not sums[0]:
                 raise ConfigError(
                     "`loss` needs groups or labels, but no row of the step has a pair of samples, or a sample with a "
                     "label. Pack preference records, or remove `loss`."
