@@ -552,7 +552,7 @@ class FolderPacks:
         return sizes, f"images of {len(chosen):,} of {count:,} packs were read; others count with the mean"
 
     def _sums(self, packs: Sequence[int], multiple: int) -> PackSums:
-        """Sums over the samples of P packs: those of all packs from lengths.parquet, if it has them, else from tars."""
+        """Sums over the samples of P packs: of all packs from lengths.parquet, if it has them, otherwise from tars."""
         if len(packs) == len(self.reader) and (recorded := recorded_sums(self._split, self.reader, multiple)):
             return recorded
         tokens, squares = (disk_array(None, len(packs), np.int64) for _ in range(2))
