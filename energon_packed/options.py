@@ -12,7 +12,6 @@ file. Output: `Declaration` objects, or an instance with checked values:
 
 import dataclasses
 import difflib
-import functools
 import math
 import re
 import reprlib
@@ -36,6 +35,7 @@ _REMOTE = re.compile(r"(s3|s3a|gs|gcs|hf|az|abfs|abfss|hdfs|https?|msc):/", re.I
 T = TypeVar("T")
 _shortened = reprlib.Repr()
 _shortened.maxlevel, _shortened.maxstring, _shortened.maxother, _shortened.maxlong = 2, 200, 200, 40
+_DECLARED: "dict[type[Any], tuple[Declaration, ...]]" = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,11 +137,13 @@ def declared_again(cls: type[Any], name: str, default: Any, **limits: Unpack[Opt
     return option(default, **{**cls.__dataclass_fields__[name].metadata[_KEY], **limits})
 
 
-@functools.cache  # each object asks several times
 def declared(cls: type[Any]) -> tuple[Declaration, ...]:
     """Return all declarations of an option class, in order."""
-    hints = typing.get_type_hints(cls)
-    return tuple(_declaration(field, hints[field.name]) for field in dataclasses.fields(cls) if _KEY in field.metadata)
+    if cls not in _DECLARED:  # each object asks several times
+        hints = typing.get_type_hints(cls)
+        fields = [field for field in dataclasses.fields(cls) if _KEY in field.metadata]
+        _DECLARED[cls] = tuple(_declaration(field, hints[field.name]) for field in fields)
+    return _DECLARED[cls]
 
 
 def make(

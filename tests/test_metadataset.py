@@ -223,13 +223,13 @@ def test_energon_draws_the_shares_that_are_asked_for(
     packs: collections.Counter[str] = collections.Counter()
     samples: collections.Counter[str] = collections.Counter()
     tokens: collections.Counter[str] = collections.Counter()
-    for batch in itertools.islice(get_packed_loader(out, encoder, num_workers=0), 3000):
+    for batch in itertools.islice(get_packed_loader(out, encoder, num_workers=0), 1000):
         name = batch.__key__[0].partition("_")[0]
         packs[name] += 1
         samples[name] += batch.num_samples
         tokens[name] += batch.num_tokens
     found = {"packs": packs, "samples": samples, "tokens": tokens}
-    assert found[shares_of]["a"] / found[shares_of].total() == pytest.approx(0.7, abs=0.03)
+    assert found[shares_of]["a"] / found[shares_of].total() == pytest.approx(0.7, abs=0.05)  # 3.5 deviations
     if expected is not None and shares_of == "packs":
         assert samples["a"] / samples.total() > 0.8, "shares of packs are other shares of samples"
 
