@@ -130,8 +130,8 @@ import numpy as np
 from energon_packed import PackOptions
 from energon_packed.files import blocks, disk_array
 from energon_packed.pipeline.chunks import NUMERIC, TokenCache
-from energon_packed.pipeline.stages.plan import plan_packs, plan_shards, sample_places
-from energon_packed.pipeline.table import RecordTable
+from energon_packed.pipeline.stages.plan import Plan, in_order, plan_packs, plan_shards, sample_places
+from energon_packed.pipeline.table import IN_REFS, RecordTable
 
 def status(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024
@@ -180,6 +180,12 @@ packs, pack, place = step("packs", lambda: plan_packs(table, options))
 shards = step("shards", lambda: plan_shards(packs, pack, table, options))
 places = step("places", lambda: sample_places(pack, place, shards, options))
 tokens = step("tokens", lambda: TokenCache(table.files, table.file_starts, table.length, table.empty))
+plan = Plan(
+    status=table.status, entries=table, packs=packs, places=places, shards=shards, utilization_ungrouped=None
+)
+columns = [*[getattr(table, name) for name in IN_REFS], *tokens.columns]
+read = step("columns", lambda: in_order(plan, columns))
+step("tasks", lambda: [read(shard.span, column).sum() for shard in shards for column in columns])
 """
 )
 

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from energon_packed import (
     pack,
     pack_lengths,
 )
-from tests.internals import chunks, plan_stage, split_ranges, split_sample, table
+from tests.internals import chunks, files, plan_stage, split_ranges, split_sample, table
 
 OVERLONG = chunks.STATUSES.index("overlong")
 COLUMNS = [
@@ -411,3 +412,18 @@ def test_utilization_is_compared_with_packs_of_any_media(tmp_path: Path) -> None
     result = pack(data, output_dir=tmp_path / "out", encoder=Characters(), seq_len=40, workers=1, group_by="media")
     assert result.manifest.utilization == pytest.approx(100 / 160)
     assert result.utilization_ungrouped == pytest.approx(100 / 120)
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_the_first_rejected_record_of_a_group_is_the_reason(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(files, "_BLOCK", block)
+    records = table_of(7, group=[5, 0, 5, 5, 5, 8, 8], status=[0, 0, 2, 1, 0, 0, 0], length=[3, 3, 3, 3, 3, 30, 30])
+    reader = SimpleNamespace(part=None, sources=[])
+    rejects, entries = plan_stage.plan_rejects(records, options_of(), reader, None)
+    group = chunks.STATUSES.index("overlong_group")
+    assert rejects.status.tolist() == [2, 0, 2, 1, 2, group, group]
+    row = "its group has a record that is rejected, row 2 of the file"
+    tokens = "its group of 2 samples has 60 tokens, more than seq_len 40; raise seq_len: groups are neither "
+    tokens += "truncated nor split"
+    assert rejects.details == {0: row, 4: row, 5: tokens, 6: tokens}
+    assert entries.group_numbers().tolist() == [0, -1, 0, 0, 0, 5, 5]
