@@ -347,11 +347,11 @@ def test_values_are_read_ahead_in_the_background() -> None:
 
 
 def test_requests_of_many_paths_overlap_and_keep_their_order(store: Store) -> None:
-    paths = [as_path(store.put(f"n/{number}", bytes(number))) for number in range(8)]
-    waiting = threading.Barrier(4, timeout=60)  # breaks if fewer than four requests are sent at a time
+    paths = [as_path(store.put(f"n/{number}", bytes(number))) for number in range(32)]
+    waiting = threading.Barrier(len(paths), timeout=60)  # breaks if fewer requests are sent at a time
 
     def size(path: Path) -> int:
         waiting.wait()
         return path.stat().st_size
 
-    assert storage.map_paths(size, paths) == list(range(8))
+    assert storage.map_paths(size, paths) == list(range(32))

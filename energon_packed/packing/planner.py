@@ -137,7 +137,7 @@ def pack_lengths(
             or all of them in `overlong`. A window of `window_N` has N groups. With `max_samples`, only groups of equal
             size share a pack. None without groups.
 
-    Needs at most 20 bytes of memory per sample at a time beside `lengths` of int32, with `seed` 21; the plan has 8,
+    Needs at most 30 bytes of memory per sample at a time beside `lengths` of int32; the plan has 8,
     and 8 per pack. `groups` need up to 72.
     `energon_packed.packing.plan_counts` plans any number of samples in little memory.
 

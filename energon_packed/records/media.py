@@ -87,8 +87,9 @@ def read_packed(
     end, data, now = offset + size, requested, None
     try:
         if data is None:
-            # A tar stays open for its other members, but is the file that has this name now: a replaced or removed file
-            # must not be read from the file opened before. A file of its own would take the place of an open tar.
+            # A tar stays open for its other members, but must be the file that has this name now: a replaced or
+            # removed file must not be read from the file opened before. The file of a single image would take the
+            # place of an open tar.
             is_shared = offset > 0 or isinstance(path, RemotePath)
             with nullcontext(open_shared(path, current=True)) if is_shared else open_regular(path) as stream:
                 now = status(stream)

@@ -321,9 +321,12 @@ def _read_offsets(tar: Path, packs: int) -> Int64:
     """
     index = tar.with_suffix(".tar.idx")
     with _errors_of(index):
-        with open_regular(index) as stream:
-            content = stream.read()
-        size = tar.stat().st_size
+        if isinstance(index, RemotePath):
+            content = index.read_bytes()  # one request; a stream would request the status first
+        else:
+            with open_regular(index) as stream:
+                content = stream.read()
+        size = recent_status(tar).st_size
     offsets = np.frombuffer(content[: len(content) // _OFFSET * _OFFSET], dtype="<u8").astype(np.int64)
     # Every pack has at least a header, so offsets increase.
     if len(offsets) != packs + 1 or (np.diff(offsets) <= 0).any() or offsets[-1] > size:

@@ -85,6 +85,14 @@ def test_located_parts_are_in_their_order_after_the_others(folder: Path) -> None
     assert [image.packed.digest for image in images.values()] == [digest(CONTENT[3:10]), None, digest(b"")]
 
 
+def test_links_of_the_folder_are_followed_once_for_a_pack(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = raw(folder, {f"img0_{number}.bin": locator("c.bin") for number in range(9)})
+    follow, followed = os.path.realpath, []
+    monkeypatch.setattr(os.path, "realpath", lambda path, **options: followed.append(path) or follow(path, **options))
+    references.complete_parts(parts, with_paths=True)
+    assert len(followed) == 1
+
+
 def test_a_pack_without_locators_is_unchanged(folder: Path) -> None:
     parts = {"__key__": "k", "json": b"{}"}
     for found in (references.complete_parts(parts, with_paths=True), references.emptied(parts, lambda name: True)):

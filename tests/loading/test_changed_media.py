@@ -22,6 +22,7 @@ from energon_packed import (
     ResourceError,
     get_packed_loader,
 )
+from tests.internals import streams
 from tests.media import bmp, pack_media, restore, write_files, write_tar
 
 CHANGES = int(os.environ.get("ENERGON_PACKED_MEDIA_CHANGES", "30"))  # 300 is the long form
@@ -134,6 +135,19 @@ def test_a_file_with_the_same_bytes_yields_the_packed_images(
 ) -> None:
     HARMLESS[name](data)
     assert _images(data.out, encoder) == data.images
+
+
+def test_files_of_an_image_do_not_take_the_place_of_open_tars(
+    data: References, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tars = [*map(str, (data.out / "webdataset").glob("*.tar"))]
+    monkeypatch.setattr(streams, "_MOST_OPEN", len(tars) + 1)  # and the tar with images
+    open_file, opened = os.open, []
+    monkeypatch.setattr(os, "open", lambda path, *flags: opened.append(str(path)) or open_file(path, *flags))
+    assert _images(data.out, encoder) == data.images
+    assert [opened.count(tar) for tar in tars] == [1] * len(tars)
+    assert opened.count(str(data.source / "tar.tar")) <= 1  # earlier readers may have opened it
+    assert [opened.count(str(data.file(number))) for number in range(12)] == [1] * 12
 
 
 def test_a_file_that_cannot_be_read_is_a_resource_error_and_not_a_changed_file(

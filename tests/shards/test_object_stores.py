@@ -33,7 +33,10 @@ def test_a_dataset_has_the_packs_of_the_local_folder(packed: tuple[Path, str], e
 
 def test_a_pack_needs_one_request(store: Store, packed: tuple[Path, str], encoder: ChatEncoder) -> None:
     dataset = PackedDataset(packed[1], encoder)
-    _ = dataset[0]
+    with store.counted() as traffic:
+        _ = dataset[0]
+    assert [request.rpartition(".")[2] for request in traffic.requests] == ["idx", "tar"]
+    assert traffic.count("GET") == 2
     with store.counted() as traffic:
         for index in range(1, 4):
             _ = dataset[index]
