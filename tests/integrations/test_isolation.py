@@ -47,6 +47,18 @@ def test_withheld_boundaries_are_seen() -> None:
     assert measure(model, inputs, batch.cu_seqlens.tolist()).leaks
 
 
+def test_special_tokens_stay() -> None:
+    """An image token without its image would be an error of the model."""
+    model = llama()
+    batch = short_row(model)
+    special = batch.input_ids[0, 1] = model.config.eos_token_id
+    seen: list[torch.Tensor] = []
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    check_isolation(model, batch)
+    assert [int(ids[0, 1]) for ids in seen] == [special] * 3
+    assert int(seen[1][0, 0]) != int(batch.input_ids[0, 0])
+
+
 def test_a_leaking_model_is_refused_by_name_and_by_test(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IsolationError, match=r"OPTForCausalLM with attn_implementation='sdpa' does not keep .* in"):
         IsolationCheckCallback().on_train_begin(None, None, None, model=opt())
@@ -74,6 +86,5 @@ def test_the_table_is_what_the_scripts_find(model_type: str, class_name: str, re
     found = with_kernels({class_name: family("text", model_type, class_name)})[class_name]
     assert found["eager"] == result
     known = isolation_table()["families"][class_name]
-    assert {name: known.get(name) for name in ("sdpa", "eager", "with_kernel")} == {
-        name: found.get(name) for name in ("sdpa", "eager", "with_kernel")
-    }
+    names = ("sdpa", "eager", "with_kernel", "loss_logits")
+    assert {name: known.get(name) for name in names} == {name: found.get(name) for name in names}
