@@ -64,6 +64,7 @@ def main() -> None:
             options = InputOptions(inputs=["demo-out/source/data.jsonl"], tokenizer="demo-out/source/tokenizer")
             records = ViewServer(RecordsViewer(options, folder))
             server = ViewServer(Viewer(viewed, partial(viewed.encoder_or_reason, None)))
+            server.viewer.respond("/")  # the page after it has the kinds of tokens
             for each in (server, records):
                 threading.Thread(target=each.serve_forever, daemon=True).start()
             urls = {"view": server.url, "records": records.url + "&text=triangles"}

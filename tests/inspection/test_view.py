@@ -255,9 +255,11 @@ def test_long_samples_have_pages_of_tokens(text_tokenizer_dir: Path, tmp_path: P
         ({"Origin": "null"}, "Origin"),
         ({"Cookie": ""}, "token"),
         ({"Cookie": "energon-packed-1=x"}, "token"),
+        ({"Cookie": "energon-packed-PORT=x"}, "token"),
     ],
 )
 def test_foreign_requests_are_refused(server: ViewServer, headers: dict[str, str], part: str) -> None:
+    headers = {name: value.replace("PORT", str(server.server_port)) for name, value in headers.items()}
     for path in ("/", "/page.js", f"/media/image/{KEY}/0/0"):
         response, content = ask(server, path, **headers)
         assert response.status == 403
@@ -618,6 +620,7 @@ def test_hostile_keys_are_quoted(out: Path, tmp_path: Path) -> None:
         assert "<img src=x" not in text
         assert f'href="{link}#sample-0"' in text or path == link
     assert f'href="/tokens/{quote(key, safe="")}/0"' in page(viewer, link)
+    assert f'href="{link}#sample-0"' in page(viewer, link.replace("/pack/", "/tokens/") + "/0")
     assert page(viewer, f"/text?text={quote('What is')}").count(f'href="{link}#sample-') > 0
     with served(viewer) as server, Browser(tmp_path / "profile") as browser:
         browser.open(server.url)
