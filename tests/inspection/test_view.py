@@ -602,7 +602,7 @@ def test_numbers_of_a_query_that_are_none(server: ViewServer, number: str) -> No
     assert server.viewer.respond(f"/tokens/{KEY}/{value}").status == 404
 
 
-def test_hostile_keys_are_quoted(out: Path, tmp_path: Path) -> None:
+def test_hostile_keys_are_quoted(out: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
     key = "k\"'<img src=x onerror=alert(1)>&?#%41 "
     folder = tmp_path / "tars"
     folder.mkdir()
@@ -613,7 +613,8 @@ def test_hostile_keys_are_quoted(out: Path, tmp_path: Path) -> None:
                 renamed.size = member.size
                 new.addfile(renamed, old.extractfile(member))
     make_nv_meta(folder)
-    viewer = viewer_of(folder)
+    viewer = Viewer(opened := PackedFolder.open(folder), partial(opened.encoder_or_reason, tokenizer_dir))
+    viewer.respond("/")
     link = f"/pack/{quote(key, safe='')}"
     for path in ("/", link):
         text = page(viewer, path)
