@@ -74,7 +74,7 @@ def main() -> None:
                     browser.open(urls.get(page) or (folder / f"{page}.html").as_uri())
                     browser.run(_IMAGES)
                     picture = ROOT / "docs" / "images" / f"{page}-{scheme}.png"
-                    Image.open(io.BytesIO(browser.picture())).quantize(96).save(picture, optimize=True)
+                    Image.open(io.BytesIO(browser.picture())).quantize(256).save(picture, optimize=True)
                     print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1000:.0f} kB")
                 records.shutdown()
             server.shutdown()
