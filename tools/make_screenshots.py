@@ -64,6 +64,7 @@ def main() -> None:
             options = InputOptions(inputs=["demo-out/source/data.jsonl"], tokenizer="demo-out/source/tokenizer")
             records = ViewServer(RecordsViewer(options, folder))
             server = ViewServer(Viewer(viewed, partial(viewed.encoder_or_reason, None)))
+            server.viewer.respond("/")  # the page after it has the kinds of tokens
             for each in (server, records):
                 threading.Thread(target=each.serve_forever, daemon=True).start()
             urls = {"view": server.url, "records": records.url + "&text=triangles"}
@@ -73,7 +74,7 @@ def main() -> None:
                     browser.open(urls.get(page) or (folder / f"{page}.html").as_uri())
                     browser.run(_IMAGES)
                     picture = ROOT / "docs" / "images" / f"{page}-{scheme}.png"
-                    Image.open(io.BytesIO(browser.picture())).quantize(96).save(picture, optimize=True)
+                    Image.open(io.BytesIO(browser.picture())).quantize(256).save(picture, optimize=True)
                     print(f"{picture.relative_to(ROOT)}: {picture.stat().st_size / 1000:.0f} kB")
                 records.shutdown()
             server.shutdown()

@@ -255,9 +255,11 @@ def test_long_samples_have_pages_of_tokens(text_tokenizer_dir: Path, tmp_path: P
         ({"Origin": "null"}, "Origin"),
         ({"Cookie": ""}, "token"),
         ({"Cookie": "energon-packed-1=x"}, "token"),
+        ({"Cookie": "energon-packed-PORT=x"}, "token"),
     ],
 )
 def test_foreign_requests_are_refused(server: ViewServer, headers: dict[str, str], part: str) -> None:
+    headers = {name: value.replace("PORT", str(server.server_port)) for name, value in headers.items()}
     for path in ("/", "/page.js", f"/media/image/{KEY}/0/0"):
         response, content = ask(server, path, **headers)
         assert response.status == 403
@@ -600,7 +602,7 @@ def test_numbers_of_a_query_that_are_none(server: ViewServer, number: str) -> No
     assert server.viewer.respond(f"/tokens/{KEY}/{value}").status == 404
 
 
-def test_hostile_keys_are_quoted(out: Path, tmp_path: Path) -> None:
+def test_hostile_keys_are_quoted(out: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
     key = "k\"'<img src=x onerror=alert(1)>&?#%41 "
     folder = tmp_path / "tars"
     folder.mkdir()
@@ -611,13 +613,15 @@ def test_hostile_keys_are_quoted(out: Path, tmp_path: Path) -> None:
                 renamed.size = member.size
                 new.addfile(renamed, old.extractfile(member))
     make_nv_meta(folder)
-    viewer = viewer_of(folder)
+    viewer = Viewer(opened := PackedFolder.open(folder), partial(opened.encoder_or_reason, tokenizer_dir))
+    viewer.respond("/")
     link = f"/pack/{quote(key, safe='')}"
     for path in ("/", link):
         text = page(viewer, path)
         assert "<img src=x" not in text
         assert f'href="{link}#sample-0"' in text or path == link
     assert f'href="/tokens/{quote(key, safe="")}/0"' in page(viewer, link)
+    assert f'href="{link}#sample-0"' in page(viewer, link.replace("/pack/", "/tokens/") + "/0")
     assert page(viewer, f"/text?text={quote('What is')}").count(f'href="{link}#sample-') > 0
     with served(viewer) as server, Browser(tmp_path / "profile") as browser:
         browser.open(server.url)

@@ -175,6 +175,8 @@ def test_tokens_of_records_are_those_of_packs(data: Path, tokenizer_dir: Path, t
         assert page(viewer, re.findall(r'of <a href="(.*?)"', text)[0])
     for path in ("/tokens/0-0/1", "/tokens/0-1/0", "/tokens/x/0", "/tokens/1-0/0"):
         assert viewer.respond(path).status == 404
+    missing = re.findall(r'href="/record/0/(\d+)"', articles(page(viewer, "/"))[2])[0]
+    assert b"sample 0 is rejected: missing_image" in viewer.respond(f"/tokens/0-{missing}/0").content
     response = records_viewer(source, tmp_path).respond("/tokens/0-0/0")
     assert (response.status, response.content) == (500, b"error: tokens need --tokenizer\n")
     assert "/tokens/" not in page(records_viewer(source, tmp_path), "/")
