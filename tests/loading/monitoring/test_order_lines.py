@@ -373,6 +373,18 @@ def test_packs_that_the_end_of_an_epoch_drops_are_not_lost(tmp_path: Path, kind:
     assert any("are lost" in problem for problem in check_order(log, LoggedData(packs)).problems)
 
 
+def test_data_with_fewer_packs_than_the_epoch_used_are_of_another_run(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("all", "fewer")]
+    for folder in folders:
+        folder.mkdir()
+    packs, fewer = energon_folder(folders[0]), energon_folder(folders[1], 3)
+    log: dict[str, Any] = {"epochs": 1, "num_workers": 0, "world_size": 2, "order_log": tmp_path / "log"}
+    for rank in range(2):
+        list(get_packed_loader(packs, epoch_end="drop", rank=rank, **log))
+    problems = check_order(tmp_path / "log", LoggedData(fewer)).problems
+    assert problems == [f"epoch 0: 9 samples are not in {fewer}. Pass the data of the run."]
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_places_that_all_ranks_have_passed_are_checked(tmp_path: Path, ahead: int) -> None:
     """A rank may be a batch ahead of the other; an item that a line does not have is lost."""
