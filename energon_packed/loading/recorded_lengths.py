@@ -2,7 +2,8 @@
 
 `pack` writes the length, the media and the pack of each sample to lengths.parquet, in the order of the input. They are
 used only if the samples and tokens of each tar are those of packing.json, with whose sizes the tars were compared when
-they were opened. A dataset that was changed by another tool, or whose file is missing, is read from its tars.
+they were opened. A dataset that was changed by another tool, or whose file is missing, is read from its tars. The file
+of another run with the same samples and tokens in each tar, copied into the folder, is not noticed.
 """
 
 from typing import NamedTuple

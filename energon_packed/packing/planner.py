@@ -223,6 +223,7 @@ def count_packs(
     lengths: Int32, capacity: int, algorithm: str, max_samples: int | None = None, multiple: int = 1
 ) -> int:
     """Number of packs of `pack_lengths`, in memory that does not grow with the number of samples."""
+    check_algorithm(algorithm)
     return _assign(lengths, capacity, algorithm, max_samples, multiple, None)
 
 
