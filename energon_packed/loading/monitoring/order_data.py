@@ -96,7 +96,7 @@ class LoggedData:
             dropped: number of items.
         """
         ids, _, _, starts = self._hashes
-        if missing.sum() <= dropped or not dropped:
+        if missing.sum() <= dropped or dropped <= 0:  # below 0 if the log has more packs than the data
             return bool(missing.sum() <= dropped)
         at = np.minimum(np.searchsorted(lost, ids), len(lost) - 1)
         of_id = np.where(lost[at] == ids, missing[at], 0)

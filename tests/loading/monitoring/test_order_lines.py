@@ -373,6 +373,15 @@ def test_packs_that_the_end_of_an_epoch_drops_are_not_lost(tmp_path: Path, kind:
     assert any("are lost" in problem for problem in check_order(log, LoggedData(packs)).problems)
 
 
+def test_a_log_may_have_more_packs_than_the_data(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    used, data, log = energon_folder(tmp_path / "a", 20), energon_folder(tmp_path / "b", 12), tmp_path / "log"
+    list(get_packed_loader(used, epochs=1, num_workers=0, epoch_end="drop", rank=0, world_size=1, order_log=log))
+    [problem] = check_order(log, LoggedData(data)).problems
+    assert "8 samples are not in" in problem
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_places_that_all_ranks_have_passed_are_checked(tmp_path: Path, ahead: int) -> None:
     """A rank may be a batch ahead of the other; an item that a line does not have is lost."""
