@@ -377,7 +377,9 @@ def test_a_log_may_have_more_packs_than_the_data(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
     used, data, log = energon_folder(tmp_path / "a", 20), energon_folder(tmp_path / "b", 12), tmp_path / "log"
-    list(get_packed_loader(used, epochs=1, num_workers=0, epoch_end="drop", rank=0, world_size=1, order_log=log))
+    for rank in range(2):
+        place: dict[str, Any] = {"rank": rank, "world_size": 2, "order_log": log}
+        list(get_packed_loader(used, epochs=1, num_workers=0, epoch_end="drop", **place))
     [problem] = check_order(log, LoggedData(data)).problems
     assert "8 samples are not in" in problem
 
