@@ -183,7 +183,7 @@ PLACES = {
     "RecordsViewer": "inspection.viewer.records:RecordsViewer",
     "records_pages": "inspection.viewer.records",
     "packs_pages": "inspection.viewer.packs",
-    "run_reports": "inspection.run_reports",
+    "run_reports": "pipeline.run_reports",
     "HeaderReader": "inspection.viewer.records:HeaderReader",
     "InputOptions": "pipeline.options:InputOptions",
     "view_command": "cli.commands.view",

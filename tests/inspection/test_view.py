@@ -563,7 +563,12 @@ def test_a_wrong_tokenizer_is_one_line(out: Path, tokenizer_dir: Path, tmp_path:
     assert f"{tmp_path / 'none'} is not a folder" in str(missing.exception or missing.output)
     other = shutil.copytree(tokenizer_dir, tmp_path / "other")
     (other / "chat_template.jinja").write_text("{{ messages }}")
-    for name, problem in ((other, "must be those that"), (tmp_path, "has no tokenizer.json")):
+    damaged = shutil.copytree(tokenizer_dir, tmp_path / "damaged")
+    (damaged / "chat_template.jinja").write_text("{% damaged")
+    linked = shutil.copytree(tokenizer_dir, tmp_path / "linked")
+    (linked / "link").symlink_to("removed")
+    for name, problem in ((other, "must be those that"), (tmp_path, "has no tokenizer.json"),
+                          (damaged, "is not valid Jinja"), (linked, "No such file")):  # fmt: skip
         viewer = view_command._pages((str(out),), {"tokenizer": name}, Path("unused"))
         page(viewer, "/")
         text = page(viewer, "/")

@@ -3,6 +3,7 @@
 import html
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from energon_packed import pack
+from energon_packed import TemplateError, pack
 from tests.audio import signal as sound
 from tests.audio import write
 from tests.browser import Browser
@@ -65,6 +66,13 @@ def records_viewer(data: Path, tmp_path: Path, **options: Any) -> RecordsViewer:
 
 def articles(text: str) -> list[str]:
     return re.split(r"<article>\n<p><a", text)[1:]
+
+
+def test_a_tokenizer_that_cannot_be_loaded_ends_the_command(data: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(tokenizer_dir, tmp_path / "damaged")
+    (damaged / "chat_template.jinja").write_text("{% damaged")
+    with pytest.raises(TemplateError, match="is not valid Jinja"):
+        records_viewer(data, tmp_path, tokenizer=damaged)
 
 
 def test_records_show_format_place_media_and_rejects(data: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from energon_packed.cli.options import (
 )
 from energon_packed.cli.terminal import echo
 from energon_packed.encoding import ChatEncoder
-from energon_packed.errors import ConfigError, FormatError
+from energon_packed.errors import ConfigError, EnergonPackedError, FormatError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.viewer.packs import Viewer
 from energon_packed.inspection.viewer.pages import Pages
@@ -105,7 +105,7 @@ def _encoder(folder: PackedFolder, tokenizer: Path | None) -> tuple[ChatEncoder 
     """Load the encoder of a dataset; pages show why it cannot be loaded."""
     try:
         encoder, reason = folder.encoder_or_reason(tokenizer)
-    except ConfigError as error:
+    except (EnergonPackedError, OSError) as error:  # such as a template that is not Jinja, or a broken link
         encoder, reason = None, str(error)
     return encoder, as_options(reason)
 

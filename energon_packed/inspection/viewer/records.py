@@ -6,7 +6,7 @@ rejects that a run would have. Some records are read at a time, from an address 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -84,16 +84,14 @@ class RecordsViewer(Pages):
 
         Raises:
             SourceError: an input cannot be read.
+            ConfigError, TemplateError: the encoder cannot be loaded.
         """
         super().__init__(", ".join(dict.fromkeys("/".join(source.path) for source in options.source_configs)))
         self._reader = open_reader(options, work_dir)
         self._measurer = Measurer(reader=self._reader, encoder=options.encoder_loader, check_media=options.image_check)
+        encoder = options.encoder_loader.load()  # the first page needs it, and its errors end the command
+        self._encoder = None if isinstance(encoder, HeaderReader) else encoder
         self._record = lru_cache(_CACHED)(self._read)
-
-    @cached_property
-    def _encoder(self) -> Processor | None:
-        encoder = self._measurer.encoder.load()
-        return None if isinstance(encoder, HeaderReader) else encoder
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
         """Answer with a page."""
