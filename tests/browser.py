@@ -30,7 +30,8 @@ class Browser:
         program = next(filter(None, map(shutil.which, NAMES)), None)
         assert program is not None, "Chromium is missing. Run `make chromium` as root, or install it."
         self.log: list[str] = []
-        self._number, self._session, self._loaded = 0, "", False
+        self._number, self._session = 0, ""
+        self._loads = set[str]()  # pages that are loaded
         read, self._commands = os.pipe()
         self._answers, write = os.pipe()
         # The browser reads commands from file descriptor 3 and writes answers to 4.
@@ -49,6 +50,7 @@ class Browser:
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
 
     def __enter__(self) -> Self:
         return self
@@ -83,10 +85,9 @@ class Browser:
     def open(self, url: str) -> None:
         """Open a page, and wait until it is loaded."""
         self.log.clear()
-        self._loaded = False
         answer = self.call("Page.navigate", url=url)
         assert "errorText" not in answer, (url, answer)
-        while not self._loaded:
+        while answer["loaderId"] not in self._loads:  # a page before it may still be loading
             self._receive()
 
     def run(self, script: str) -> Any:
@@ -108,8 +109,8 @@ class Browser:
         answer: dict[str, Any] = json.loads(message)
         values = answer.get("params", {})
         match answer.get("method"):
-            case "Page.loadEventFired":
-                self._loaded = True
+            case "Page.lifecycleEvent" if values["name"] == "load":
+                self._loads.add(values["loaderId"])
             case "Runtime.consoleAPICalled":
                 self.log.append(" ".join(str(value.get("value", value)) for value in values["args"]))
             case "Runtime.exceptionThrown":
