@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 from click.testing import Result
 
-from energon_packed import PackOptions, RejectLimitError
+from energon_packed import ConfigError, PackOptions, RejectLimitError
 from tests.conftest import Packer
 from tests.internals import LengthsOptions, compare, dry_run, histogram, percentiles, recommend, survey_lengths
 from tests.printed import invoke
@@ -184,3 +184,8 @@ def test_a_reject_rate_above_the_limit_ends_lengths_and_a_dry_run_as_it_ends_pac
     assert "recommended: --seq-len 2048" in shown.output
     assert len(report.read_text().splitlines()) == 90
     assert invoke("pack", *packing, "--dry-run", "--max-reject-rate", 0.1).exit_code == 0
+
+
+def test_an_unknown_algorithm_is_named() -> None:
+    with pytest.raises(ConfigError, match="'nonsense'"):
+        compare(np.ones(3, dtype=np.int32), [4], records=3, algorithm="nonsense")

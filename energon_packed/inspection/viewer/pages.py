@@ -125,13 +125,31 @@ class Pages(ABC):
         )  # fmt: skip
         return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
 
-    def tokens(self, rows: Sequence[TokenRow], query: Mapping[str, str], **values: Any) -> Response:
-        """Render the page of the tokens of a sample, some at a time."""
+    def tokens(
+        self,
+        rows: Sequence[TokenRow],
+        query: Mapping[str, str],
+        *,
+        key: str,
+        sample: int,
+        ident: str | None,
+        link: str,
+    ) -> Response:
+        """Render the page of the tokens of a sample, some at a time.
+
+        Args:
+            rows: all tokens.
+            query: has the page.
+            key, sample: name of the pack or record, and index of the sample in it.
+            ident: id of the sample.
+            link: address of the pack or record.
+        """
         pages = max(1, -(-len(rows) // _TOKENS))
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
-        values |= {"count": len(rows), "page": page, "pages": pages}
-        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **values)
+        named = {"key": key, "sample": sample, "ident": ident, "link": link}
+        counts = {"count": len(rows), "page": page, "pages": pages}
+        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
 
     def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
         """Add the URLs of all media of a pack.

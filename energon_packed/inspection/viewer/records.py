@@ -163,8 +163,8 @@ class RecordsViewer(Pages):
         if isinstance(encoded, Reject):
             raise NotFoundError(f"sample {index} is rejected: {encoded}")
         [place] = self._places(int(_place(key)[0]), [(row,)])
-        values = {"key": place, "link": f"{self.base}/record/{key.replace('-', '/')}", "ident": encoded.id}
-        return self.tokens(sample_rows([encoded], self._encoder), query, sample=index, **values)
+        rows, link = sample_rows([encoded], self._encoder), f"{self.base}/record/{key.replace('-', '/')}"
+        return self.tokens(rows, query, key=place, sample=index, ident=encoded.id, link=link)
 
     def _matching(self, source: int, rows: Sequence[SourceRecord], query: Mapping[str, str]) -> list[Any]:
         """Measure the records that have the text, and select those with the status, media and length."""

@@ -181,7 +181,7 @@ class Process:
                 except TypeError:  # an entry is missing or unknown
                     raise _damage(self.file, number) from None
                 count = len(line.ids or ())
-                if len(line.sources) == 1 != count:
+                if len(line.sources) == 1 and count != 1:
                     line = line._replace(sources=[*line.sources] * count)
                 if len(line.sources) != count:
                     raise _damage(self.file, number)
