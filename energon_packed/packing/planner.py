@@ -379,10 +379,9 @@ def _longest_first(
                 ordered = _sorted(cost_of(part), capacity, size)
             own = np.arange(len(lengths)) if is_sorted else np.searchsorted(-lengths, -ordered.lengths)
             of_run = np.diff(ordered.starts, append=len(ordered.samples))
-            number = np.arange(len(ordered.samples)) + np.repeat(following[own] - ordered.starts, of_run)
-            following[own] += of_run
             out.pack[part] = -1
-            out.pack[part][ordered.samples], out.place[part][ordered.samples] = places.find(number)
+            out.pack[part][ordered.samples], out.place[part][ordered.samples] = places.find(following[own], of_run)
+            following[own] += of_run
     return packs
 
 
@@ -564,16 +563,29 @@ class _Places:
         np.subtract.at(sizes, lowest + self._count, share)
         _accumulate(sizes)
 
-    def find(self, number: Int64) -> tuple[Int64, Int64]:
-        """Pack and place in the pack of samples with these numbers in the order of the steps."""
-        own = np.searchsorted(self._ends, number, side="right")
-        share = self._share[own]
-        place = number - self._starts[own]
+    def find(self, first: Int64, counts: Int64) -> tuple[Int64, Int64]:
+        """Pack and place in the pack of consecutive samples, in the order of the steps.
+
+        Args:
+            first, counts: int64 (r,), number of the first sample, and how many, at least one.
+        """
+        # A part of a run is in one step: what samples of a part share is found once.
+        last = first + counts
+        step = np.searchsorted(self._ends, first, side="right")
+        parts = np.searchsorted(self._ends, last - 1, side="right") - step + 1
+        run = np.repeat(np.arange(len(first)), parts)
+        step = np.arange(len(run)) + (step - np.cumsum(parts) + parts)[run]
+        start = np.maximum(first[run], self._starts[step])
+        sizes = np.minimum(last[run], self._ends[step]) - start
+
+        place = np.repeat(start - self._starts[step] - np.cumsum(sizes) + sizes, sizes)
+        place += np.arange(len(place))
+        share = np.repeat(self._share[step], sizes)
         pack = place // share
         place -= pack * share
-        place += self._before[own]
-        pack *= self._step[own]
-        pack += self._first[own]
+        place += np.repeat(self._before[step], sizes)
+        pack *= np.repeat(self._step[step], sizes)
+        pack += np.repeat(self._first[step], sizes)
         return pack, place
 
 
