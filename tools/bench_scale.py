@@ -7,8 +7,10 @@ shards    5,000 shards of small packs: verify, nv-meta and the loaders
 members   tars with 200,000 members: inspect, nv-meta, and `pack` of a tar in parallel
 driver    the driver of `pack` with a table of 10 million synthetic records of text: memory of each step. Anonymous
           memory is needed; pages of mapped files leave the memory if other data needs it
-plan      plan_counts of a million to a billion lognormal lengths, pack_lengths of 10 million, and the packs of nodes
-          that plan on their own against those of one plan
+plan      a million to a billion lognormal lengths: plan_counts, and the places of all samples from lengths in a file
+          to arrays in files (17 GB for a billion), against reading the file twice from the disk and against
+          numpy.argsort; pack_lengths of 10 million; and the packs of nodes that plan on their own against those of one
+          plan
 training  1, 10 and 100 million packs, links to one tar of 10,000 packs: first batch, resume and memory of a process;
           and `order check` of an epoch of a million and 10 million packs, each of one sample
 view      the server of `view` for 10 million records in 5,000 shards, hard links of a shard: pages and memory
@@ -36,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
@@ -186,6 +189,46 @@ plan = Plan(
 columns = [*[getattr(table, name) for name in IN_REFS], *tokens.columns]
 read = step("columns", lambda: in_order(plan, columns))
 step("tasks", lambda: [read(shard.span, column).sum() for shard in shards for column in columns])
+"""
+)
+
+
+# Places of all samples of a file of int32: seconds to read it twice from the disk; wall and CPU seconds of `assign`;
+# its anonymous memory and that of the process before it, in MiB; packs.
+_ASSIGN = (
+    _HEAD
+    + """
+import os, threading
+from functools import partial
+from pathlib import Path
+import numpy as np
+from energon_packed.files import disk_array
+from energon_packed.packing.planner import assign
+
+def memory():
+    return int(next(line for line in open("/proc/self/status") if line.startswith("RssAnon")).split()[1]) / 1024
+
+def watch():
+    global peak
+    while True:
+        peak = max(peak, memory())
+        time.sleep(0.005)
+
+file = os.open(sys.argv[1], os.O_RDONLY)
+start = time.perf_counter()
+for _ in range(2):
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(file, 0, 0)
+    while os.read(file, 1 << 24):
+        pass
+read = time.perf_counter() - start
+peak = before = memory()
+threading.Thread(target=watch, daemon=True).start()
+wall, cpu = time.perf_counter(), time.process_time()
+out = assign(
+    np.memmap(sys.argv[1], dtype=np.int32, mode="r"), 4096, "bfd", empty=partial(disk_array, Path(sys.argv[1]).parent)
+)
+print(read, time.perf_counter() - wall, time.process_time() - cpu, peak, before, len(out.sizes))
 """
 )
 
@@ -349,8 +392,8 @@ def run_driver(report: Report, work: Path, count: int) -> None:
         report.add(f"{label}: with mapped files", mapped, "B/record")
 
 
-def run_plan(report: Report) -> None:
-    """Report the CPU time of plans of counts and of 10 million lengths, and the packs of separate plans."""
+def run_plan(report: Report, work: Path) -> None:
+    """Report plans of counts, of lengths in files and in memory, and the packs of separate plans."""
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(5.3, 0.8, 10_000_000), 1, 4096).astype(np.int32)
     counts = np.bincount(lengths, minlength=4097)
@@ -360,6 +403,8 @@ def run_plan(report: Report) -> None:
         spent = time.process_time() - start
         label = f"{int(counts.sum() * factor):,} lengths: plan_counts"
         report.add(f"{label}: CPU time", spent, "s", packs=plan.num_packs, utilization=plan.utilization)
+    for count in (10**6, 10**7, 10**8, 10**9):
+        run_assign(report, work, lengths, count)
     start = time.process_time()
     packs = pack_lengths(lengths, 4096).num_packs
     report.add(f"{len(lengths):,} lengths: pack_lengths: CPU time", time.process_time() - start, "s", packs=packs)
@@ -379,6 +424,33 @@ def run_plan(report: Report) -> None:
             report.add(
                 f"{nodes} nodes, {name}: more packs than one plan", 100 * (packs / joined - 1), "%", packs=packs
             )
+
+
+def run_assign(report: Report, work: Path, lengths: npt.NDArray[np.int32], count: int) -> None:
+    """Report the places of `count` samples with lengths in a file, in an order of their own for each 10 million."""
+    path, rng, total = work / f"lengths-{count}", np.random.default_rng(count), np.zeros(4097, dtype=np.int64)
+    with path.open("wb") as file:
+        for first in range(0, count, len(lengths)):
+            part = rng.permutation(lengths)[: count - first]
+            total += np.bincount(part, minlength=4097)
+            part.tofile(file)
+        file.flush()
+        os.fsync(file.fileno())  # only then its pages can leave the memory
+    read, wall, cpu, peak, before, packs = map(float, usage([sys.executable, "-c", _ASSIGN, str(path)]).output.split())
+    plan = plan_counts(total, 4096)
+    if packs != plan.num_packs:
+        raise AssertionError(f"{packs} packs, and {plan.num_packs} of plan_counts")
+    label = f"{count:,} lengths in a file: places"
+    report.add(f"{label}: wall time / reading twice", wall / read, "", "<= 10", wall=wall, cpu=cpu, read_twice=read)
+    report.add(
+        f"{label}: anonymous memory", peak - before, "MiB", start=before, packs=packs, utilization=plan.utilization
+    )
+    if count <= 10**8:
+        array = np.fromfile(path, dtype=np.int32)
+        start = time.process_time()
+        np.argsort(array)
+        report.add(f"{label}: CPU time / numpy.argsort", cpu / (time.process_time() - start), "")
+    path.unlink()
 
 
 def simulated(work: Path, count: int) -> Path:
@@ -526,7 +598,7 @@ def main() -> None:
     if "driver" in options.parts:
         run_driver(report, work, 10 * options.records)
     if "plan" in options.parts:
-        run_plan(report)
+        run_plan(report, work)
     if "training" in options.parts:
         run_training(report, work)
     if "view" in options.parts:
