@@ -506,10 +506,12 @@ def run_training(report: Report, work: Path) -> None:
             if name == "BalancedSampler" and count > _BALANCED:
                 continue
             first, memory, *resumed = map(float, usage([sys.executable, "-c", _TRAINING, folder, name]).output.split())
-            report.add(f"{count:,} packs: {name}: first batch", first, "s", "<= 5" if name == "DataflowLoader" else "")
+            report.add(
+                f"{count:,} packs: {name}: first batch", first, "s", "<= 5" if name != "BalancedSampler" else ""
+            )
             for seconds in resumed:
                 report.add(
-                    f"{count:,} packs: {name}: resume", seconds, "s", "<= 5" if name == "DataflowLoader" else ""
+                    f"{count:,} packs: {name}: resume", seconds, "s", "<= 5" if name != "BalancedSampler" else ""
                 )
             report.add(f"{count:,} packs: {name}: memory of a process", memory, "MiB")
         shutil.rmtree(folder)

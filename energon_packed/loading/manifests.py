@@ -209,14 +209,14 @@ class OpenedSplits(OpenedFiles):
         splits: datasets of the loader.
 
     Attributes:
-        folders: the dataset folders, with `.nv-meta`.
+        splits: as given.
 
     Raises:
         FormatError: a tar is missing.
     """
 
     def __init__(self, splits: Sequence[LoadedSplit]) -> None:
-        self.folders = [split.path for split in splits]
+        self.splits = splits
         digests: dict[Path, str] = {}
         tars: dict[Path, None] = {}
         for split in splits:
@@ -225,7 +225,7 @@ class OpenedSplits(OpenedFiles):
             tars |= dict.fromkeys(folder / name for name in split.listed.shards(split.split))
         super().__init__(tars, digests)
         self._tars: dict[tuple[Any, str], Path] = {}
-        self._urls = {energon_url(folder): folder for folder in self.folders if is_remote(folder)}
+        self._urls = {energon_url(split.path): split.path for split in splits if is_remote(split.path)}
         self._readers: dict[tuple[Any, ...], ShardReader] = {}
 
     def reader(self, url: str, names: Sequence[str]) -> ShardReader | None:

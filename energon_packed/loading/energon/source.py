@@ -19,7 +19,6 @@ from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META
-from energon_packed.shards import PackingManifest
 from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
 from energon_packed.storage import as_path, energon_url
 
@@ -118,15 +117,14 @@ class EnergonSource:
             ) from error
 
     def _check_indexed(self) -> None:
-        for folder in self.opened.folders:
-            meta = folder / NV_META
+        for split in self.opened.splits:
+            meta = split.path / NV_META
             if not ((meta / ".info.json").is_file() or (meta / OLD_INFO).is_file()):
                 raise FormatError(
-                    f"{folder} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
+                    f"{split.path} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
                 )
 
     def _needs_crude(self) -> bool:
         """Return whether dataset.yaml names a sample class of another package, so that `cook_pack` reads the parts."""
-        path = as_path(self.path)
-        manifest = None if path.is_file() else PackingManifest.load_if_there(path)
+        manifest = None if as_path(self.path).is_file() else self.opened.splits[0].manifest
         return manifest is not None and manifest.dataset_module is not None
