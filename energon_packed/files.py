@@ -9,7 +9,6 @@ visible                             strings that cannot control the terminal
 atomic_path, atomic_write, move     a file has its old content or all of its new content, at every moment
 remove_tree                         deletes a folder
 disk_array, DiskList                arrays that may be larger than the memory
-blocks, common_ranges               their parts, which are handled one after the other
 Streams                             open files of a reader, limited in number
 """
 
@@ -28,7 +27,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
@@ -36,6 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.libraries import calls
 from energon_packed.storage import RemotePath, RemoteReader
@@ -47,7 +47,6 @@ _MOST_FLAT = 1000  # columns and brackets of a YAML file that libyaml reads
 _MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
 _MOST_BRACES = 16  # in one pattern
 _IN_MEMORY = 1 << 20  # bytes of an array that needs no file
-_BLOCK = 1 << 18  # entries of an array that are handled at a time
 _WAITING = 1 << 13  # numbers of a `DiskList` that are not yet in its array
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
@@ -509,12 +508,6 @@ def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDA
         raise OSError(error.errno, f"{error.strerror} for {format_bytes(size)}", place) from error
 
 
-def blocks(count: int) -> Iterator[slice]:
-    """Yield ranges of the entries of an array that is not handled as a whole, so that temporary arrays are small."""
-    for first in range(0, count, _BLOCK):
-        yield slice(first, min(first + _BLOCK, count))
-
-
 class DiskList:
     """Numbers that are appended to an array in the folder of temporary files: memory does not grow with their number.
 
@@ -577,14 +570,6 @@ class DiskList:
         self._count = stop
         if numbers is self._waiting:
             self._waiting = array(self._array.dtype.char)
-
-
-def common_ranges(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of two sorted arrays with the numbers of the same range, so that temporary arrays are small."""
-    limits = np.unique((first if len(first) > len(second) else second)[_BLOCK::_BLOCK])
-    ends = [[0, *np.searchsorted(numbers, limits).tolist(), len(numbers)] for numbers in (first, second)]
-    for (start, stop), (other, end) in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
-        yield first[start:stop], second[other:end]
 
 
 def error_of_path(error: OSError, path: Path) -> OSError:

@@ -35,6 +35,7 @@ PLACES = {
     "computes_target_logits": "integrations.transformers.target_logits:computes_target_logits",
     "loss_in_pieces": "integrations.transformers.model_loss:loss_in_pieces",
     "with_extra": "loading.collation.collator:with_extra",
+    "arrays": "arrays",
     "files": "files",
     "placing": "packing.placing",
     "planner": "packing.planner",

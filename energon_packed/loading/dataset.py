@@ -18,11 +18,12 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.audio.audio_file import resampled_length
 from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
-from energon_packed.files import blocks, disk_array
+from energon_packed.files import disk_array
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.audios import is_audio_part

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError, Reason
-from energon_packed.files import blocks
 from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.options import RejectOptions
 from energon_packed.pipeline.reader import RecordReader

@@ -21,9 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import Fragments, fragment_id
 from energon_packed.errors import TOO_LONG, Reason
-from energon_packed.files import atomic_path, blocks
+from energon_packed.files import atomic_path
 from energon_packed.pipeline.chunks import (
     FRAGMENT,
     SPLIT,

@@ -17,9 +17,9 @@ from typing import Literal, Unpack
 import numpy as np
 import pyarrow as pa
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder, Processor
 from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
-from energon_packed.files import blocks
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from energon_packed import pack
-from tests.internals import compare, files, plan_stage, planner
+from tests.internals import arrays, compare, files, plan_stage, planner
 from tests.pipeline.test_planning import Characters, options_of, table_of
 
 
@@ -26,7 +26,7 @@ from tests.pipeline.test_planning import Characters, options_of, table_of
 def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_IN_MEMORY", 1)
     for module, name, size in (
-        (files, "_BLOCK", 3),
+        (arrays, "_BLOCK", 3),
         (planner, "_BLOCK", 4),
         (plan_stage, "_BUCKET", 5),
     ):
@@ -37,7 +37,7 @@ def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also arrays of few entries are files, and blocks are short."""
     monkeypatch.setattr(files, "_IN_MEMORY", 1)
-    for module, name in ((files, "_BLOCK"), (planner, "_BLOCK"), (plan_stage, "_BUCKET")):
+    for module, name in ((arrays, "_BLOCK"), (planner, "_BLOCK"), (plan_stage, "_BUCKET")):
         monkeypatch.setattr(module, name, 1 << 10)
 
 

@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError
-from energon_packed.files import blocks, disk_array
+from energon_packed.files import disk_array
 from energon_packed.loading.costs.flops import audio_flops, text_flops, vision_flops
 
 Int64 = npt.NDArray[np.int64]

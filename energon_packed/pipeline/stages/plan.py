@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import EncodedSample
 from energon_packed.encoding.fragments import FRAGMENT, Fragments, split_sample, text_fragments
 from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
-from energon_packed.files import blocks
 from energon_packed.packing import PackPlan
 from energon_packed.packing.planner import Assignment, assign, index_type
 from energon_packed.pipeline.chunks import (
