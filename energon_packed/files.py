@@ -23,7 +23,6 @@ import socket
 import stat
 import tempfile
 import weakref
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,7 +46,7 @@ _MOST_FLAT = 1000  # columns and brackets of a YAML file that libyaml reads
 _MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
 _MOST_BRACES = 16  # in one pattern
 _IN_MEMORY = 1 << 20  # bytes of an array that needs no file
-_WAITING = 1 << 13  # numbers of a `DiskList` that are not yet in its array
+_WAITING = 1 << 13  # integers of a `DiskList` that are not yet in its array
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _LAYOUT = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
@@ -509,37 +508,39 @@ def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDA
 
 
 class DiskList:
-    """Numbers that are appended to an array in the folder of temporary files: memory does not grow with their number.
+    """Values that are appended to an array in a file: memory does not grow with their number.
 
     Args:
-        dtype: integers of 4 or 8 bytes.
+        dtype: of the array.
+        folder: as for `disk_array`.
     """
 
-    def __init__(self, dtype: npt.DTypeLike) -> None:
+    def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
         self._array = np.zeros(0, dtype=dtype)
+        self._folder = folder
         self._count = self._sorted = 0
-        self._waiting = array(self._array.dtype.char)
+        self._waiting: list[int] = []
 
     def __len__(self) -> int:
         return self._count + len(self._waiting)
 
-    def extend(self, numbers: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append numbers.
+    def extend(self, values: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append values; of a structured dtype, an array.
 
         Raises:
             OSError: as `disk_array`.
         """
-        if isinstance(numbers, np.ndarray):
+        if isinstance(values, np.ndarray):
             self._store(self._waiting)
-            self._store(numbers)
+            self._store(values)
         else:
-            self._waiting.extend(numbers)
+            self._waiting.extend(values)
             if len(self._waiting) >= _WAITING:
                 self._store(self._waiting)
 
     @property
     def values(self) -> npt.NDArray[Any]:
-        """The array, shape (n,), until numbers are appended."""
+        """The array, shape (n,), until values are appended."""
         self._store(self._waiting)
         return self._array[: self._count]
 
@@ -560,16 +561,17 @@ class DiskList:
             found.append(np.unique(own[1:][own[1:] == own[:-1]]))
         return np.unique(np.concatenate(found))
 
-    def _store(self, numbers: "array[int] | npt.NDArray[Any]") -> None:
-        stop = self._count + len(numbers)
+    def _store(self, values: list[int] | npt.NDArray[Any]) -> None:
+        stop = self._count + len(values)
         if stop > len(self._array):
-            grown = disk_array(None, max(stop, 2 * len(self._array)), self._array.dtype)
+            grown = disk_array(self._folder, max(stop, 2 * len(self._array)), self._array.dtype)
             grown[: self._count] = self._array[: self._count]
             self._array = grown
-        self._array[self._count : stop] = numbers
+        if len(values):
+            self._array[self._count : stop] = values
         self._count = stop
-        if numbers is self._waiting:
-            self._waiting = array(self._array.dtype.char)
+        if values is self._waiting:
+            self._waiting = []
 
 
 def error_of_path(error: OSError, path: Path) -> OSError:
