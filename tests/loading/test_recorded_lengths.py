@@ -17,6 +17,7 @@ from energon_packed import BalancedSampler, ChatEncoder, PackedDataset, pack
 from tests.conftest import Packer
 from tests.internals import arrays, dataset_loading, files
 from tests.pipeline.test_planning import Characters
+from tests.processes import run_python
 
 Table = Callable[[pa.Table], pa.Table]
 
@@ -171,3 +172,32 @@ def test_memory_does_not_grow_with_the_packs(tmp_path: Path, monkeypatch: pytest
         finally:
             tracemalloc.stop()
     assert peaks[2] - peaks[1] < 50_000
+
+
+_ROWS_OF_A_BLEND = """
+import os, resource, sys
+from energon_packed import PackedDataset
+from tests.internals import files
+from tests.pipeline.test_planning import Characters
+
+files._IN_MEMORY = 1
+data = PackedDataset(sys.argv[1], Characters())
+used = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, used + 30))
+print(int(data.lengths.sum()), int(data.row_sizes().tokens.sum()))
+"""
+
+
+def test_descriptors_do_not_grow_with_the_datasets(tmp_path: Path) -> None:
+    """Arrays of all packs are in files, of which a process may open few."""
+    shards = packed(tmp_path)
+    tokens = int(PackedDataset(shards, Characters()).lengths.sum())
+    blend = [{"path": f"copy-{number}/webdataset", "repetitions": 1} for number in range(40)]
+    for member in blend:
+        copy = tmp_path / str(member["path"])
+        shutil.copytree(shards.parent, copy.parent, copy_function=os.link, ignore=shutil.ignore_patterns(".work"))
+    recipe = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    file = tmp_path / "blend.yaml"
+    file.write_text(json.dumps(recipe | {"splits": {"train": {"blend_epochized": blend}}}))
+    done = run_python(_ROWS_OF_A_BLEND, file)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{40 * tokens} {40 * tokens}\n", "")
