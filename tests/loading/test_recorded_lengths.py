@@ -117,6 +117,8 @@ def first(table: pa.Table) -> int:
         pytest.param(with_value("pack", "other_00000001"), id="another key"),
         pytest.param(with_value("pack", "another dataset"), id="not a key"),
         pytest.param(lambda table: table.drop_columns("pack"), id="no packs"),
+        pytest.param(lambda table: table.replace_schema_metadata({"fingerprint": "0"}), id="another run"),
+        pytest.param(lambda table: table.replace_schema_metadata(), id="no fingerprint"),
     ],
 )
 def test_other_tables_are_not_used(tmp_path: Path, read: list[int], change: Table) -> None:
@@ -163,7 +165,8 @@ def test_memory_does_not_grow_with_the_packs(tmp_path: Path, monkeypatch: pytest
         (nv_meta / ".info.json").write_text(json.dumps({**info, "shard_counts": {tar.name: count}}))
         keys = [f"out_{number:08d}" for number in range(count)]
         table = {"pack": keys, "length": pa.array([7] * count, pa.int32()), "num_images": [0] * count}
-        pq.write_table(pa.table(table), shards.parent / "lengths.parquet", row_group_size=10_000)
+        metadata = {"fingerprint": recorded["fingerprint"]}
+        pq.write_table(pa.table(table, metadata=metadata), shards.parent / "lengths.parquet", row_group_size=10_000)
         del keys, table
         tracemalloc.start()
         try:
