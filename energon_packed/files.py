@@ -490,7 +490,7 @@ def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDA
         count, dtype: entries of the array.
 
     Raises:
-        OSError: the file cannot be made, or the disk is full.
+        OSError: the file cannot be made, or the disk is full; the message has the size, and names TMPDIR if it is used.
     """
     size = count * np.dtype(dtype).itemsize
     if size < _IN_MEMORY:
@@ -503,8 +503,10 @@ def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDA
                 file.truncate(size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)
     except OSError as error:
-        place = str(folder or tempfile.gettempdir())
-        raise OSError(error.errno, f"{error.strerror} for {format_bytes(size)}", place) from error
+        need = f"{error.strerror} for {format_bytes(size)}"
+        if folder is None:
+            need += " of temporary files, whose folder TMPDIR sets"
+        raise OSError(error.errno, need, str(folder or tempfile.tempdir or "TMPDIR")) from error
 
 
 class DiskList:

@@ -146,6 +146,7 @@ PLACES = {
     "announced": "system:announced",
     "call_in_child": "system:call_in_child",
     "memory_limit": "system:memory_limit",
+    "described": "system:described",
     "time_limit": "encoding.template:time_limit",
     "template": "encoding.template",
     "tokenizer": "encoding.tokenizer",

@@ -6,6 +6,7 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ import numpy as np
 import pytest
 
 from energon_packed import Reason, Reject, pack
-from tests.internals import arrays, compare, files, plan_stage, planner, rejects, text_fragments
+from tests.internals import arrays, compare, described, files, plan_stage, planner, rejects, text_fragments
 from tests.pipeline.test_planning import Characters, options_of, table_of
 
 
@@ -134,6 +135,37 @@ def test_a_full_disk_is_an_error_before_anything_is_written(
     with pytest.raises(OSError, match=r"No space left on device for 32 B.*measure-") as caught:
         pack(texts(tmp_path, [2, 3, 4]), output_dir=tmp_path / "out", encoder=Characters(), seq_len=40)
     assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free some space, or use a folder on another disk, "), (errno.EROFS, "use a folder that can be")],
+)
+def test_an_error_of_temporary_files_names_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fails)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    numbers = files.DiskList(np.int64)
+    with pytest.raises(OSError, match=r"of temporary files, whose folder TMPDIR sets") as caught:
+        numbers.extend(np.zeros(1 << 18, dtype=np.int64))
+    line = f"{tmp_path}: {os.strerror(number)} for 2.0 MiB of temporary files, whose folder TMPDIR sets; {remedy}"
+    assert described(caught.value).startswith(line)
+
+
+def test_a_process_without_a_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tries TMPDIR, and then others."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/absent", "/proc"])
+    with pytest.raises(OSError, match="No usable temporary directory found in") as caught:
+        files.disk_array(None, 1 << 18, np.int64)
+    assert described(caught.value) == (
+        "TMPDIR: No usable temporary directory found in ['/absent', '/proc'] for 2.0 MiB of temporary files, whose "
+        "folder TMPDIR sets"
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
