@@ -490,7 +490,7 @@ def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDA
         count, dtype: entries of the array.
 
     Raises:
-        OSError: the file cannot be made, or the disk is full; the message has the size, and names TMPDIR if it is used.
+        OSError: the file cannot be made, or the disk is full; the message has its size, and TMPDIR if that is used.
     """
     size = count * np.dtype(dtype).itemsize
     if size < _IN_MEMORY:
