@@ -66,7 +66,7 @@ class Details(Mapping[int, str]):
     """Details of records that are rejected after they were measured, by index of the record.
 
     They are in files, so that memory does not grow with their number: the text of each and its size, and for each
-    record where its text ends, 0 without a text.
+    record the end of its text, 0 without a text.
 
     Args:
         records: number of records.
