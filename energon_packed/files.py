@@ -9,7 +9,6 @@ visible                             strings that cannot control the terminal
 atomic_path, atomic_write, move     a file has its old content or all of its new content, at every moment
 remove_tree                         deletes a folder
 disk_array, DiskList                arrays that may be larger than the memory
-blocks, common_ranges               their parts, which are handled one after the other
 Streams                             open files of a reader, limited in number
 """
 
@@ -24,11 +23,10 @@ import socket
 import stat
 import tempfile
 import weakref
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, TypeVar
 
@@ -36,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.libraries import calls
 from energon_packed.storage import RemotePath, RemoteReader
@@ -47,8 +46,7 @@ _MOST_FLAT = 1000  # columns and brackets of a YAML file that libyaml reads
 _MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
 _MOST_BRACES = 16  # in one pattern
 _IN_MEMORY = 1 << 20  # bytes of an array that needs no file
-_BLOCK = 1 << 18  # entries of an array that are handled at a time
-_WAITING = 1 << 13  # numbers of a `DiskList` that are not yet in its array
+_WAITING = 1 << 13  # integers of a `DiskList` that are not yet in its array
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 _RANGE = re.compile(r"\{(-?\d+)\.\.(-?\d+)")
 _LAYOUT = "\n\t\xa0\u3000\u200c\u200d"  # white space, and the joiners of scripts and emoji
@@ -492,7 +490,7 @@ def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDA
         count, dtype: entries of the array.
 
     Raises:
-        OSError: the file cannot be made, or the disk is full.
+        OSError: the file cannot be made, or the disk is full; the message has its size, and TMPDIR if that is used.
     """
     size = count * np.dtype(dtype).itemsize
     if size < _IN_MEMORY:
@@ -505,48 +503,46 @@ def disk_array(folder: Path | None, count: int, dtype: npt.DTypeLike) -> npt.NDA
                 file.truncate(size)
             return np.frombuffer(mmap.mmap(file.fileno(), size), dtype=dtype)
     except OSError as error:
-        place = str(folder or tempfile.gettempdir())
-        raise OSError(error.errno, f"{error.strerror} for {format_bytes(size)}", place) from error
-
-
-def blocks(count: int) -> Iterator[slice]:
-    """Yield ranges of the entries of an array that is not handled as a whole, so that temporary arrays are small."""
-    for first in range(0, count, _BLOCK):
-        yield slice(first, min(first + _BLOCK, count))
+        need = f"{error.strerror} for {format_bytes(size)}"
+        if folder is None:
+            need += " of temporary files, whose folder TMPDIR sets"
+        raise OSError(error.errno, need, str(folder or tempfile.tempdir or "TMPDIR")) from error
 
 
 class DiskList:
-    """Numbers that are appended to an array in the folder of temporary files: memory does not grow with their number.
+    """Values that are appended to an array in a file: memory does not grow with their number.
 
     Args:
-        dtype: integers of 4 or 8 bytes.
+        dtype: of the array.
+        folder: as for `disk_array`.
     """
 
-    def __init__(self, dtype: npt.DTypeLike) -> None:
+    def __init__(self, dtype: npt.DTypeLike, folder: Path | None = None) -> None:
         self._array = np.zeros(0, dtype=dtype)
+        self._folder = folder
         self._count = self._sorted = 0
-        self._waiting = array(self._array.dtype.char)
+        self._waiting: list[int] = []
 
     def __len__(self) -> int:
         return self._count + len(self._waiting)
 
-    def extend(self, numbers: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append numbers.
+    def extend(self, values: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Append values; of a structured dtype, an array.
 
         Raises:
             OSError: as `disk_array`.
         """
-        if isinstance(numbers, np.ndarray):
+        if isinstance(values, np.ndarray):
             self._store(self._waiting)
-            self._store(numbers)
+            self._store(values)
         else:
-            self._waiting.extend(numbers)
+            self._waiting.extend(values)
             if len(self._waiting) >= _WAITING:
                 self._store(self._waiting)
 
     @property
     def values(self) -> npt.NDArray[Any]:
-        """The array, shape (n,), until numbers are appended."""
+        """The array, shape (n,), until values are appended."""
         self._store(self._waiting)
         return self._array[: self._count]
 
@@ -567,24 +563,17 @@ class DiskList:
             found.append(np.unique(own[1:][own[1:] == own[:-1]]))
         return np.unique(np.concatenate(found))
 
-    def _store(self, numbers: "array[int] | npt.NDArray[Any]") -> None:
-        stop = self._count + len(numbers)
+    def _store(self, values: list[int] | npt.NDArray[Any]) -> None:
+        stop = self._count + len(values)
         if stop > len(self._array):
-            grown = disk_array(None, max(stop, 2 * len(self._array)), self._array.dtype)
+            grown = disk_array(self._folder, max(stop, 2 * len(self._array)), self._array.dtype)
             grown[: self._count] = self._array[: self._count]
             self._array = grown
-        self._array[self._count : stop] = numbers
+        if len(values):
+            self._array[self._count : stop] = values
         self._count = stop
-        if numbers is self._waiting:
-            self._waiting = array(self._array.dtype.char)
-
-
-def common_ranges(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield the parts of two sorted arrays with the numbers of the same range, so that temporary arrays are small."""
-    limits = np.unique((first if len(first) > len(second) else second)[_BLOCK::_BLOCK])
-    ends = [[0, *np.searchsorted(numbers, limits).tolist(), len(numbers)] for numbers in (first, second)]
-    for (start, stop), (other, end) in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
-        yield first[start:stop], second[other:end]
+        if values is self._waiting:
+            self._waiting = []
 
 
 def error_of_path(error: OSError, path: Path) -> OSError:

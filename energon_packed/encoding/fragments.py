@@ -47,22 +47,23 @@ def fragment_id(ident: str, number: int) -> str:
     return f"{ident}#{number}"
 
 
-def text_fragments(total: int, max_length: int, overlap: int) -> Fragments:
-    """Split `total` tokens of text without images, all of them supervised.
+def text_fragments(totals: npt.NDArray[np.integer], max_length: int, overlap: int) -> Fragments:
+    """Split samples of text without images, of which every token is supervised; `record` is the index of the sample.
 
     Args:
-        total: tokens of the sample.
+        totals: integers (n,), tokens of each sample.
         max_length: tokens of a row.
         overlap: tokens that a fragment repeats from the fragment before, 1 to `max_length - 1`.
     """
     step = max_length - overlap
-    starts = np.arange(0, max(total - overlap, 1), step, dtype=np.int64)
-    found = np.zeros(len(starts), dtype=FRAGMENT)
-    found["number"] = np.arange(len(starts))
-    found["start"] = starts
-    found["stop"] = np.minimum(starts + max_length, total)
-    found["context"][1:] = overlap
-    found["total"] = total
+    counts = np.maximum(-(-(totals.astype(np.int64) - overlap) // step), 1)  # fragments of each sample
+    found = np.zeros(int(counts.sum()), dtype=FRAGMENT)
+    found["record"] = np.repeat(np.arange(len(totals)), counts)
+    found["number"] = np.arange(len(found)) - np.repeat(np.cumsum(counts) - counts, counts)
+    found["start"] = found["number"].astype(np.int64) * step
+    found["total"] = totals[found["record"]]
+    found["stop"] = np.minimum(found["start"] + max_length, found["total"])
+    found["context"] = np.where(found["number"] > 0, overlap, 0)
     found["supervised"] = found["stop"] - found["start"] - np.maximum(found["context"], 1)
     return found
 

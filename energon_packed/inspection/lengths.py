@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError
-from energon_packed.files import blocks
 from energon_packed.inspection.report import log_integer_bins
 from energon_packed.packing import plan_counts
 from energon_packed.packing.planner import count_packs

@@ -120,7 +120,7 @@ def read_sizes(
         parts.append(sizes[rng.permutation(np.resize(np.arange(len(packs)), count))])
         if folder.has_media:
             notes.append(note or measured)
-    return EpochSizes(sizes=RowSizes.joined(parts), read=read, notes=tuple(dict.fromkeys(filter(None, notes))))
+    return EpochSizes(sizes=RowSizes.joined(parts, total), read=read, notes=tuple(dict.fromkeys(filter(None, notes))))
 
 
 def expected_steps(

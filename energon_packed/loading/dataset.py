@@ -12,17 +12,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.audio.audio_file import resampled_length
 from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
-from energon_packed.files import blocks, disk_array
+from energon_packed.files import disk_array
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.audios import is_audio_part
@@ -372,8 +374,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
     @property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (N,); the first use reads the recorded lengths of every pack, and no image."""
-        lengths = [folder.lengths for folder in self._folders]
-        return self._of_epoch(np.concatenate(lengths) if len(lengths) > 1 else lengths[0])
+        return self._of_epoch(self._item_lengths)
 
     def row_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each pack of the epoch."""
@@ -382,7 +383,22 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
 
     def item_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each item; the first use reads the recorded lengths and some images."""
-        return RowSizes.joined([folder.sizes for folder in self._folders])
+        return self._item_sizes
+
+    # An array in a file has a descriptor, of which a process may have 1,024: those of a dataset are copied and closed.
+    @cached_property
+    def _item_lengths(self) -> Int64:
+        """Tokens of each item, int64 (n,)."""
+        lengths = disk_array(None, int(self._starts[-1]), np.int64)
+        for folder, (start, stop) in zip(self._folders, pairwise(self._starts.tolist()), strict=True):
+            lengths[start:stop] = folder.lengths()
+        return lengths
+
+    @cached_property
+    def _item_sizes(self) -> RowSizes:
+        if len(self._folders) == 1:
+            return self._folders[0].sizes()
+        return RowSizes.joined((folder.sizes() for folder in self._folders), int(self._starts[-1]))
 
     def _of_epoch(self, values: Int64) -> Int64:
         """Values of the items of the epoch, int64 (N,), from those of all items."""
@@ -503,12 +519,10 @@ class FolderPacks:
         shard, _, _ = self.reader.locate(pack)
         return f"{self.reader.tars[shard]}, pack {pack} of its split"
 
-    @cached_property
     def lengths(self) -> Int64:
         """Tokens of each pack, int64 (P,)."""
         return self._sums(range(len(self.reader)), 1).tokens
 
-    @cached_property
     def sizes(self) -> RowSizes:
         """Sizes that determine the cost of each pack."""
         sizes, note = self.sizes_of(range(len(self.reader)), max_with_media=_MAX_WITH_MEDIA)

@@ -1,9 +1,9 @@
 """Recorded lengths: a split of a dataset in, sums over the samples of each pack out, without reading a tar.
 
 `pack` writes the length, the media and the pack of each sample to lengths.parquet, in the order of the input. They are
-used only if the samples and tokens of each tar are those of packing.json, with whose sizes the tars were compared when
-they were opened. A dataset that was changed by another tool, or whose file is missing, is read from its tars. The file
-of another run with the same samples and tokens in each tar, copied into the folder, is not noticed.
+used only if the file has the fingerprint of packing.json, with whose sizes the tars were compared when they were
+opened, and its samples and tokens of each tar. A dataset that was changed by another tool, or whose file is missing or
+of another run, is read from its tars.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from energon_packed.errors import FormatError
 from energon_packed.files import disk_array
 from energon_packed.loading.manifests import LoadedSplit
 from energon_packed.packing.balance import Int64
-from energon_packed.pipeline.run_reports import open_lengths, read_lengths
+from energon_packed.pipeline.run_reports import FINGERPRINT, open_lengths, read_lengths
 from energon_packed.shards.reader import ShardReader
 
 _MEDIA = ("num_images", "num_videos", "num_audios")
@@ -64,6 +64,8 @@ def recorded_sums(split: LoadedSplit, reader: ShardReader, multiple: int) -> Pac
     prefix, longest = f"{manifest.shard_prefix}_", manifest.seq_len // manifest.pad_multiple * manifest.pad_multiple
     try:
         with open_lengths(file) as table:
+            if (table.schema_arrow.metadata or {}).get(FINGERPRINT) != manifest.fingerprint.encode():
+                return None
             media = [name for name in _MEDIA if name in table.schema_arrow.names]
             for rows in read_lengths(table, ["pack", "length", *media]):
                 packed = rows.filter(rows["pack"].is_valid())

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError
 from energon_packed.packing.placing import Step, best_fit, first_fit, next_fit
 from energon_packed.seqlens import round_up
@@ -244,7 +245,7 @@ def first_of_group(groups: npt.NDArray[np.integer], empty: Allocate) -> Int64:
     ordered, firsts, first = (empty(len(groups), dtype) for dtype in (groups.dtype, np.int64, np.int64))
     ordered[:] = groups
     ordered.sort()
-    for block in _blocks(len(groups)):
+    for block in blocks(len(groups)):
         keys, at, key_of = np.unique(groups[block], return_index=True, return_inverse=True)
         place = np.searchsorted(ordered, keys)
         found = firsts[place]  # + 1; 0 for a key that no earlier block has
@@ -253,14 +254,10 @@ def first_of_group(groups: npt.NDArray[np.integer], empty: Allocate) -> Int64:
     return first
 
 
-def _blocks(count: int) -> list[slice]:
-    return [slice(first, min(first + _BLOCK, count)) for first in range(0, count, _BLOCK)]
-
-
 def _by_pack(pack: npt.NDArray[Any], place: Int32, offsets: Int64) -> Int64:
     """`indices` of the PackPlan."""
     indices = np.empty(int(offsets[-1]), dtype=np.int64)
-    for block in _blocks(len(pack)):
+    for block in blocks(len(pack)):
         own = np.flatnonzero(pack[block] >= 0) + block.start
         indices[offsets[pack[own]] + place[own]] = own
     return indices
@@ -299,7 +296,7 @@ def _in_order(
 ) -> int:
     """Place the samples in input order; arguments as for `_longest_first`."""
     packs, tokens, samples = 0, 0, max_samples  # of the last pack: before the first pack, a full one
-    for block in _blocks(count):
+    for block in blocks(count):
         cost = cost_of(block)
         kept = np.flatnonzero(cost <= capacity)
         cost = cost[kept]
@@ -455,15 +452,15 @@ def _assign_groups(
     if groups.shape != lengths.shape or (groups.size and groups.dtype.kind not in "iu"):
         raise ValueError(f"`groups` must be integers of shape {lengths.shape}, got {groups.dtype} of {groups.shape}.")
     count, units = len(lengths), 0
-    blocks, first = _blocks(count), first_of_group(groups, empty)
+    first = first_of_group(groups, empty)
     unit = empty(count, index_type(count))  # number of the group of each sample, in the order of their first samples
-    for block in blocks:
+    for block in blocks(count):
         is_first = first[block] == np.arange(block.start, block.stop)
         new = int(np.count_nonzero(is_first))
         unit[block][is_first] = np.arange(units, units + new)
         units += new
     tokens, sizes = empty(units, np.int64), empty(units, np.int32)
-    for block in blocks:
+    for block in blocks(count):
         own = unit[first[block]]
         unit[block] = own
         # Samples of a group in the block, after those in earlier blocks.
@@ -481,16 +478,16 @@ def _assign_groups(
     offsets[1:] = per_pack
     _accumulate(offsets)
     by_place = empty(units, np.int64)
-    for block in _blocks(units):
+    for block in blocks(units):
         own = np.flatnonzero(pack[block] >= 0)
         by_place[block][own] = offsets[pack[block][own]] + place[block][own]
         before[by_place[block][own] + 1] = sizes[block][own]
     _accumulate(before)
-    for block in blocks:
+    for block in blocks(count):
         own = unit[block]
         out.pack[block] = pack[own]
         out.place[block] += (before[by_place[own]] - before[offsets[pack[own]]]).astype(np.int32)
-    for block in _blocks(len(per_pack)):
+    for block in blocks(len(per_pack)):
         ends = offsets[block.start : block.stop + 1]
         out.sizes[block] = np.diff(before[ends])
     return out._replace(sizes=out.sizes[: len(per_pack)])
@@ -510,22 +507,21 @@ def _assign_units(
     # The algorithms count groups, not their samples: with a limit, the groups of each size are placed on their own.
     units, packs = len(sizes), 0
     out = Assignment(empty(units, index_type(units)), empty(units, np.int32), empty(units, np.int32))
-    blocks = _blocks(units)
-    for block in blocks:
+    for block in blocks(units):
         out.pack[block] = -1
-    for size in sorted(set().union(*[np.unique(sizes[block]).tolist() for block in blocks])):
+    for size in sorted(set().union(*[np.unique(sizes[block]).tolist() for block in blocks(units)])):
         if size > max_samples:
             break
         part, count = empty(units, index_type(units)), 0
-        for block in blocks:
+        for block in blocks(units):
             own = np.flatnonzero(sizes[block] == size)
             part[count : count + len(own)] = own + block.start
             count += len(own)
         own_tokens = empty(count, np.int64)
-        for block in _blocks(count):
+        for block in blocks(count):
             own_tokens[block] = tokens[part[block]]
         placed = assign(own_tokens, capacity, algorithm, max_samples // size, empty=empty)
-        for block in _blocks(count):
+        for block in blocks(count):
             own = part[block]
             out.pack[own] = np.where(placed.pack[block] < 0, -1, placed.pack[block] + packs)
             out.place[own] = placed.place[block]
@@ -536,7 +532,7 @@ def _assign_units(
 
 def _accumulate(numbers: npt.NDArray[Any]) -> None:
     """Add to each number all numbers before it."""
-    for block in _blocks(len(numbers)):
+    for block in blocks(len(numbers)):
         numbers[block.start] += numbers[block.start - 1] if block.start else 0
         numbers[block] = np.cumsum(numbers[block], dtype=numbers.dtype)
 

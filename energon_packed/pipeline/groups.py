@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError, Reason
-from energon_packed.files import blocks
 from energon_packed.pipeline.chunks import STATUSES
 from energon_packed.pipeline.options import RejectOptions
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.rejects import images_detail, overlong_detail
+from energon_packed.pipeline.rejects import Details, images_detail, overlong_detail
 from energon_packed.pipeline.table import RecordTable
 from energon_packed.seqlens import round_up
 
@@ -48,7 +48,7 @@ def reject_groups(
     table: RecordTable,
     options: RejectOptions,
     status: npt.NDArray[np.int8],
-    details: dict[int, str],
+    details: Details,
     max_images: int | None = None,
 ) -> None:
     """Reject the groups that fit no row, and the groups with a rejected record; `status` and `details` are changed.
@@ -57,7 +57,7 @@ def reject_groups(
         table: measured records.
         options: length of a row, and maximum samples in it.
         status: int8 (n,), index into STATUSES.
-        details: details of rejected records by index.
+        details: details of rejected records.
         max_images: images that fit a row; None for any number.
     """
     tokens = table.empty(len(table), np.int64)

@@ -21,9 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import Fragments, fragment_id
 from energon_packed.errors import TOO_LONG, Reason
-from energon_packed.files import atomic_path, blocks
+from energon_packed.files import atomic_path
 from energon_packed.pipeline.chunks import (
     FRAGMENT,
     SPLIT,
@@ -48,6 +49,7 @@ from energon_packed.pipeline.rejects import (
     overlong_detail,
     summary,
 )
+from energon_packed.pipeline.run_reports import FINGERPRINT
 from energon_packed.pipeline.table import RecordTable, reject_counts
 
 _SCHEMA = pa.schema(
@@ -268,6 +270,7 @@ def write_reports(
     *,
     usable_len: int,
     output: Folder,
+    fingerprint: str,
     places: SamplePlaces,
     groups: npt.NDArray[np.int64] | None = None,
 ) -> None:
@@ -286,6 +289,7 @@ def write_reports(
         fragments: fragments of split records, by ascending `record`, or None.
         usable_len: tokens of a row; packed records with more tokens get the status `truncated`.
         output: paths of both files.
+        fingerprint: of the tars, as in packing.json; lengths.parquet has it in its metadata.
         places: place of each record, then of each fragment.
         groups: number of the group of each record, then of each fragment, -1 for none; None without groups.
     """
@@ -301,6 +305,7 @@ def write_reports(
         schema = schema.append(pa.field(name, pa.int32()))
     if groups is not None:
         schema = schema.append(pa.field("group", pa.int64()))
+    schema = schema.with_metadata({FINGERPRINT: fingerprint})
     with (
         atomic_path(output.lengths) as lengths_file,
         atomic_path(output.rejects) as rejects_file,

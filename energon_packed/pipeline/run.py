@@ -17,9 +17,9 @@ from typing import Literal, Unpack
 import numpy as np
 import pyarrow as pa
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder, Processor
 from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
-from energon_packed.files import blocks
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
 from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
@@ -268,7 +268,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage("plan"):
-        plan = make_plan(state, table)
+        plan = make_plan(state, table, keys.tars)
     size = plan.num_bytes / 2**20
     _log.info("plans %d packs in %d shards, %.1f MiB", plan.packs.num_packs, len(plan.shards), size)
     stored = None

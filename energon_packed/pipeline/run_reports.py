@@ -17,6 +17,8 @@ from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.files import open_regular
 from energon_packed.system import raise_resource_error
 
+FINGERPRINT = b"fingerprint"
+"""Key in the metadata of lengths.parquet: `fingerprint` of the packing.json of its run."""
 _STRINGS, _NUMBERS = ("source", "id", "status", "pack", "shard"), ("row", "line", "length", "sample", "group")
 _REQUIRED = ("source", "row", "id", "status")  # not null
 _BATCH_ROWS = 1 << 14

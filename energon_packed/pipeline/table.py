@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import FRAGMENT, Fragments
-from energon_packed.files import blocks, disk_array
+from energon_packed.files import disk_array
 from energon_packed.packing.planner import first_of_group
 from energon_packed.pipeline.chunks import (
     COUNTED,

@@ -15,8 +15,8 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import Reason, Reject
-from energon_packed.files import blocks
 from energon_packed.records.exact_json import parse_json
 from energon_packed.sources.arrow import ArrowSource
 from energon_packed.sources.base import Source, SourceRecord

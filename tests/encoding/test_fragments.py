@@ -59,7 +59,7 @@ def test_fragments_join_to_the_sample_and_every_token_is_a_target_once(overlap: 
         assert sum(part.weight_checksum for part in parts) % 2**63 == whole.weight_checksum
         assert (whole.weight_checksum == 0) == (weights[1:] == 1).all()
         # Without images and masked tokens, the length decides.
-        assert text_fragments(length, row, overlap).tolist() == fragments.tolist()
+        assert text_fragments(np.array([length]), row, overlap).tolist() == fragments.tolist()
 
 
 def test_images_stay_in_one_fragment_with_the_tokens_around_them() -> None:

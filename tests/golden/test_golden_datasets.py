@@ -161,6 +161,8 @@ def test_pack_writes_the_same_again(name: str, tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "rejects.jsonl").read_bytes() == (before / "rejects.jsonl").read_bytes()
     tables = [pq.read_table(folder / "lengths.parquet") for folder in (tmp_path, before)]
     assert tables[0].equals(tables[1])
+    recorded = json.loads((tmp_path / "webdataset/.nv-meta/packing.json").read_text())["fingerprint"]
+    assert tables[0].schema.metadata == {b"fingerprint": recorded.encode()}
     folders = (tmp_path / "webdataset", before / "webdataset")
     tars, stored = ({file.name: file.read_bytes() for file in folder.glob("*.tar*")} for folder in folders)
     assert tars.keys() == stored.keys()

@@ -15,8 +15,9 @@ import pytest
 
 from energon_packed import BalancedSampler, ChatEncoder, PackedDataset, pack
 from tests.conftest import Packer
-from tests.internals import dataset_loading, files
+from tests.internals import arrays, dataset_loading, files
 from tests.pipeline.test_planning import Characters
+from tests.processes import run_python
 
 Table = Callable[[pa.Table], pa.Table]
 
@@ -116,6 +117,8 @@ def first(table: pa.Table) -> int:
         pytest.param(with_value("pack", "other_00000001"), id="another key"),
         pytest.param(with_value("pack", "another dataset"), id="not a key"),
         pytest.param(lambda table: table.drop_columns("pack"), id="no packs"),
+        pytest.param(lambda table: table.replace_schema_metadata({"fingerprint": "0"}), id="another run"),
+        pytest.param(lambda table: table.replace_schema_metadata(), id="no fingerprint"),
     ],
 )
 def test_other_tables_are_not_used(tmp_path: Path, read: list[int], change: Table) -> None:
@@ -150,8 +153,8 @@ def test_damaged_files_and_other_tars_are_not_used(tmp_path: Path, read: list[in
 def test_memory_does_not_grow_with_the_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs of a sample each; their tar and its index are holes, of which only the sizes are read."""
     shards = packed(tmp_path, max_samples_per_pack=1, max_packs_per_shard=1000)
-    for name, size in (("_IN_MEMORY", 1), ("_BLOCK", 1 << 12)):
-        monkeypatch.setattr(files, name, size)
+    for module, name, size in ((files, "_IN_MEMORY", 1), (arrays, "_BLOCK", 1 << 12)):
+        monkeypatch.setattr(module, name, size)
     [tar], nv_meta = shards.glob("*.tar"), shards / ".nv-meta"
     recorded, info = (json.loads((nv_meta / name).read_text()) for name in ("packing.json", ".info.json"))
     peaks = []
@@ -162,7 +165,8 @@ def test_memory_does_not_grow_with_the_packs(tmp_path: Path, monkeypatch: pytest
         (nv_meta / ".info.json").write_text(json.dumps({**info, "shard_counts": {tar.name: count}}))
         keys = [f"out_{number:08d}" for number in range(count)]
         table = {"pack": keys, "length": pa.array([7] * count, pa.int32()), "num_images": [0] * count}
-        pq.write_table(pa.table(table), shards.parent / "lengths.parquet", row_group_size=10_000)
+        metadata = {"fingerprint": recorded["fingerprint"]}
+        pq.write_table(pa.table(table, metadata=metadata), shards.parent / "lengths.parquet", row_group_size=10_000)
         del keys, table
         tracemalloc.start()
         try:
@@ -171,3 +175,32 @@ def test_memory_does_not_grow_with_the_packs(tmp_path: Path, monkeypatch: pytest
         finally:
             tracemalloc.stop()
     assert peaks[2] - peaks[1] < 50_000
+
+
+_ROWS_OF_A_BLEND = """
+import os, resource, sys
+from energon_packed import PackedDataset
+from tests.internals import files
+from tests.pipeline.test_planning import Characters
+
+files._IN_MEMORY = 1
+data = PackedDataset(sys.argv[1], Characters())
+used = len(os.listdir("/proc/self/fd"))
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 30, used + 30))
+print(int(data.lengths.sum()), int(data.row_sizes().tokens.sum()))
+"""
+
+
+def test_descriptors_do_not_grow_with_the_datasets(tmp_path: Path) -> None:
+    """Arrays of all packs are in files, of which a process may open few."""
+    shards = packed(tmp_path)
+    tokens = int(PackedDataset(shards, Characters()).lengths.sum())
+    blend = [{"path": f"copy-{number}/webdataset", "repetitions": 1} for number in range(40)]
+    for member in blend:
+        copy = tmp_path / str(member["path"])
+        shutil.copytree(shards.parent, copy.parent, copy_function=os.link, ignore=shutil.ignore_patterns(".work"))
+    recipe = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
+    file = tmp_path / "blend.yaml"
+    file.write_text(json.dumps(recipe | {"splits": {"train": {"blend_epochized": blend}}}))
+    done = run_python(_ROWS_OF_A_BLEND, file)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{40 * tokens} {40 * tokens}\n", "")

@@ -240,13 +240,15 @@ class CommandLine:
         fault: Fault | None = None,
         limits: Mapping[str, int] | None = None,
         environment: Mapping[str, str] | None = None,
+        in_files: bool = False,
     ) -> Path:
-        """Begin a run; where its notes go."""
+        """Begin a run, with arrays of any size in files if `in_files`; where its notes go."""
         self._runs += 1
         notes = self.folder / f"run{self._runs}"
         request = {
             "arguments": [str(one) for one in arguments], "out": str(out), "notes": str(notes),
             "fault": asdict(fault) if fault else None, "limits": limits or {}, "environment": environment or {},
+            "in_files": in_files,
         }  # fmt: skip
         notes.unlink(missing_ok=True)
         assert self._server.stdin is not None
@@ -328,6 +330,8 @@ def _printed(end: int, start: int) -> str:
 
 
 def _be_the_run(main: Any, request: dict[str, Any], outputs: dict[str, int]) -> None:
+    from tests.internals import arrays, files
+
     os.setsid()
     notes = request["notes"]
     for descriptor, source in ((0, os.open(os.devnull, os.O_RDONLY)), (1, outputs["out"]), (2, outputs["err"])):
@@ -336,6 +340,8 @@ def _be_the_run(main: Any, request: dict[str, Any], outputs: dict[str, int]) -> 
     tempfile.tempdir = None
     for name, value in request["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    if request["in_files"]:
+        arrays._BLOCK, files._IN_MEMORY = 5, 1
     if request["fault"]:
         Hook(Fault(**request["fault"]), Path(request["out"]), Path(notes))
     sys.argv = ["energon-packed", *request["arguments"]]

@@ -6,10 +6,12 @@ import mmap
 import os
 import subprocess
 import sys
+import tempfile
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from energon_packed import pack
-from tests.internals import compare, files, plan_stage, planner
+from energon_packed import Reason, Reject, pack
+from tests.internals import arrays, compare, described, files, plan_stage, planner, rejects, text_fragments
 from tests.pipeline.test_planning import Characters, options_of, table_of
 
 
@@ -26,7 +28,7 @@ from tests.pipeline.test_planning import Characters, options_of, table_of
 def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_IN_MEMORY", 1)
     for module, name, size in (
-        (files, "_BLOCK", 3),
+        (arrays, "_BLOCK", 3),
         (planner, "_BLOCK", 4),
         (plan_stage, "_BUCKET", 5),
     ):
@@ -37,7 +39,7 @@ def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also arrays of few entries are files, and blocks are short."""
     monkeypatch.setattr(files, "_IN_MEMORY", 1)
-    for module, name in ((files, "_BLOCK"), (planner, "_BLOCK"), (plan_stage, "_BUCKET")):
+    for module, name in ((arrays, "_BLOCK"), (planner, "_BLOCK"), (plan_stage, "_BUCKET")):
         monkeypatch.setattr(module, name, 1 << 10)
 
 
@@ -135,6 +137,37 @@ def test_a_full_disk_is_an_error_before_anything_is_written(
     assert caught.value.errno == errno.ENOSPC
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [(errno.ENOSPC, "free some space, or use a folder on another disk, "), (errno.EROFS, "use a folder that can be")],
+)
+def test_an_error_of_temporary_files_names_their_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fails)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    numbers = files.DiskList(np.int64)
+    with pytest.raises(OSError, match=r"of temporary files, whose folder TMPDIR sets") as caught:
+        numbers.extend(np.zeros(1 << 18, dtype=np.int64))
+    line = f"{tmp_path}: {os.strerror(number)} for 2.0 MiB of temporary files, whose folder TMPDIR sets; {remedy}"
+    assert described(caught.value).startswith(line)
+
+
+def test_a_process_without_a_folder_of_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python tries TMPDIR, and then others."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/absent", "/proc"])
+    with pytest.raises(OSError, match="No usable temporary directory found in") as caught:
+        files.disk_array(None, 1 << 18, np.int64)
+    assert described(caught.value) == (
+        "TMPDIR: No usable temporary directory found in ['/absent', '/proc'] for 2.0 MiB of temporary files, whose "
+        "folder TMPDIR sets"
+    )
+
+
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.uint32])
 def test_numbers_are_appended(all_in_files: None, monkeypatch: pytest.MonkeyPatch, dtype: type) -> None:
     """From lists and arrays, in any order; sorted again if numbers were appended."""
@@ -229,6 +262,113 @@ def test_memory_of_the_plan(tmp_path: Path, in_files: None, values: dict[str, An
         return step
 
     assert growth(run) < 1
+
+
+class Results:
+    """An engine whose tasks end in the other order, with the same result for each record.
+
+    Args:
+        result: of a record, by its index.
+    """
+
+    def __init__(self, result: Callable[[int], object]) -> None:
+        self._result = result
+
+    def run(self, function: object, tasks: Iterable[Any]) -> Iterator[list[tuple[int, object]]]:
+        for few in batched(tasks, 3):
+            for task in reversed(few):
+                yield [(row, self._result(row)) for row in reversed(task.rows.tolist())]
+
+
+def batched(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    left = iter(items)
+    while few := list(islice(left, size)):
+        yield few
+
+
+def three(row: int) -> Any:
+    """Fragments of a record."""
+    fragments = text_fragments(np.array([100]), 40, 10)
+    fragments["record"] = row
+    return fragments
+
+
+@pytest.mark.parametrize(
+    ("values", "columns", "result"),
+    [
+        ({}, {}, None),
+        ({"overlong": "split"}, {}, None),
+        ({"overlong": "split"}, {"divisible": 1, "supervised": 99}, None),
+        ({"overlong": "split"}, {"divisible": 1}, three),
+        ({"overlong": "truncate"}, {}, lambda row: Reject(Reason.NO_SUPERVISED_TOKENS, f"no target in record {row}")),
+        ({}, {"members": 2}, None),
+        ({}, {"group": lambda row: row // 2 + 1}, None),
+        ({}, {"group": lambda row: row // 2 + 1, "status": lambda row: row % 2}, None),
+    ],
+    ids=["drop", "not split", "text", "split", "truncate", "members", "groups", "groups with a reject"],
+)  # fmt: skip
+def test_memory_of_rejected_and_split_records(
+    tmp_path: Path, in_files: None, values: dict[str, Any], columns: dict[str, Any], result: Any
+) -> None:
+    """All records are longer than a row."""
+    given = {"length": 100, "num_images": 0, "status": 0, **columns}
+
+    def run(count: int) -> Callable[[], object]:
+        rows = np.arange(count)
+        filled = {name: np.broadcast_to(own(rows) if callable(own) else own, count) for name, own in given.items()}
+        records = replace(table_of(count, **filled), folder=tmp_path)
+        if "members" in columns:
+            samples = np.zeros(2 * count, dtype=records.samples.dtype)
+            samples["record"], samples["stop"] = np.arange(2 * count) // 2, 50
+            records = replace(records, samples=samples)
+        reader = SimpleNamespace(part=None, sources=[])
+
+        def step() -> object:
+            rejects, entries = plan_stage.plan_rejects(records, options_of(**values), reader, Results(result))
+            fragments = 0 if entries.fragments is None else len(entries.fragments)
+            assert sum(rejects.counts.values()) + fragments // 3 == count
+            return rejects, entries
+
+        return step
+
+    assert growth(run) < 1
+
+
+def test_fragments_are_in_the_order_of_the_records(tmp_path: Path, all_in_files: None) -> None:
+    """Groups, text and records that are read, whose tasks end in any order."""
+    count = 400
+    kinds = np.arange(count) % 4  # a group of two samples, a text, a record that is read, a short record
+    records = table_of(
+        count, length=np.choose(kinds, [10, 100, 100, 30]), num_images=[0] * count, status=[0] * count,
+        divisible=kinds > 0, supervised=np.where(kinds == 1, 99, 5), members=np.where(kinds == 0, 2, 0),
+    )  # fmt: skip
+    samples = np.zeros(count // 2, dtype=records.samples.dtype)
+    samples["record"], samples["number"], samples["member"] = np.repeat(np.arange(0, count, 4), 2), [0, 1] * 100, 1
+    samples["stop"] = 5
+    records = replace(records, folder=tmp_path, samples=samples)
+    options = options_of(overlong="split", split_overlap=10)
+    entries = plan_stage.plan_rejects(records, options, SimpleNamespace(part=None), Results(three))[1]
+    expected = []
+    for record, kind in enumerate(kinds.tolist()):
+        own = {0: samples[:2], 1: three(0), 2: three(0), 3: samples[:0]}[kind].copy()
+        own["record"] = record
+        expected += own.tolist()
+    assert entries.fragments.tolist() == expected
+
+
+def test_details_are_texts_of_some_records(tmp_path: Path, all_in_files: None) -> None:
+    details = rejects.Details(100, tmp_path)
+    assert (dict(details), len(details), details.get(3)) == ({}, 0, None)
+    texts = {7: "a", 3: "\ud800 \U0001f600" * 50, 99: "", 0: "b" * 70_000}
+    for record, text in texts.items():
+        details[record] = text
+    details[7] = texts[7] = "another text"
+    assert dict(details) == texts
+    assert list(details) == sorted(texts)
+    assert len(details) == 4
+    with pytest.raises(KeyError):
+        details[1]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_shards_read_ranges_of_columns(tmp_path: Path, in_files: None) -> None:

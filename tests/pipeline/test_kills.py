@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.pipeline.faults import ROOT, Fault
-from tests.pipeline.undisturbed import STAGES, Build, leftovers, stage_of
+from tests.pipeline.undisturbed import STAGES, Build, contents, leftovers, stage_of
 
 MOMENTS = int(os.environ.get("ENERGON_PACKED_KILLS", "6"))
 KILLED = re.compile(
@@ -68,6 +69,47 @@ def test_after_a_kill_one_run_gives_the_same_bytes(
     else:
         assert (ran.status, ran.err) == (-signal.SIGKILL, "")
     undisturbed.check_resumed(tmp_path / "out")
+
+
+ARRAY = r"^/\.work/measure-[^/]*$"
+"""The folder in which the driver makes files without names."""
+
+
+@pytest.fixture(scope="module")
+def arrays(undisturbed_tokens: Build, tmp_path_factory: pytest.TempPathFactory) -> int:
+    """Number of the arrays of a run that has all of them in files, and the same result."""
+    out = tmp_path_factory.mktemp("arrays") / "out"
+    ran = undisturbed_tokens.run(out, fault=Fault(), in_files=True)
+    assert (ran.status, contents(out)) == (0, undisturbed_tokens.files)
+    return sum(event == "open" and re.search(ARRAY, path) is not None for _, event, path in ran.events)
+
+
+@pytest.mark.parametrize("number", range(MOMENTS // 2))
+def test_a_kill_leaves_nothing_of_arrays_in_files(
+    undisturbed_tokens: Build, arrays: int, tmp_path: Path, number: int
+) -> None:
+    """At the first array, the last one, and others between them, from the end of `measure` to `index`."""
+    assert arrays > 20
+    out, temporary = tmp_path / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    settings: dict[str, Any] = {"in_files": True, "environment": {"TMPDIR": str(temporary)}}
+    fault = Fault(at=number * (arrays - 1) // (MOMENTS // 2 - 1), event="open", path=ARRAY, kind="kill")
+    ran = undisturbed_tokens.run(out, fault=fault, **settings)
+    assert (ran.fired, ran.status) == (True, -signal.SIGKILL)
+    assert not [path for path in out.rglob("*.tmp") if "/measure-" in str(path)]
+    undisturbed_tokens.check_nothing_half_written(out)
+    undisturbed_tokens.check_resumed(out, **settings)
+    assert list(temporary.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", ["plan", "write", "index"])
+def test_a_kill_in_each_stage_with_arrays_in_files(undisturbed_tokens: Build, tmp_path: Path, stage: str) -> None:
+    """At the first file of each stage after `measure`, which makes no array before its end."""
+    fault = Fault(at=0, path=STAGES[stage], kind="kill")
+    ran = undisturbed_tokens.run(tmp_path / "out", fault=fault, in_files=True)
+    assert (ran.fired, ran.status) == (True, -signal.SIGKILL)
+    undisturbed_tokens.check_nothing_half_written(tmp_path / "out")
+    undisturbed_tokens.check_resumed(tmp_path / "out", in_files=True)
 
 
 @pytest.mark.parametrize("number", range(MOMENTS))

@@ -152,7 +152,7 @@ def test_reports_list_every_record(tmp_path: Path, seed: int, is_split: bool, vi
         "out",
     )
     folder = Folder(tmp_path)
-    reports.write_reports(data.rejected, fragments, usable_len=50, output=folder, places=places)
+    reports.write_reports(data.rejected, fragments, usable_len=50, output=folder, fingerprint="f0", places=places)
     expected = []
     ends = [*data.file_starts[1:], len(data.records)]
     for start, end in zip(data.file_starts, ends, strict=True):

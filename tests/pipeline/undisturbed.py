@@ -65,10 +65,10 @@ class Build:
         """Pack into a folder; settings as of `CommandLine.start`."""
         return self.command_line.run(*self.arguments(out, *more), **{"out": out, **settings})
 
-    def check_resumed(self, out: Path, *more: Any) -> None:
+    def check_resumed(self, out: Path, *more: Any, **settings: Any) -> None:
         """One more run completes what another one left: the same bytes, and nothing is done again that was done."""
         there, done = chunks(out), shards_done(out)
-        ran = self.run(out, *more)
+        ran = self.run(out, *more, **settings)
         assert (ran.status, ran.err, ran.orphans) == (0, "", False)
         assert contents(out) == self.files
         counters = json.loads((out / "webdataset/.nv-meta/packing.json").read_bytes())["counters"]

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks, common_ranges
 from energon_packed.errors import FormatError
-from energon_packed.files import DiskList, blocks, common_ranges
+from energon_packed.files import DiskList
 from energon_packed.inspection.verify.check import MAX_LISTED, Check
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, with_values
 from energon_packed.pipeline.run_reports import open_lengths, read_lengths

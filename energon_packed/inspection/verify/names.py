@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.files import DiskList, common_ranges
+from energon_packed.arrays import common_ranges
+from energon_packed.files import DiskList
 
 UInt64 = npt.NDArray[np.uint64]
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # 2**64 / golden ratio: mixes the bits of a second value into a hash

@@ -1,7 +1,7 @@
 """CostModel: sizes of rows -> estimated compute cost of each row, in floating point operations or seconds."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from typing import Any, Literal
@@ -9,8 +9,9 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError
-from energon_packed.files import blocks, disk_array
+from energon_packed.files import disk_array
 from energon_packed.loading.costs.flops import audio_flops, text_flops, vision_flops
 
 Int64 = npt.NDArray[np.int64]
@@ -72,15 +73,16 @@ class RowSizes:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence["RowSizes"]) -> "RowSizes":
-        """The rows of all parts, in their order."""
-        if len(parts) == 1:
-            return parts[0]
-        columns = {each.name: [getattr(part, each.name) for part in parts] for each in fields(cls)}
-        count = sum(len(part.tokens) for part in parts)
-        return cls(
-            **{name: np.concatenate(own, out=disk_array(None, count, np.int64)) for name, own in columns.items()}
-        )
+    def joined(cls, parts: Iterable["RowSizes"], count: int) -> "RowSizes":
+        """The rows of all parts, in their order; `count` is their number."""
+        names, start = [each.name for each in fields(cls)], 0
+        joined = cls(**{name: disk_array(None, count, np.int64) for name in names})
+        for part in parts:
+            stop = start + len(part.tokens)
+            for name in names:
+                getattr(joined, name)[start:stop] = getattr(part, name)
+            start = stop
+        return joined
 
     def columns(self) -> Float64:
         """The sizes as float64 (P, 4), in the order of the attributes."""

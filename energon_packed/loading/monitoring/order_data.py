@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
+from energon_packed.arrays import blocks, common_ranges
 from energon_packed.encoding import StoredTokens
-from energon_packed.files import DiskList, blocks, common_ranges
+from energon_packed.files import DiskList
 from energon_packed.loading.dataflow.config import DataflowConfig, is_dataflow_config
 from energon_packed.loading.dataflow.raw_records import PlannedDataset, plan_in_memory
 from energon_packed.loading.dataset import PackedDataset

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.files import DiskList, blocks
+from energon_packed.arrays import blocks
+from energon_packed.files import DiskList
 from energon_packed.loading.monitoring.order_lines import Line
 
 MAX_NAMED = 5

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.fragments import Fragments
 from energon_packed.errors import ConfigError
-from energon_packed.files import blocks
 from energon_packed.pipeline.media.locator import StoredMedia
 from energon_packed.pipeline.options import PackOptions
 from energon_packed.pipeline.run_state import Fingerprints, RunState

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import EncodedSample
 from energon_packed.encoding.fragments import FRAGMENT, Fragments, split_sample, text_fragments
 from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
-from energon_packed.files import blocks
+from energon_packed.files import DiskList
 from energon_packed.packing import PackPlan
 from energon_packed.packing.planner import Assignment, assign, index_type
 from energon_packed.pipeline.chunks import (
@@ -36,6 +37,7 @@ from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.groups import check_complete, reject_groups
 from energon_packed.pipeline.options import PackOptions, RejectOptions
 from energon_packed.pipeline.reader import RecordReader
+from energon_packed.pipeline.rejects import Details
 from energon_packed.pipeline.reports import SamplePlaces, TableRejects, write_reports
 from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.table import RecordRefs, RecordTable
@@ -433,8 +435,13 @@ class Plan:
         return sum(shard.num_bytes for shard in self.shards)
 
 
-def make_plan(state: RunState, table: RecordTable) -> Plan:
+def make_plan(state: RunState, table: RecordTable, fingerprint: str) -> Plan:
     """Plan all packs, write lengths.parquet and rejects.jsonl, and compare the rejects with the limits.
+
+    Args:
+        state: objects of the run.
+        table: measured records.
+        fingerprint: of the tars, for lengths.parquet.
 
     Raises:
         RejectLimitError: more records are rejected than allowed.
@@ -448,6 +455,7 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
         entries.fragments,
         usable_len=options.usable_len,
         output=output,
+        fingerprint=fingerprint,
         groups=entries.group_numbers(),
     )
     try:
@@ -514,7 +522,7 @@ def plan_rejects(
     status, supervised, checksums = table.copy(table.status), table.supervised, table.weight_checksum
     if options.truncate is not None:
         supervised, checksums = table.copy(supervised), table.copy(checksums)
-    details: dict[int, str] = {}
+    details = Details(len(table), table.folder)
     # `status` and `details` are filled below, after the object that shares them is made.
     rejects = TableRejects(
         table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
@@ -525,35 +533,8 @@ def plan_rejects(
     if table.has_groups:
         check_complete(table, reader)
         reject_groups(table, options, status, details, max_images)
-    # No group is overlong: these are rejected by now.
-    longer = [
-        block.start + np.flatnonzero((status[block] == 0) & (table.length[block] > options.usable_len))
-        for block in blocks(len(table))
-    ]
-    overlong = np.concatenate([np.zeros(0, dtype=np.int64), *longer])
     entries = replace(table, status=status, supervised=supervised, weight_checksum=checksums)
-    fragments: list[Fragments] = []
-    if options.overlong == "split":
-        status[overlong[table.divisible[overlong] == 0]] = OVERLONG
-    elif options.truncate is None:
-        status[overlong] = OVERLONG
-    overlong = overlong[status[overlong] == 0]
-    if options.overlong == "split":
-        # The fragments of text whose tokens are all targets follow from its length; the other records are read.
-        is_text = (table.num_images[overlong] == 0) & (supervised[overlong] == table.length[overlong] - 1)
-        for row, length in zip(overlong[is_text].tolist(), table.length[overlong[is_text]].tolist(), strict=True):
-            fragments.append(text_fragments(length, options.usable_len, options.split_overlap))
-            fragments[-1]["record"] = row
-        overlong = overlong[~is_text]
-    if len(overlong) == 0:
-        return rejects, _with_fragments(entries, fragments)
-    check = OverlongCheck(
-        reader=reader,
-        encoder=options.encoder_loader,
-        max_length=options.usable_len,
-        overlap=options.split_overlap if options.overlong == "split" else None,
-    )
-    batches = [overlong[i : i + _OVERLONG_BATCH] for i in range(0, len(overlong), _OVERLONG_BATCH)]
+    fragments = DiskList(FRAGMENT, table.folder)
     tasks = (
         OverlongTask(
             rows=batch,
@@ -561,36 +542,81 @@ def plan_rejects(
             images=table.num_images[batch],
             tokens=kept.refs(batch) if kept else None,
         )
-        for batch in batches
+        for batch in _overlong(entries, options, fragments)
     )
-    with closing(engine.run(check, tasks)) as batches_done:
-        for row, result in itertools.chain.from_iterable(batches_done):
-            if isinstance(result, Reject):
-                status[row] = STATUSES.index(result.reason.value)
-                details[row] = result.detail
-            elif isinstance(result, tuple):
-                supervised[row], checksums[row] = result
-            else:
-                fragments.append(result)
+    if (first := next(tasks, None)) is not None:  # none: the encoder is not needed
+        check = OverlongCheck(
+            reader=reader,
+            encoder=options.encoder_loader,
+            max_length=options.usable_len,
+            overlap=options.split_overlap if options.overlong == "split" else None,
+        )
+        with closing(engine.run(check, itertools.chain([first], tasks))) as batches_done:
+            for row, result in itertools.chain.from_iterable(batches_done):
+                if isinstance(result, Reject):
+                    status[row] = STATUSES.index(result.reason.value)
+                    details[row] = result.detail
+                elif isinstance(result, tuple):
+                    supervised[row], checksums[row] = result
+                else:
+                    fragments.extend(result)
     return rejects, _with_fragments(entries, fragments)
 
 
-def _with_fragments(entries: RecordTable, fragments: Sequence[Fragments]) -> RecordTable:
-    """Append the fragments of records; itself without fragments."""
-    samples, kept = entries.samples, 0
-    joined = entries.empty(len(samples) + sum(map(len, fragments)), FRAGMENT)
-    for block in blocks(len(samples)):
-        own = samples[block][entries.status[samples["record"][block]] == 0]
-        joined[kept : kept + len(own)] = own
-        kept += len(own)
-    for own in fragments:
-        joined[kept : kept + len(own)] = own
-        kept += len(own)
-    joined = joined[:kept]
-    if fragments:
-        # Tasks end in any order; the plan must not depend on it.
-        joined = joined[np.argsort(joined["record"], kind="stable")]
-    return entries.with_fragments(joined) if len(joined) else entries
+def _overlong(table: RecordTable, options: RejectOptions, fragments: DiskList) -> Iterator[Int64]:
+    """Yield the records longer than a row that have to be read to truncate or split them, int64 (k,), in batches.
+
+    The others are rejected, or split: the fragments of text whose tokens are all targets follow from its length.
+
+    Args:
+        table: records, whose status is changed. No group is overlong: these are rejected by now.
+        options: as for `plan_rejects`.
+        fragments: the fragments are appended.
+    """
+    for block in blocks(len(table)):
+        rows = block.start + np.flatnonzero((table.status[block] == 0) & (table.length[block] > options.usable_len))
+        is_read = np.ones(len(rows), dtype=np.bool_)
+        if options.overlong == "split":
+            is_divisible = table.divisible[rows] == 1
+            is_text = (table.num_images[rows] == 0) & (table.supervised[rows] == table.length[rows] - 1)
+            for own in _batches(rows[is_divisible & is_text]):
+                found = text_fragments(table.length[own], options.usable_len, options.split_overlap)
+                found["record"] = own[found["record"]]
+                fragments.extend(found)
+            table.status[rows[~is_divisible]] = OVERLONG
+            is_read = is_divisible & ~is_text
+        elif options.truncate is None:
+            table.status[rows] = OVERLONG
+            continue
+        yield from _batches(rows[is_read])
+
+
+def _batches(rows: Int64) -> Iterator[Int64]:
+    return (rows[first : first + _OVERLONG_BATCH] for first in range(0, len(rows), _OVERLONG_BATCH))
+
+
+def _with_fragments(entries: RecordTable, fragments: DiskList) -> RecordTable:
+    """Append the samples of records that are groups, and the fragments of records; itself without any.
+
+    Args:
+        entries: the records.
+        fragments: fragments in any order, as tasks end in any order.
+    """
+    for block in blocks(len(entries.samples)):
+        own = entries.samples[block]
+        fragments.extend(own[entries.status[own["record"]] == 0])
+    if not len(fragments):
+        return entries
+    found, ordered = fragments.values, entries.empty(len(fragments), FRAGMENT)
+    starts = entries.empty(len(entries) + 1, np.int64)  # of the fragments of each record
+    for block in blocks(len(found)):
+        np.add.at(starts, found["record"][block] + 1, 1)
+    for block in blocks(len(entries)):
+        starts[block.start + 1 : block.stop + 1] = np.cumsum(starts[block.start : block.stop + 1])[1:]
+    for block in blocks(len(found)):
+        own = found[block]
+        ordered[starts[own["record"]] + own["number"]] = own
+    return entries.with_fragments(ordered)
 
 
 def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:

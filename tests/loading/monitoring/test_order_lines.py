@@ -26,7 +26,7 @@ from energon_packed import (
     SimpleBatcher,
     get_packed_loader,
 )
-from tests.internals import LoggedData, check_order, cli, files, order_lines, redistribute
+from tests.internals import LoggedData, arrays, check_order, cli, files, order_lines, redistribute
 from tests.loading.flows import FEATURES, energon_folder
 from tests.printed import printed_json
 
@@ -436,8 +436,8 @@ def test_memory_does_not_grow_with_the_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_order: bool
 ) -> None:
     """Ids, items and packs are in files, and lines without a gap need no memory."""
-    for name, size in (("_IN_MEMORY", 1), ("_WAITING", 64), ("_BLOCK", 1024)):
-        monkeypatch.setattr(files, name, size)
+    for module, name, size in ((files, "_IN_MEMORY", 1), (files, "_WAITING", 64), (arrays, "_BLOCK", 1024)):
+        monkeypatch.setattr(module, name, size)
     peaks = []
     for steps in (3_000, 3_000, 15_000):
         folder = tmp_path / f"{len(peaks)}"

@@ -1,0 +1,28 @@
+"""Parts of arrays that are handled one after the other, so that temporary arrays are small. In pure NumPy.
+
+blocks          the number of entries of an array -> ranges of entries
+common_ranges   two sorted arrays -> pairs of their parts with the same range of numbers
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_BLOCK = 1 << 18  # entries of a part
+
+
+def blocks(count: int) -> Iterator[slice]:
+    """Yield ranges of the entries of an array that is not handled as a whole."""
+    for first in range(0, count, _BLOCK):
+        yield slice(first, min(first + _BLOCK, count))
+
+
+def common_ranges(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the parts of two sorted arrays with the numbers of the same range."""
+    limits = np.unique((first if len(first) > len(second) else second)[_BLOCK::_BLOCK])
+    ends = [[0, *np.searchsorted(numbers, limits).tolist(), len(numbers)] for numbers in (first, second)]
+    for (start, stop), (other, end) in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
+        yield first[start:stop], second[other:end]
