@@ -20,8 +20,9 @@ from energon_packed.encoding.audio.media import clip_of
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.video_file import read_video_info
 from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError, Reject
+from energon_packed.formats import StoredSample
 from energon_packed.inspection.tokens import sample_rows
-from energon_packed.inspection.view import PackView, SampleView, record_files, view_record
+from energon_packed.inspection.view import PackView, SampleView, media_files, record_samples, view_samples
 from energon_packed.inspection.viewer.pages import NotFoundError, Pages, Response, in_groups, index_below, number_in
 from energon_packed.pipeline.options import InputOptions
 from energon_packed.pipeline.reader import open_reader, raw_id
@@ -115,13 +116,16 @@ class RecordsViewer(Pages):
 
     def samples(self, key: str) -> Sequence[SampleView]:
         """Return the samples of a pack or record."""
-        _, conversation, measured = self._record(*_place(key))
-        return () if conversation is None else view_record(conversation, measured, None)
+        return view_samples(self._stored(key), None)
 
     def contents(self, key: str, names: Sequence[str]) -> Mapping[str, bytes]:
         """Read these files of a pack or record."""
-        files = record_files(self._record(*_place(key))[1] or Conversation(text=" "))
+        files = {name: file for sample in self._stored(key) for name, file in media_files(sample.conversation).items()}
         return {name: files[name].read() for name in names}
+
+    def _stored(self, key: str) -> Sequence[StoredSample]:
+        _, conversation, measured = self._record(*_place(key))
+        return () if conversation is None else record_samples(conversation, measured)
 
     def _records(self, query: Mapping[str, str]) -> Response:
         number = index_below(query.get("source") or "0", len(self._reader.sources), "source")
@@ -197,7 +201,8 @@ class RecordsViewer(Pages):
         shown = []
         for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
             key = f"{source}-{row.address}"
-            views = [] if conversation is None else view_record(conversation, result, self._encoder)
+            stored = [] if conversation is None else record_samples(conversation, result)
+            views = view_samples(stored, self._encoder)
             view = PackView(key=key, sample_class="", parts={}, shapes={}, samples=views)
             shown.append({
                 "url": f"{self.base}/record/{source}/{row.address}",
