@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from energon_packed.errors import ConfigError, FormatError, Reason
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.view import PackView, SampleView
-from energon_packed.pipeline.chunks import FRAGMENT, SPLIT
+from energon_packed.pipeline.chunks import SPLIT
 from energon_packed.pipeline.run_reports import length_row, open_lengths, read_lengths, read_rejects
 from energon_packed.sources import JsonlSource
 
