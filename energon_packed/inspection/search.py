@@ -148,12 +148,13 @@ def first_found(
         steps: the place of each item with the item, or None for progress without an item.
         start: place of the first step.
         limit: most items.
-        seconds: time after which the search stops, at the next place after the start.
+        seconds: time after which the search stops, at the next place without an item after the start.
     """
     found: list[T] = []
     deadline = time.monotonic() + seconds
     for place, item in steps:
-        if (place > start and time.monotonic() > deadline) or (item is not None and len(found) == limit):
+        is_last = place > start and time.monotonic() > deadline if item is None else len(found) == limit
+        if is_last:
             return found, place
         found += [] if item is None else [item]
     return found, None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from energon_packed.encoding.vision.images import load_image, sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError
@@ -125,31 +125,39 @@ class Pages(ABC):
         )  # fmt: skip
         return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
 
-    def tokens(
-        self,
-        rows: Sequence[TokenRow],
-        query: Mapping[str, str],
-        *,
-        key: str,
-        sample: int,
-        ident: str | None,
-        link: str,
-    ) -> Response:
+    def results(
+        self, name: str, query: Mapping[str, str], path: str, /, found: Sequence[Any], *, span: Sequence[Any],
+        **values: Any,
+    ) -> Response:  # fmt: skip
+        """Render the page of a search, with its progress and a link to continue.
+
+        Args:
+            name: template.
+            query: query of the link.
+            path: path of the page below `base`.
+            found: results, `records` of the template.
+            span: (first place that was read, place to continue from or None, all places).
+            values: other values of the template.
+        """
+        first, place, total = span
+        more = None if place is None else f"{self.base}{path}?{urlencode({**query, 'from': place})}"
+        progress = (first, total if place is None else place, total)
+        return self.render(name, query, **{"records": found, "more": more, "progress": progress, **values})
+
+    def tokens(self, rows: Sequence[TokenRow], query: Mapping[str, str], **values: Any) -> Response:
         """Render the page of the tokens of a sample, some at a time.
 
         Args:
             rows: all tokens.
             query: has the page.
-            key, sample: name of the pack or record, and index of the sample in it.
-            ident: id of the sample.
-            link: address of the pack or record.
+            values: `key` and `sample`, the name of the pack or record and the index of the sample in it; `ident`, its
+                id; `link`, the address of the pack or record.
         """
         pages = max(1, -(-len(rows) // _TOKENS))
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
-        named = {"key": key, "sample": sample, "ident": ident, "link": link}
         counts = {"count": len(rows), "page": page, "pages": pages}
-        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
+        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **counts, **values)
 
     def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
         """Add the URLs of all media of a pack.
@@ -230,7 +238,7 @@ def index_in(text: str, count: int) -> int | None:
 def index_below(text: str, count: int, what: str) -> int:
     """Read an index of a path. Raises NotFoundError if it is not below `count`."""
     if (index := index_in(text, count)) is None:
-        raise NotFoundError(f"there are {count:,} {what}s, from 0, got {text!r}")
+        raise NotFoundError(f"the {what} must be an index below {count:,}, got {text!r}")
     return index
 
 
