@@ -118,6 +118,11 @@ class ShownPack:
     players: Mapping[str, "Player"] = field(default_factory=dict)
     tokens: Mapping[str, int] = field(default_factory=dict)
 
+    def problem(self, name: str) -> str | None:
+        """Why a video or audio file cannot be decoded, or None."""
+        shown = self.strips.get(name) or self.players.get(name)
+        return None if shown is None else shown.problem
+
 
 @dataclass(frozen=True, slots=True)
 class Strip:
@@ -562,22 +567,15 @@ def warnings(data: ReportData) -> Iterator[str]:
     if data.bad_images:
         total = data.bad_images + len(data.image_sizes)
         yield f"{data.bad_images:,} of {total:,} images that were read are damaged"
-    shown = [(pack, video) for pack in data.shown for sample in pack.view.samples for video in sample.videos]
-    problems = [
-        f"{video.name} of {pack.view.key}: {problem}"
-        for pack, video in shown
-        if (problem := video.problem or pack.strips.get(video.name, Strip()).problem) is not None
-    ]
-    if problems:
-        yield f"{_named(problems, 'video')} of the {len(shown):,} that were read cannot be used or shown"
-    heard = [(pack, audio) for pack in data.shown for sample in pack.view.samples for audio in sample.audios]
-    problems = [
-        f"{audio.name} of {pack.view.key}: {problem}"
-        for pack, audio in heard
-        if (problem := audio.problem or pack.players.get(audio.name, Player()).problem) is not None
-    ]
-    if problems:
-        yield f"{_named(problems, 'audio file')} of the {len(heard):,} that were read cannot be used or played"
+    for noun, media, used in (("video", "videos", "shown"), ("audio file", "audios", "played")):
+        read = [(pack, file) for pack in data.shown for sample in pack.view.samples for file in getattr(sample, media)]
+        problems = [
+            f"{file.name} of {pack.view.key}: {problem}"
+            for pack, file in read
+            if (problem := file.problem or pack.problem(file.name)) is not None
+        ]
+        if problems:
+            yield f"{_named(problems, noun)} of the {len(read):,} that were read cannot be used or {used}"
     if data.not_encoded:
         yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 

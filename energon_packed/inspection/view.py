@@ -64,6 +64,11 @@ class ImageView:
     file: str | None = None
     offset: int | None = None
 
+    @property
+    def text(self) -> str:
+        """Values as one string: `160 x 112`, or the problem."""
+        return self.problem or f"{self.width} x {self.height}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoView:

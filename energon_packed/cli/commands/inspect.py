@@ -24,11 +24,8 @@ from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.search import FoundRecord, find_records
 from energon_packed.inspection.tokens import map_pack, supervised_spans, token_rows
 from energon_packed.inspection.view import (
-    AudioView,
-    ImageView,
     PackView,
     SampleView,
-    VideoView,
     extract_pack,
     view_pack,
 )
@@ -225,25 +222,15 @@ def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     if sample.label is not None:
         span += f", label {' '.join(f'{value:g}' for value in sample.label)}"
     console.print(f"── {index}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
-    for image in sample.images:
-        size = image.problem or f"{image.width} x {image.height}"
-        place = _place(image)
-        shown = f"  {image.name}  {size}, {format_bytes(image.bytes)}{place}"
-        console.print(shown, style="blue", markup=False, soft_wrap=bool(place))
-    for video in sample.videos:
-        shown = f"  {video.name}  {video.text}, {format_bytes(video.bytes)}{_place(video)}"
-        console.print(shown, style="blue", markup=False, soft_wrap=True)
-    for audio in sample.audios:
-        shown = f"  {audio.name}  {audio.text}, {format_bytes(audio.bytes)}{_place(audio)}"
+    files: Sequence[Any] = (*sample.images, *sample.videos, *sample.audios)
+    for file in files:
+        place = "" if file.file is None else f", {file.file} from byte {file.offset:,}"
+        shown = f"  {file.name}  {file.text}, {format_bytes(file.bytes)}{place}"
         console.print(shown, style="blue", markup=False, soft_wrap=True)
     for turn in sample.turns:
         line = Text(turn_text(turn.role, turn.shown), style="green" if turn.supervised else "")
         line.stylize(_ROLES.get(turn.role, "white"), 0, 12)
         console.print(line)
-
-
-def _place(media: ImageView | VideoView | AudioView) -> str:
-    return "" if media.file is None else f", {media.file} from byte {media.offset:,}"
 
 
 def _show_tokens(
