@@ -20,7 +20,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.files import visible
 from energon_packed.inspection.blend import BlendSplit
 from energon_packed.inspection.compare import Comparison
-from energon_packed.inspection.report_data import ReportData, facts, splits, warnings
+from energon_packed.inspection.report_data import MOST_SHOWN, ReportData, facts, splits, warnings
 from energon_packed.inspection.tokens import KINDS, MappedPack
 from energon_packed.version import __version__
 
@@ -137,6 +137,7 @@ def _dataset_variables(data: ReportData) -> dict[str, object]:
         "splits": splits(data.manifest),
         "warnings": list(warnings(data)),
         "kinds": data.token_kinds,
+        "most_shown": MOST_SHOWN,
         "map_paths": map_paths(data.mapped, data.manifest.seq_len),
     }
 

@@ -222,6 +222,12 @@ class SampleView:
     label: tuple[float, ...] | None = None
 
     @property
+    def media(self) -> Iterator[tuple[str, int, Any]]:
+        """Kind, index and view of each image, video and audio file."""
+        for kind, files in (("image", self.images), ("video", self.videos), ("audio", self.audios)):
+            yield from ((kind, number, file) for number, file in enumerate(files))
+
+    @property
     def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView | AudioView]]]:
         """Each turn with its content in order: strings, and media in place of their placeholders.
 

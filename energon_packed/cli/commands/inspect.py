@@ -222,8 +222,7 @@ def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     if sample.label is not None:
         span += f", label {' '.join(f'{value:g}' for value in sample.label)}"
     console.print(f"── {index}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
-    files: Sequence[Any] = (*sample.images, *sample.videos, *sample.audios)
-    for file in files:
+    for _, _, file in sample.media:
         place = "" if file.file is None else f", {file.file} from byte {file.offset:,}"
         shown = f"  {file.name}  {file.text}, {format_bytes(file.bytes)}{place}"
         console.print(shown, style="blue", markup=False, soft_wrap=True)
@@ -251,15 +250,13 @@ def _show_tokens(
         return
     console.print(view.key, style="bold", markup=False)
     names = ["index", "sample", "token", "text", "label", "position"]
-    names += [] if rows[0].weight is None else ["weight"]
-    table = Table(*names, *(rows[0].columns or ()), box=None)
+    table = Table(*names, *rows[0].values, box=None)
     for row in rows:
-        weight = [] if row.weight is None else [f"{row.weight:g}"]
         position = " ".join(map(str, row.position))
-        values = [_values(value) for value in (row.columns or {}).values()]
+        values = [_values(value) for value in row.values.values()]
         style = "green" if row.label >= 0 else ""
         table.add_row(str(row.index), str(row.segment), str(row.token), Text(visible(row.text)), str(row.label),
-                      position, *weight, *values, style=style)  # fmt: skip
+                      position, *values, style=style)  # fmt: skip
     console.print(table)
 
 

@@ -19,9 +19,8 @@ from energon_packed.encoding.vision.images import load_image, sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.inspection.report import page_environment
 from energon_packed.inspection.report_data import (
-    Player,
+    ShownFile,
     ShownPack,
-    Strip,
     decoded_frames,
     is_short,
     playable,
@@ -166,29 +165,18 @@ class Pages(ABC):
             view: the pack.
             runs: lengths of the runs of image tokens of samples, by index.
         """
-        shown = ShownPack(view, {}, {}, {}, {})
-        for index, sample in enumerate(view.samples):
-            self._add_media(shown, index, sample, runs.get(index, ()))
-        return shown
 
-    def _add_media(self, shown: Any, index: int, sample: SampleView, runs: Sequence[int]) -> None:
-        def url(kind: str, *indices: int) -> str:
-            return "/".join([f"{self.base}/media", kind, quoted(shown.view.key), str(index), *map(str, indices)])
+        def show(kind: str, index: int, number: int, file: Any) -> ShownFile:
+            place, own = f"{quoted(view.key)}/{index}/{number}", runs.get(index, ())
+            # Runs of image tokens belong to single images if text is between them, as in most templates.
+            tokens = own[number] if kind == "image" and len(own) == len(view.samples[index].images) else None
+            if kind == "video":
+                frames = [(file.timestamps[at], f"{self.base}/media/frame/{place}/{at}") for at in shown_frames(file)]
+                return ShownFile(url=f"{self.base}/media/video/{place}" if _is_clip(file) else "", frames=frames)
+            is_shown = kind == "image" or is_short(file)
+            return ShownFile(url=f"{self.base}/media/{kind}/{place}" if is_shown else "", tokens=tokens)
 
-        for number, image in enumerate(sample.images):
-            if image.problem is None:
-                shown.thumbnails[image.name] = url("image", number)
-        # Runs of image tokens belong to single images if text is between them, as in most templates.
-        if len(runs) == len(sample.images):
-            shown.tokens.update(zip([image.name for image in sample.images], runs, strict=True))
-        for number, video in enumerate(sample.videos):
-            if video.problem is None:
-                frames = [(video.timestamps[place], url("frame", number, place)) for place in shown_frames(video)]
-                is_clip = video.is_file and video.bytes <= _MOST_CLIP
-                shown.strips[video.name] = Strip(frames, url=url("video", number) if is_clip else "")
-        for number, audio in enumerate(sample.audios):
-            if audio.problem is None:
-                shown.players[audio.name] = Player(url=url("audio", number) if is_short(audio) else "")
+        return ShownPack.of(view, show)
 
     def _read_media(self, kind: str, key: str, indices: Sequence[str]) -> Response:
         if kind not in _MEDIA_FIELDS or len(indices) != (3 if kind == "frame" else 2):
@@ -208,13 +196,17 @@ class Pages(ABC):
                     place = index_below(indices[2], len(found.frames), "frame")
                     names = found.names if found.is_file else [found.names[place]]
                     return _encoded(next(decoded_frames(self.contents(key, names), found, [place])), "jpeg")
-                case VideoView() if found.is_file and found.bytes <= _MOST_CLIP:
+                case VideoView() if _is_clip(found):
                     content = self.contents(key, found.names[:1])[found.names[0]]
                     if (container := _CLIPS.get(sniff_extension(content))) is not None:
                         return Response(200, content, f"video/{container}")
         except RecordError as error:
             raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} is damaged: {error.detail}") from error
         raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} has a format or size that is not shown")
+
+
+def _is_clip(video: VideoView) -> bool:
+    return video.is_file and video.bytes <= _MOST_CLIP
 
 
 def in_groups(samples: Sequence[SampleView]) -> list[tuple[str, list[tuple[int, SampleView]]]]:

@@ -6,6 +6,7 @@ rejects that a run would have. Some records are read at a time, from an address 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -198,6 +199,9 @@ class RecordsViewer(Pages):
             key = f"{source}-{row.address}"
             stored = [] if conversation is None else record_samples(conversation, result)
             views = view_samples(stored, self._encoder)
+            for index, own in enumerate(result.members or [result] * len(views)):
+                if own.length > 0 and own.supervised >= 0:
+                    views[index] = replace(views[index], supervised=own.supervised)
             view = PackView(key=key, sample_class="", parts={}, shapes={}, samples=views)
             shown.append({
                 "url": f"{self.base}/record/{source}/{row.address}",
