@@ -636,6 +636,15 @@ def test_hostile_keys_are_quoted(out: Path, tokenizer_dir: Path, tmp_path: Path)
         assert not browser.log
 
 
+def test_rejected_records_continue_after_the_last(server: ViewServer) -> None:
+    text, first = page(server.viewer, "/rejects"), 'href="/rejects?from=50" rel="next"'
+    assert text.count("<article") == 50
+    assert first in text
+    rest = page(server.viewer, "/rejects?from=50")
+    assert rest.count("<article") == 10
+    assert 'rel="next"' not in rest
+
+
 def test_searches_have_a_time_bound(server: ViewServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packs_pages, "_SEARCH_SECONDS", 0.0)
     text = page(server.viewer, "/text?text=absent")
