@@ -159,20 +159,33 @@ class PackedFolder:
     def _tars_with(self, key: str) -> list[Path]:
         """Return the tar of the key in index.sqlite, or all tars if the index cannot be used."""
         # The index saves scanning the headers of all tars. It is untrusted: the caller scans the tar that it names.
-        database = self.path / NV_META / "index.sqlite"
-        if self.manifest is None or not database.is_file() or len(self.tars) == 1:
+        if self.manifest is None or len(self.tars) == 1 or not (self.path / NV_META / "index.sqlite").is_file():
             return self.tars
         try:
-            # A sqlite connection as a context manager would commit, not close.
-            with closing(open_sqlite_index(database)) as connection:
-                row = connection.execute("SELECT tar_file_id FROM samples WHERE sample_key = ?", (key,)).fetchone()
-        except (sqlite3.Error, UnicodeError):
+            place = self.indexed(key)
+        except FormatError:
             return self.tars
-        if row is None:
-            return []
-        if not isinstance(row[0], int) or not 0 <= row[0] < len(self.manifest.shards):
-            return self.tars  # not the index of a shard
-        return [self.path / self.manifest.shards[row[0]].name]
+        return [] if place is None else [self.path / self.manifest.shards[place[0]].name]
+
+    def indexed(self, key: str) -> tuple[int, int] | None:
+        """Index of the shard of a pack, and of the pack in it, in index.sqlite; None if the key is not there.
+
+        Raises:
+            FormatError: the index cannot be read, or names no shard of the dataset.
+        """
+        row, remedy = None, "run energon-packed nv-meta"
+        try:
+            # A sqlite connection as a context manager would commit, not close.
+            with closing(open_sqlite_index(self.path / NV_META / "index.sqlite")) as database:
+                query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
+                row = database.execute(query, (key,)).fetchone()
+        except UnicodeEncodeError:  # a key that is not UTF-8 is in no index
+            pass
+        except (sqlite3.Error, OSError, UnicodeError) as error:
+            raise FormatError(f"index.sqlite cannot be read: {error}; {remedy}") from error
+        if row is not None and not (all(isinstance(value, int) for value in row) and 0 <= row[0] < len(self.shards)):
+            raise FormatError(f"index.sqlite does not match the tars at {key}; {remedy}")
+        return row if row is None else tuple(row)
 
     def encoder_or_reason(self, tokenizer: Path | None) -> tuple[ChatEncoder | None, str]:
         """Load the encoder, or return the reason why it cannot be loaded.

@@ -9,6 +9,7 @@ import hashlib
 import io
 from collections.abc import Iterator, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
@@ -19,7 +20,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.files import visible
 from energon_packed.inspection.blend import BlendSplit
 from energon_packed.inspection.compare import Comparison
-from energon_packed.inspection.report_data import ReportData, facts, splits, warnings
+from energon_packed.inspection.report_data import MOST_SHOWN, ReportData, facts, splits, warnings
 from energon_packed.inspection.tokens import KINDS, MappedPack
 from energon_packed.version import __version__
 
@@ -56,9 +57,9 @@ def page_environment(base: str | None) -> "Environment":
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
     environment.globals |= {"row_height": _ROW, "base": base, "linked": base is not None}
-    environment.filters["number"] = lambda value: "?" if value is None else f"{value:,.0f}"
-    environment.filters["ratio"] = lambda value: f"{value:.3f}"
-    environment.filters["percent"] = lambda value: "?" if value is None else f"{100 * value:.2f}%"
+    environment.filters["number"] = _number
+    environment.filters["each"] = lambda items, *columns: [[_cell(item, name) for name in columns] for item in items]
+    environment.filters["percent"] = partial(_number, form=".2%")
     # Keys and ids come from the dataset: all of their characters but letters, digits and `_.-~` are escaped in a link.
     environment.filters["quoted"] = partial(quote, safe="", errors="surrogateescape")
     return environment
@@ -106,6 +107,17 @@ def render_report(
     )
 
 
+def _cell(item: Any, column: str) -> Any:
+    """Return an attribute of an item, in the format after a colon; "?" for None."""
+    name, _, form = column.partition(":")
+    value = attrgetter(name)(item)
+    return _number(value, form) if form else value
+
+
+def _number(value: Any, form: str = ",.0f") -> str:
+    return "?" if value is None else format(value, form)
+
+
 def script_and_policy(environment: "Environment") -> tuple[str, str]:
     """Return the script of a page that contains it, and the Content-Security-Policy of this page."""
     assert environment.loader is not None
@@ -125,6 +137,7 @@ def _dataset_variables(data: ReportData) -> dict[str, object]:
         "splits": splits(data.manifest),
         "warnings": list(warnings(data)),
         "kinds": data.token_kinds,
+        "most_shown": MOST_SHOWN,
         "map_paths": map_paths(data.mapped, data.manifest.seq_len),
     }
 

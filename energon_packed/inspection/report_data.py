@@ -9,8 +9,8 @@ import io
 import re
 import wave
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,8 @@ _MAX_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
 _MAX_SHOWN = 40  # packs in the gallery
 _MAX_WORST = 10  # packs in the list of least utilized packs
 _MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
-_MAX_STRIPS = 2  # videos of a pack in the gallery whose frames are shown: decoding is slower than all else
-_MAX_PLAYERS = 4  # audio files of a pack in the gallery that are decoded
+MOST_SHOWN = {"video": 2, "audio": 4}
+"""Files of a pack in the gallery that are decoded, by kind: decoding is slower than all else."""
 _MAX_PLAYED = 1 << 18  # bytes of an audio file in the page
 _MAX_DRAWN = 600  # seconds of an audio file that are decoded for the page, from its start
 _PLAYED_RATE = 16_000  # highest rate of audio that is converted for the page, which is enough for speech
@@ -100,58 +100,52 @@ class PackSize:
         return sum(self.lengths)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFile:
+    """Content of an image, video or audio file, for a page.
+
+    Attributes:
+        url: URL of the file; "" if it is not shown, such as audio that is too long.
+        frames: (time in seconds, URL) of some selected frames of a video.
+        wave: path of the waveform of audio, in `box`; "" if the audio is not decoded.
+        problem: why it cannot be decoded, or None.
+        tokens: number of tokens of an image, if it is known.
+    """
+
+    url: str = ""
+    frames: Sequence[tuple[float, str]] = ()
+    wave: str = ""
+    problem: str | None = None
+    tokens: int | None = None
+
+    @property
+    def box(self) -> str:
+        """`viewBox` of the waveform."""
+        return f"0 0 {_PEAKS} {_HEIGHT}"
+
+
 @dataclass(frozen=True, slots=True)
 class ShownPack:
     """One pack of the gallery, or of the page of `view`.
 
     Attributes:
         view: its samples.
-        thumbnails: URLs of images, by member name.
-        strips: frames of videos, by the name of the video.
-        players: waveforms and content of audio files, by member name.
-        tokens: number of tokens of images, by member name, as far as it is known.
+        files: content of their images, videos and audio files, by name, as far as it is shown.
     """
 
     view: PackView
-    thumbnails: Mapping[str, str]
-    strips: Mapping[str, "Strip"]
-    players: Mapping[str, "Player"] = field(default_factory=dict)
-    tokens: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, ShownFile]
 
-
-@dataclass(frozen=True, slots=True)
-class Strip:
-    """Some selected frames of a video.
-
-    Attributes:
-        frames: (time in seconds, URL) of each of them.
-        problem: why they cannot be decoded, or None.
-        url: URL of the video file; "" if there is none.
-    """
-
-    frames: Sequence[tuple[float, str]] = ()
-    problem: str | None = None
-    url: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Player:
-    """Waveform and content of an audio file.
-
-    Attributes:
-        url: URL of the audio; "" if it is too long for the page.
-        wave: path of the waveform, in a box of `_PEAKS` x `_HEIGHT`; "" if the audio is not decoded.
-        problem: why it cannot be decoded, or None.
-    """
-
-    url: str = ""
-    wave: str = ""
-    problem: str | None = None
-
-    @property
-    def box(self) -> str:
-        """`viewBox` of the waveform."""
-        return f"0 0 {_PEAKS} {_HEIGHT}"
+    @classmethod
+    def of(cls, view: PackView, show: Callable[[str, int, int, Any], ShownFile | None]) -> "ShownPack":
+        """Show the files of a pack by `show`: kind, indices of sample and file, and view of the file -> content."""
+        files = {
+            file.name: shown
+            for index, sample in enumerate(view.samples)
+            for kind, number, file in sample.media
+            if file.problem is None and (shown := show(kind, index, number, file)) is not None
+        }
+        return cls(view, files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,16 +199,6 @@ class ReportData:
             return {}
         counts = [segment.tokens for pack in self.mapped for segment in pack.segments if segment.tokens]
         return {kind: sum(tokens[kind] for tokens in counts) for kind in KINDS}
-
-    @property
-    def max_strips(self) -> int:
-        """Videos of a pack in the gallery whose frames are shown."""
-        return _MAX_STRIPS
-
-    @property
-    def max_players(self) -> int:
-        """Audio files of a pack in the gallery that are decoded."""
-        return _MAX_PLAYERS
 
     @property
     def audios(self) -> Sequence[AudioClip]:
@@ -333,26 +317,29 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
 def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) -> ShownPack:
     view = view_pack(raw, codec, encoder)
     raw = complete_parts(raw, set())  # missing files are shown as missing
-    names = [image.name for sample in view.samples for image in sample.images if image.problem is None]
-    thumbnails = {name: url for name in names if (url := _thumbnail(raw[name])) is not None}
-    videos = [video for sample in view.samples for video in sample.videos if video.problem is None]
-    audios = [audio for sample in view.samples for audio in sample.audios if audio.problem is None]
-    strips = {video.name: _strip(raw, video) for video in videos[:_MAX_STRIPS]}
-    players = {audio.name: _player(raw[audio.name], audio) for audio in audios[:_MAX_PLAYERS]}
-    return ShownPack(view, thumbnails, strips, players)
+    counts: Counter[str] = Counter()
+
+    def show(kind: str, index: int, number: int, file: Any) -> ShownFile | None:
+        counts[kind] += 1
+        if counts[kind] > MOST_SHOWN.get(kind, counts[kind]):
+            return None
+        try:
+            if kind == "video":
+                return _strip(raw, file)
+            return _player(raw[file.name], file) if kind == "audio" else _thumbnail(raw[file.name])
+        except EnergonPackedError as error:  # damaged, or PyAV is not installed
+            return ShownFile(problem=error.detail if isinstance(error, RecordError) else str(error))
+
+    return ShownPack.of(view, show)
 
 
-def _player(data: bytes, audio: AudioView) -> Player:
+def _player(data: bytes, audio: AudioView) -> ShownFile:
     """Decode an audio file for its waveform."""
     if not is_short(audio):
-        return Player()
-    try:
-        content, kind, decoded = playable(data, audio, _MAX_PLAYED)
-    except EnergonPackedError as error:  # damaged, or PyAV is not installed
-        return Player(problem=error.detail if isinstance(error, RecordError) else str(error))
-    if len(content) > _MAX_PLAYED:
-        return Player(wave=_wave(decoded))
-    return Player(url=f"data:audio/{kind};base64,{base64.b64encode(content).decode()}", wave=_wave(decoded))
+        return ShownFile()
+    content, kind, decoded = playable(data, audio, _MAX_PLAYED)
+    url = f"data:audio/{kind};base64,{base64.b64encode(content).decode()}" if len(content) <= _MAX_PLAYED else ""
+    return ShownFile(url=url, wave=_wave(decoded))
 
 
 def is_short(audio: AudioView) -> bool:
@@ -397,21 +384,15 @@ def _wave(samples: Samples) -> str:
     return "".join(f"M{x:.4g} {top:.1f}h{width:.4g}v{bottom - top + 0.5:.1f}h-{width:.4g}z" for x, top, bottom in bars)
 
 
-def _thumbnail(data: bytes) -> str | None:
-    try:
-        return _as_url(load_image(MediaReference(data=data)), _THUMBNAIL)
-    except RecordError:
-        return None
+def _thumbnail(data: bytes) -> ShownFile:
+    return ShownFile(url=_as_url(load_image(MediaReference(data=data)), _THUMBNAIL))
 
 
-def _strip(raw: Mapping[str, Any], video: VideoView) -> Strip:
+def _strip(raw: Mapping[str, Any], video: VideoView) -> ShownFile:
     """Decode some of the selected frames of a video."""
     places = shown_frames(video)
-    try:
-        images = [_as_url(frame, _FRAME) for frame in decoded_frames(raw, video, places)]
-    except EnergonPackedError as error:  # damaged, or PyAV is not installed
-        return Strip(problem=error.detail if isinstance(error, RecordError) else str(error))
-    return Strip([(video.timestamps[place], url) for place, url in zip(places, images, strict=True)])
+    images = [_as_url(frame, _FRAME) for frame in decoded_frames(raw, video, places)]
+    return ShownFile(frames=[(video.timestamps[place], url) for place, url in zip(places, images, strict=True)])
 
 
 def shown_frames(video: VideoView) -> list[int]:
@@ -562,22 +543,16 @@ def warnings(data: ReportData) -> Iterator[str]:
     if data.bad_images:
         total = data.bad_images + len(data.image_sizes)
         yield f"{data.bad_images:,} of {total:,} images that were read are damaged"
-    shown = [(pack, video) for pack in data.shown for sample in pack.view.samples for video in sample.videos]
-    problems = [
-        f"{video.name} of {pack.view.key}: {problem}"
-        for pack, video in shown
-        if (problem := video.problem or pack.strips.get(video.name, Strip()).problem) is not None
-    ]
-    if problems:
-        yield f"{_named(problems, 'video')} of the {len(shown):,} that were read cannot be used or shown"
-    heard = [(pack, audio) for pack in data.shown for sample in pack.view.samples for audio in sample.audios]
-    problems = [
-        f"{audio.name} of {pack.view.key}: {problem}"
-        for pack, audio in heard
-        if (problem := audio.problem or pack.players.get(audio.name, Player()).problem) is not None
-    ]
-    if problems:
-        yield f"{_named(problems, 'audio file')} of the {len(heard):,} that were read cannot be used or played"
+    samples = [(pack, sample) for pack in data.shown for sample in pack.view.samples]
+    for noun, used in (("video", "shown"), ("audio file", "played")):
+        read = [(pack, file) for pack, sample in samples for kind, _, file in sample.media if noun.startswith(kind)]
+        problems = [
+            f"{file.name} of {pack.view.key}: {problem}"
+            for pack, file in read
+            if (problem := file.problem or pack.files.get(file.name, ShownFile()).problem) is not None
+        ]
+        if problems:
+            yield f"{_named(problems, noun)} of the {len(read):,} that were read cannot be used or {used}"
     if data.not_encoded:
         yield f"kinds of tokens (image, supervised, other) are unknown: {data.not_encoded}"
 

@@ -9,10 +9,10 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from energon_packed.errors import ConfigError, FormatError, Reason
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.view import PackView, SampleView
-from energon_packed.pipeline.chunks import FRAGMENT, SPLIT
+from energon_packed.pipeline.chunks import SPLIT
 from energon_packed.pipeline.run_reports import length_row, open_lengths, read_lengths, read_rejects
 from energon_packed.sources import JsonlSource
 
@@ -31,6 +31,7 @@ _MEDIA = {
     "video": "num_videos",
     "audio": "num_audios",
 }  # columns; the last two if there are any
+T = TypeVar("T")
 _MAX_NAMES = 5  # inputs named in a message
 
 
@@ -138,19 +139,37 @@ class Filter:
         return reduce(pc.and_, tests, pa.array(np.ones(len(rows), dtype=bool)))
 
 
+def first_found(
+    steps: Iterator[tuple[int, T | None]], start: int, limit: int, seconds: float
+) -> tuple[list[T], int | None]:
+    """Return the first items of a search, and the place to continue from; None at the end.
+
+    Args:
+        steps: the place of each item with the item, or None for progress without an item.
+        start: place of the first step.
+        limit: most items.
+        seconds: time after which the search stops, at the next place without an item after the start.
+    """
+    found: list[T] = []
+    deadline = time.monotonic() + seconds
+    for place, item in steps:
+        is_last = place > start and time.monotonic() > deadline if item is None else len(found) == limit
+        if is_last:
+            return found, place
+        found += [] if item is None else [item]
+    return found, None
+
+
 def matching_records(
     table: Path, wanted: Filter, *, start: int, limit: int, seconds: float = math.inf
 ) -> tuple[list[FoundRecord], int | None, int]:
     """Find the first records from a row of lengths.parquet that match.
 
-    The columns of the filter are read by row groups, and the others only where a row matches.
-
     Args:
         table: lengths.parquet.
         wanted: the filter.
         start: index of the first row in the table.
-        limit: most records, at least 1.
-        seconds: time after which the search stops, after a batch of rows.
+        limit, seconds: as of `first_found`.
 
     Returns:
         The records, the row to continue from (None after the last row that matches), and the rows of the table.
@@ -159,51 +178,33 @@ def matching_records(
         FileNotFoundError: there is no such file.
         FormatError: it cannot be read, or has no places.
     """
-    found: list[FoundRecord] = []
-    deadline = time.monotonic() + seconds
     with open_lengths(table) as file:
         media = [name for name in _MEDIA.values() if wanted.media and name in file.schema_arrow.names]
-        columns, total = [*(wanted.columns or ["id"]), *media], file.metadata.num_rows
-        at = 0  # first row of the group
-        for group in range(file.num_row_groups):
-            size, room = file.metadata.row_group(group).num_rows, limit - len(found)
-            if at + size > start:
-                batches = read_lengths(file, columns, group)
-                chosen, stop = _matching_rows(batches, wanted, start - at, room + 1, deadline)
-                rows = _rows(read_lengths(file, _COLUMNS, group), chosen[:room])
-                found += [FoundRecord(**length_row(row)) for row in rows]
-                if len(chosen) > room or stop < size:
-                    return found, at + (chosen[room] if len(chosen) > room else stop), total
-            at += size
-    return found, None, total
+        steps = _matching(file, [*(wanted.columns or ["id"]), *media], wanted.mask, start)
+        return *first_found(steps, start, limit, seconds), file.metadata.num_rows
 
 
-def _matching_rows(
-    batches: Iterator[Any], wanted: Filter, start: int, limit: int, deadline: float
-) -> tuple[list[int], int]:
-    """Return the first `limit` rows of a row group from `start` that match, and the first row that was not read."""
-    chosen: list[int] = []
+def _matching(
+    file: Any, columns: Sequence[str], mask: Callable[[Any], Any], start: int = 0
+) -> Iterator[tuple[int, FoundRecord | None]]:
+    """Yield the row and the record of each row from `start` for which `mask(rows)` is true, as `first_found` needs.
+
+    These columns are read by row groups, and the others only where a row matches.
+    """
     first = 0
-    for rows in batches:
-        if first + len(rows) > start:
-            matched = pc.indices_nonzero(pc.fill_null(wanted.mask(rows), False)).to_numpy() + first
-            chosen += matched[matched >= start][: limit - len(chosen)].tolist()
-        first += len(rows)
-        if len(chosen) == limit or (first > start and time.monotonic() > deadline):
-            break
-    return chosen, first
-
-
-def _rows(batches: Iterator[Any], chosen: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Yield the chosen rows of a row group; it is read up to the last of them."""
-    first, left = 0, list(chosen)
-    while left:
-        rows = next(batches)
-        yield from rows.take(
-            pa.array([row - first for row in left if row < first + len(rows)], pa.int64())
-        ).to_pylist()
-        first += len(rows)
-        left = [row for row in left if row >= first]
+    for group in range(file.num_row_groups):
+        if first + file.metadata.row_group(group).num_rows <= start:
+            first += file.metadata.row_group(group).num_rows
+            continue
+        whole = enumerate(read_lengths(file, _COLUMNS, group))
+        for number, rows in enumerate(read_lengths(file, columns, group)):
+            yield max(first, start), None
+            matched = pc.indices_nonzero(pc.fill_null(mask(rows), False)).to_numpy()
+            if len(matched := matched[matched + first >= start]):
+                complete = next(batch for place, batch in whole if place == number)
+                for row, values in zip(matched.tolist(), complete.take(pa.array(matched)).to_pylist(), strict=True):
+                    yield first + row, FoundRecord(**length_row(values))
+            first += len(rows)
 
 
 def find_records(
@@ -229,7 +230,10 @@ def find_records(
             if location is not None:
                 found = _at_location(file, location)
             else:
-                found = _matching(file, ["id"], lambda rows: pc.equal(rows["id"], ident))
+                found = _records(file, ["id"], lambda rows: pc.equal(rows["id"], ident))
+            for split in [record for record in found if record.status == SPLIT]:
+                fragments = _records(file, ["source", "row"], partial(_is_at, "row", split.source, split.row))
+                found += [record for record in fragments if record not in found]
     except FileNotFoundError as error:
         raise ConfigError(
             f"{table} must exist to find records. Run the pack command of the dataset again, which keeps its shards "
@@ -243,24 +247,14 @@ def find_records(
     return packed
 
 
-def _matching(file: Any, columns: Sequence[str], is_match: Callable[[Any], Any]) -> list[FoundRecord]:
-    """Read the table rows for which `is_match(rows)` with some columns is true, and the fragments of split records."""
-    found = []
-    for group in range(file.num_row_groups):
-        if not any(pc.any(is_match(rows)).as_py() for rows in read_lengths(file, columns, group)):
-            continue
-        chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
-        split = set()
-        for rows in read_lengths(file, _COLUMNS, group):
-            matched = [length_row(row) for row in rows.filter(is_match(rows)).to_pylist()]
-            split |= {(row["source"], row["row"]) for row in matched if row["status"] == SPLIT}
-            # Fragments are in the same row group as their record, after all records.
-            if split:
-                fragments = rows.filter(pc.equal(rows["status"].cast(pa.string()), FRAGMENT)).to_pylist()
-                matched += [length_row(row) for row in fragments if (row["source"], row["row"]) in split]
-            chosen |= {tuple(row.values()): row for row in matched if tuple(row.values()) not in chosen}
-        found += [FoundRecord(**row) for row in chosen.values()]
-    return found
+def _records(file: Any, columns: Sequence[str], mask: Callable[[Any], Any]) -> list[FoundRecord]:
+    return [record for _, record in _matching(file, columns, mask) if record is not None]
+
+
+def _is_at(column: str, source: str, number: int, rows: Any) -> Any:
+    """Whether each row is of this source, with this number in the column `row`, or in `line` of files with lines."""
+    place = rows["row"] if column == "row" else pc.coalesce(rows["line"], rows["row"])
+    return pc.and_(pc.equal(rows["source"].cast(pa.string()), source), pc.equal(place, number))
 
 
 def _at_location(file: Any, location: str) -> list[FoundRecord]:
@@ -272,13 +266,8 @@ def _at_location(file: Any, location: str) -> list[FoundRecord]:
             "images, pass FILE:ROW, with rows from 0, or use `ident`."
         )
     source = _source_of(file, path)
-
-    def is_match(rows: Any) -> Any:
-        # The lines of a file are known for all of its records, or for none.
-        place = pc.coalesce(rows["line"], rows["row"])
-        return pc.and_(pc.equal(rows["source"].cast(pa.string()), source), pc.equal(place, int(number)))
-
-    found = _matching(file, ["source", "line", "row"], is_match)
+    # The lines of a file are known for all of its records, or for none.
+    found = _records(file, ["source", "line", "row"], partial(_is_at, "line", source, int(number)))
     if not found:
         raise ConfigError(
             f"`location` must be the place of a record, got {location}. The line is blank, or after the "

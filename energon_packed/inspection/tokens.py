@@ -184,6 +184,11 @@ class TokenRow:
     weight: float | None = None
     columns: Mapping[str, Any] | None = None
 
+    @property
+    def values(self) -> dict[str, Any]:
+        """Loss weight, if the pack has weights, and the value in each column, by name."""
+        return ({} if self.weight is None else {"weight": self.weight}) | dict(self.columns or {})
+
 
 def token_rows(raw: Mapping[str, Any], encoder: ChatEncoder, codec: Codec | None = None) -> list[TokenRow]:
     """Return every token of a pack as a loader's batch of this pack alone contains it.
@@ -235,11 +240,8 @@ def heat_strips(rows: Sequence[TokenRow]) -> dict[str, tuple[float, float, list[
         from the lowest to the highest value, 0 to 1).
     """
     strips = {}
-    names = [] if not rows else [*([] if rows[0].weight is None else ["weight"]), *(rows[0].columns or ())]
-    for name in names:
-        own = [
-            row.weight if name == "weight" and row.weight is not None else (row.columns or {})[name] for row in rows
-        ]
+    for name in rows[0].values if rows else ():
+        own = [row.values[name] for row in rows]
         values = np.array([value[0] if isinstance(value, list) else value for value in own], dtype=np.float64)
         finite = values[np.isfinite(values)]
         low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)

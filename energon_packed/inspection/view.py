@@ -6,10 +6,11 @@ files inside one folder.
 
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from itertools import accumulate, islice, pairwise
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import accumulate, chain, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,22 @@ import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Measurement, Processor
 from energon_packed.encoding.audio.audio_file import read_audio_info, resampled_length
-from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.media import video_runs
 from energon_packed.encoding.vision.video_file import read_video_info
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.files import atomic_write
-from energon_packed.formats import Codec, StoredAudio, StoredSample, StoredVideo, codec_of
+from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.inspection.supervision import supervised_turns
-from energon_packed.records import AudioClip, Conversation, FrameSelection, MediaReference, VideoReference
+from energon_packed.records import (
+    AudioClip,
+    AudioReference,
+    Conversation,
+    FrameSelection,
+    MediaReference,
+    VideoReference,
+)
 from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_PLACEHOLDER
@@ -56,6 +63,11 @@ class ImageView:
     problem: str | None = None
     file: str | None = None
     offset: int | None = None
+
+    @property
+    def text(self) -> str:
+        """Values as one string: `160 x 112`, or the problem."""
+        return self.problem or f"{self.width} x {self.height}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +222,12 @@ class SampleView:
     label: tuple[float, ...] | None = None
 
     @property
+    def media(self) -> Iterator[tuple[str, int, Any]]:
+        """Kind, index and view of each image, video and audio file."""
+        for kind, files in (("image", self.images), ("video", self.videos), ("audio", self.audios)):
+            yield from ((kind, number, file) for number, file in enumerate(files))
+
+    @property
     def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView | AudioView]]]:
         """Each turn with its content in order: strings, and media in place of their placeholders.
 
@@ -284,91 +302,75 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
     located = located_images(raw) if MEDIA_PART in raw else {}
     # A missing image or video is shown with its location: the files of a dataset from others may not be here.
     samples = codec.read(complete_parts(raw, set()) if located else raw)
-    lengths = [sample.length for sample in samples]
-    # One unknown length makes the start of every later sample unknown, so no start is shown then.
-    starts = [0, *accumulate(length or 0 for length in lengths)]
     return PackView(
         key=str(raw["__key__"]),
         sample_class=codec.sample_class,
         parts={part: len(content) for part, content in raw.items() if not part.startswith("__")},
         shapes={part: _shape(content) for part, content in raw.items() if part.endswith(".npy")},
-        samples=[
-            _view(sample, None if None in lengths else start, encoder, located)
-            for sample, start in zip(samples, starts, strict=False)
-        ],
+        samples=view_samples(samples, encoder, located),
     )
 
 
-def view_record(conversation: Conversation, measured: Measurement, encoder: Processor | None) -> list[SampleView]:
-    """Read a record before it is packed: one sample, or the samples of a group.
+def record_samples(conversation: Conversation, measured: Measurement) -> list[StoredSample]:
+    """Return a record as packs store it, with its media in their files: a sample, or the samples of a group.
 
     Args:
-        conversation: the record. Its media are named by kind and index, such as `image 0`.
-        measured: its measurement with this encoder, which selects the frames of videos.
-        encoder: as in `view_pack`.
+        conversation: the record. Its media get names by kind and index, such as `image 0`.
+        measured: its measurement, which selects the frames of videos and the samples of audio.
     """
-    members = conversation.members or (conversation,)
-    found = _record_media(conversation, measured)
-    images, videos, audios = iter(found[0]), iter(found[1]), iter(found[2])
-    start, views = 0, []
-    for member, own in zip(members, measured.members or [measured] * len(members), strict=True):
-        length = own.length if own.length > 0 else None
-        sample = StoredSample(member, length)
-        view = SampleView(
+    samples = []
+    members, lengths = conversation.members or (conversation,), measured.members or repeat(measured)
+    for place, (member, own) in enumerate(zip(members, lengths, strict=False)):
+        of = f" of sample {place}" if conversation.members else ""
+        selected = zip(member.videos, chain(own.frames, repeat(None)), strict=False)
+        heard = zip(member.audios, chain(own.clips, repeat(None)), strict=False)
+        sample = replace(
+            member,
             id=member.id or conversation.id,
-            start=start if length else None,
-            length=length,
-            turns=_turns(sample, encoder if own.reject is None else None),
-            images=tuple(islice(images, len(member.images))),
-            supervised=own.supervised if own.supervised >= 0 and length else None,
-            video=member.video,
-            videos=tuple(islice(videos, len(member.videos))),
-            audios=tuple(islice(audios, len(member.audios))),
-            group=str(conversation.id) if conversation.members else member.group,
-            role=member.role,
-            label=member.label,
+            group=str(conversation.id) if of else member.group,
+            images=_named(member.images, "image", of),
+            videos=tuple(
+                replace(
+                    video,
+                    frames=video.frames or frames,
+                    file=video.file and replace(video.file, name=f"video {i}{of}"),
+                    images=_named(video.images, f"video {i}, frame", of),
+                )
+                for i, (video, frames) in enumerate(selected)
+            ),
+            audios=tuple(
+                replace(audio, file=replace(audio.file, name=f"audio {i}{of}"), clip=audio.clip or clip)
+                for i, (audio, clip) in enumerate(heard)
+            ),
         )
-        start += length or 0
-        views.append(view)
-    return views
+        samples.append(StoredSample(sample, own.length if own.length > 0 else None))
+    return samples
 
 
-def record_files(conversation: Conversation) -> dict[str, MediaReference]:
-    """Files of the media of a record, by the names that `view_record` has."""
-    files = {f"image {i}": image for i, image in enumerate(conversation.images)}
-    for i, video in enumerate(conversation.videos):
-        files |= {name: file for name, file in zip(_frame_names(i, video), video.files, strict=True)}
-    return files | {f"audio {i}": audio.file for i, audio in enumerate(conversation.audios)}
+def _named(images: Sequence[MediaReference], name: str, of: str) -> tuple[MediaReference, ...]:
+    return tuple(replace(image, name=f"{name} {i}{of}") for i, image in enumerate(images))
 
 
-def _frame_names(index: int, video: VideoReference) -> list[str]:
-    return [f"video {index}"] if video.file else [f"video {index}, frame {i}" for i in range(len(video.images))]
+def media_files(conversation: Conversation) -> dict[str, MediaReference]:
+    """Return the media files of a sample, by the names in its view."""
+    files = chain(conversation.images, *(video.files for video in conversation.videos))
+    return {file.name or "?": file for file in chain(files, (audio.file for audio in conversation.audios))}
 
 
-def _record_media(
-    conversation: Conversation, measured: Measurement
-) -> tuple[list[ImageView], list[VideoView], list[AudioView]]:
-    images, videos, audios = [], [], []
-    for i, image in enumerate(conversation.images):
-        try:
-            header = read_header(image)
-            images.append(ImageView(f"image {i}", image.num_bytes(), header.width, header.height))
-        except RecordError as error:
-            images.append(ImageView(f"image {i}", 0, problem=error.detail))
-    for i, video in enumerate(conversation.videos):
-        frames = video.frames or (measured.frames[i] if len(measured.frames) > i else None)
-        frames = frames or FrameSelection(indices=(), timestamps=(), fps=0.0, num_frames=0, height=0, width=0)
-        problem = None if frames.indices else "its frames are not known"
-        num_bytes = 0 if problem else sum(file.num_bytes() for file in video.files)
-        names, is_file = _frame_names(i, video), video.file is not None
-        videos.append(_video_view(names, frames, is_file=is_file, num_bytes=num_bytes, problem=problem))
-    for i, audio in enumerate(conversation.audios):
-        clip = measured.clips[i] if len(measured.clips) > i else None
-        num_bytes = audio.file.num_bytes() if clip else 0
-        clip = clip or AudioClip(rate=1, start=0, samples=0, total=0)
-        problem = None if num_bytes else "its samples are not known"
-        audios.append(_audio_view(f"audio {i}", clip, num_bytes=num_bytes, problem=problem))
-    return images, videos, audios
+def view_samples(
+    samples: Sequence[StoredSample], encoder: Processor | None, located: Mapping[str, MediaReference] | None = None
+) -> list[SampleView]:
+    """Describe the samples of a row.
+
+    Args:
+        samples: the samples, with names for their media.
+        encoder: as in `view_pack`.
+        located: media that are in no tar, by name.
+    """
+    lengths = [sample.length for sample in samples]
+    # One unknown length makes the start of every later sample unknown, so no start is shown then.
+    starts = repeat(None) if None in lengths else accumulate((length or 0 for length in lengths), initial=0)
+    return [_view(sample, start, encoder, located or {}) for sample, start in zip(samples, starts, strict=False)]
 
 
 def _view(
@@ -384,11 +386,11 @@ def _view(
         start=start,
         length=sample.length,
         turns=_turns(sample, encoder),
-        images=tuple(_image(image.part or "?", image.data, located.get(image.part)) for image in sample.images),
+        images=tuple(_image(image, located) for image in conversation.images),
         supervised=supervised,
         video=conversation.video,
-        videos=tuple(_video(video, encoder, located) for video in sample.videos),
-        audios=_audios(sample.audios, encoder, located),
+        videos=tuple(_video(video, encoder, located) for video in conversation.videos),
+        audios=_audios(conversation.audios, encoder, located),
         truncated_to=sample.truncate if sample.is_truncated else None,
         group=conversation.group,
         role=conversation.role,
@@ -446,40 +448,45 @@ def _json(value: Any) -> str:
     return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
-def _image(name: str, data: bytes, reference: MediaReference | None) -> ImageView:
-    file, offset = (None, None) if reference is None else (reference.path, reference.offset)
-    if reference is not None and not data:
-        return ImageView(name, 0, problem="missing, or not the packed image", file=file, offset=offset)
+def _file(
+    files: Sequence[MediaReference],
+    located: Mapping[str, MediaReference],
+    kind: str,
+    check: Callable[[], Mapping[str, Any]],
+) -> dict[str, Any]:
+    """Describe the files of an image, video or audio file: bytes, place and problem, with the values of `check`."""
+    reference = located.get(files[0].name or "?")
+    values: dict[str, Any] = {"bytes": 0}
+    values |= {} if reference is None else {"file": reference.path, "offset": reference.offset}
     try:
-        # The header is enough for the size, and cheap for damaged or huge images.
-        header = read_header(MediaReference(data=data))
+        values["bytes"] = sum(file.num_bytes() for file in files)
+        is_missing = reference is not None and any(file.data == b"" for file in files)
+        return values | dict({"problem": f"missing, or not the packed {kind}"} if is_missing else check())
     except RecordError as error:
-        return ImageView(name, len(data), problem=error.detail, file=file, offset=offset)
-    return ImageView(name, len(data), header.width, header.height, file=file, offset=offset)
+        return values | {"problem": error.detail}
+    except ConfigError:  # PyAV is not installed: the recorded values are shown
+        return values
 
 
-def _video(stored: StoredVideo, encoder: Processor | None, located: Mapping[str, MediaReference]) -> VideoView:
-    reference = located.get(stored.files[0].part or "?")
+def _image(image: MediaReference, located: Mapping[str, MediaReference]) -> ImageView:
+    # The header is enough for the size, and cheap for damaged or huge images. Messages are shown after the name.
+    def size() -> Mapping[str, Any]:
+        header = read_header(replace(image, name=None))
+        return {"width": header.width, "height": header.height}
+
+    return ImageView(name=image.name or "?", **_file([image], located, "image", size))
+
+
+def _video(video: VideoReference, encoder: Processor | None, located: Mapping[str, MediaReference]) -> VideoView:
     vision = encoder.vision if isinstance(encoder, ChatEncoder) else None
-    return _video_view(
-        [file.part or "?" for file in stored.files],
-        stored.frames,
-        is_file=stored.file is not None,
-        num_bytes=sum(len(file.data) for file in stored.files),
-        tokens=None if vision is None else _video_tokens(vision, stored.frames),
-        problem=_video_problem(stored, is_located=reference is not None),
-        file=None if reference is None else reference.path,
-        offset=None if reference is None else reference.offset,
-    )
-
-
-def _video_view(
-    names: Sequence[str], frames: FrameSelection, *, is_file: bool, num_bytes: int, **values: Any
-) -> VideoView:
+    frames = video.frames or FrameSelection(indices=(), timestamps=(), fps=0.0, num_frames=0, height=0, width=0)
+    tokens = None
+    if vision is not None and frames.indices:
+        with suppress(RecordError, ConfigError):  # another encoder than the encoder that packed the video
+            tokens = sum(run.length for run in video_runs(vision, frames))
     return VideoView(
-        names=names,
-        is_file=is_file,
-        bytes=num_bytes,
+        names=[file.name or "?" for file in video.files],
+        is_file=video.file is not None,
         frames=frames.indices,
         timestamps=frames.timestamps,
         num_frames=frames.num_frames,
@@ -488,87 +495,56 @@ def _video_view(
         height=frames.height,
         resized=None if frames.resized is None else (frames.resized[1], frames.resized[0]),
         settings=frames.settings,
-        **values,
+        tokens=tokens,
+        **_file(video.files, located, "video", lambda: _video_problem(video, frames)),
     )
 
 
-def _video_tokens(vision: VisionFamily, frames: FrameSelection) -> int | None:
-    try:
-        return sum(run.length for run in video_runs(vision, frames))
-    except (RecordError, ConfigError):  # another encoder than the encoder that packed the video
-        return None
-
-
-def _video_problem(stored: StoredVideo, *, is_located: bool) -> str | None:
+def _video_problem(video: VideoReference, frames: FrameSelection) -> Mapping[str, Any]:
     """Find damage that needs no decoding."""
-    if is_located and not all(file.data for file in stored.files):
-        return "missing, or not the packed video"
-    frames = stored.frames
-    try:
-        if stored.file is None:
-            headers = [read_header(image.reference("image")) for image in stored.images]
-            sizes = {(header.height, header.width) for header in headers}
-            is_packed = sizes == {(frames.height, frames.width)}
-        else:
-            info = read_video_info(stored.file.reference("video"))
-            is_packed = (info.num_frames, info.height, info.width) == (frames.num_frames, frames.height, frames.width)
-    except RecordError as error:
-        return error.detail
-    except ConfigError:  # PyAV is not installed: the recorded values are shown
-        return None
-    return None if is_packed else "not the packed video: it has another number of frames, or another size"
+    if not frames.indices:
+        return {"problem": "its frames are not known"}
+    if video.file is None:
+        is_packed = {(head.height, head.width) for head in map(read_header, video.images)} == {
+            (frames.height, frames.width)
+        }
+    else:
+        info = read_video_info(video.file)
+        is_packed = (info.num_frames, info.height, info.width) == (frames.num_frames, frames.height, frames.width)
+    return {} if is_packed else {"problem": "not the packed video: it has another number of frames, or another size"}
 
 
 def _audios(
-    stored: Sequence[StoredAudio], encoder: Processor | None, located: Mapping[str, MediaReference]
+    audios: Sequence[AudioReference], encoder: Processor | None, located: Mapping[str, MediaReference]
 ) -> tuple[AudioView, ...]:
     """Return the audio files of a sample; the tokens of some families depend on the longest of them."""
-    tokens: list[int | None] = [None] * len(stored)
+    clips = [audio.clip or AudioClip(rate=1, start=0, samples=0, total=0) for audio in audios]
+    tokens: list[int | None] = [None] * len(audios)
     if isinstance(encoder, ChatEncoder) and (family := encoder.audio) is not None:
-        sizes = [resampled_length(audio.clip.samples, audio.clip.rate, family.rate) for audio in stored]
+        sizes = [resampled_length(clip.samples, clip.rate, family.rate) for clip in clips]
         with suppress(RecordError):  # another encoder than the encoder that packed them
             tokens = [family.run(size, max(sizes)).length for size in sizes]
-    return tuple(_audio(audio, count, located) for audio, count in zip(stored, tokens, strict=True))
-
-
-def _audio(stored: StoredAudio, tokens: int | None, located: Mapping[str, MediaReference]) -> AudioView:
-    name = stored.file.part or "?"
-    reference = located.get(name)
-    return _audio_view(
-        name,
-        stored.clip,
-        num_bytes=len(stored.file.data),
-        tokens=tokens,
-        problem=_audio_problem(stored, is_located=reference is not None),
-        file=None if reference is None else reference.path,
-        offset=None if reference is None else reference.offset,
+    return tuple(
+        AudioView(
+            name=audio.file.name or "?",
+            rate=clip.rate,
+            start=clip.start / clip.rate,
+            seconds=clip.seconds,
+            total_seconds=clip.total / clip.rate,
+            tokens=count,
+            **_file([audio.file], located, "audio file", partial(_audio_problem, audio.file, clip)),
+        )
+        for audio, clip, count in zip(audios, clips, tokens, strict=True)
     )
 
 
-def _audio_view(name: str, clip: AudioClip, *, num_bytes: int, **values: Any) -> AudioView:
-    return AudioView(
-        name=name,
-        bytes=num_bytes,
-        rate=clip.rate,
-        start=clip.start / clip.rate,
-        seconds=clip.seconds,
-        total_seconds=clip.total / clip.rate,
-        **values,
-    )
-
-
-def _audio_problem(stored: StoredAudio, *, is_located: bool) -> str | None:
+def _audio_problem(file: MediaReference, clip: AudioClip) -> Mapping[str, Any]:
     """Find damage that needs no decoding."""
-    if is_located and not stored.file.data:
-        return "missing, or not the packed audio file"
-    try:
-        info = read_audio_info(stored.file.reference("audio"))
-    except RecordError as error:
-        return error.detail
-    except ConfigError:  # PyAV is not installed: the recorded values are shown
-        return None
-    is_packed = (info.samples, info.rate) == (stored.clip.total, stored.clip.rate)
-    return None if is_packed else "not the packed audio file: it has another number of samples, or another rate"
+    if not clip.total:
+        return {"problem": "its samples are not known"}
+    info = read_audio_info(file)
+    problem = "not the packed audio file: it has another number of samples, or another rate"
+    return {} if (info.samples, info.rate) == (clip.total, clip.rate) else {"problem": problem}
 
 
 def _shape(content: bytes) -> str:

@@ -341,7 +341,7 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             ):
                 if _names_files(record, mark):
                     continue
-                if any(isinstance(item, str) and mark in item for item in _leaves(record)):
+                if any(isinstance(item, str) and mark in item for item in leaves(record)):
                     record |= fields
                 else:  # a run counts them by name
                     others |= {member.part: member.name for member in members}
@@ -410,24 +410,27 @@ def _is_known(group: KeyMembers, member: Member) -> bool:
 
 
 def _names_members(record: Any) -> bool:
-    return any(isinstance(item, MediaReference | VideoReference | AudioReference) for item in _leaves(record))
+    return any(isinstance(item, MediaReference | VideoReference | AudioReference) for item in leaves(record))
 
 
 def _names_files(record: Mapping[str, Any], mark: str) -> bool:
     """Whether a record names its videos or audio files, by their placeholder."""
     is_video = mark == VIDEO_PLACEHOLDER
-    if any(isinstance(item, VideoReference if is_video else AudioReference) for item in _leaves(record)):
+    if any(isinstance(item, VideoReference if is_video else AudioReference) for item in leaves(record)):
         return True
     names = (*_VIDEO_FIELDS, "video_path") if is_video else _AUDIO_FIELDS
     return any(is_given(record.get(name)) and record[name] is not True for name in names)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(item)
-    else:
-        yield value
+def leaves(record: Any) -> Iterator[Any]:
+    """Yield the values of a record that are not objects or lists, in any order; names of fields are not among them."""
+    left = [record]  # not recursive: records may be nested deeply
+    while left:
+        value = left.pop()
+        if isinstance(value, dict | list):
+            left.extend(value.values() if isinstance(value, dict) else value)
+        else:
+            yield value
 
 
 class _Placer:

@@ -73,7 +73,7 @@ def by_id(data: Any) -> dict[str, tuple[Any, Any]]:
     for shown in data.shown:
         for sample in shown.view.samples:
             (audio,) = sample.audios
-            found[str(sample.id)] = (audio, shown.players[audio.name])
+            found[str(sample.id)] = (audio, shown.files[audio.name])
     return found
 
 

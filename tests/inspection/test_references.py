@@ -111,8 +111,8 @@ def test_a_report_counts_and_shows_referenced_images(data: Datasets, encoder: Ch
     assert [size.images for size in reports[0].measured] == [size.images for size in reports[1].measured]
     assert sum(sum(size.images) for size in reports[0].measured) == 24
     assert reports[0].image_sizes == reports[1].image_sizes
-    assert [pack.thumbnails for pack in reports[0].shown] == [pack.thumbnails for pack in reports[1].shown]
-    assert all(pack.thumbnails for pack in reports[0].shown)
+    assert [pack.files for pack in reports[0].shown] == [pack.files for pack in reports[1].shown]
+    assert all(pack.files for pack in reports[0].shown)
     (data.out / "webdataset" / ".nv-meta" / "packing.json").unlink()
     counted = gather(PackedFolder.open(data.out), encoder)
     assert counted.is_counted

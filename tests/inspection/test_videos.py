@@ -114,9 +114,9 @@ def test_a_report_shows_the_frames_at_their_times(packed: Path, encoder: ChatEnc
     assert data.manifest.videos == len(data.videos) == len(FILES)
     (shown,) = data.shown
     videos = [video for sample in shown.view.samples for video in sample.videos]
-    assert len(shown.strips) == 2  # of four
+    assert len(shown.files) == 2  # of four
     for video in videos:
-        if (strip := shown.strips.get(video.name)) is None:
+        if (strip := shown.files.get(video.name)) is None:
             continue
         index = dict(zip(video.timestamps, video.frames, strict=True))
         assert strip.frames
@@ -187,5 +187,5 @@ def test_frames_of_extracted_videos_are_shown_as_those_of_the_files(
         assert {key: video[key] for key in same} == {key: files[name][key] for key in same}
     data = gather(PackedFolder.open(out), encoder)
     for video in [video for sample in data.shown[0].view.samples for video in sample.videos]:
-        for time, url in data.shown[0].strips[video.name].frames if video.name in data.shown[0].strips else ():
+        for time, url in data.shown[0].files[video.name].frames if video.name in data.shown[0].files else ():
             assert number_of(_image(url)) == video.frames[video.timestamps.index(time)]

@@ -162,7 +162,7 @@ def test_browse_filter_and_find_in_a_browser(server: ViewServer, tmp_path: Path)
         browser.open(site + "text?text=" + quote("What is 55?"))
         assert browser.run("document.querySelectorAll('article').length") == 1
         assert browser.run("document.querySelector('article a').innerText").startswith(f"{EVIL[:-1]}\\u202e55")
-        browser.open(site + "rejects?reason=bad_role&page=2")
+        browser.open(site + "rejects?reason=bad_role&from=50")
         assert browser.run("document.querySelectorAll('article').length") == 10
         assert "line 144" in browser.run("document.querySelector('article').innerText")
         assert not browser.log
@@ -602,7 +602,7 @@ def test_ranges_outside_the_content(tokenizer_dir: Path, server: ViewServer, out
 def test_numbers_of_a_query_that_are_none(server: ViewServer, number: str) -> None:
     value = quote(number)
     assert KEY in page(server.viewer, f"/?page={value}")
-    for path in (f"/records?from={value}&min={value}&line={value}", f"/rejects?page={value}", f"/text?from={value}"):
+    for path in (f"/records?from={value}&min={value}&line={value}", f"/rejects?from={value}", f"/text?from={value}"):
         assert page(server.viewer, path)
     assert server.viewer.respond(f"/tokens/{KEY}/{value}").status == 404
 
@@ -634,6 +634,15 @@ def test_hostile_keys_are_quoted(out: Path, tokenizer_dir: Path, tmp_path: Path)
         until(browser, f"document.title === {json.dumps(key.strip())}")
         assert browser.run("document.querySelector('h1').textContent") == key
         assert not browser.log
+
+
+def test_rejected_records_continue_after_the_last(server: ViewServer) -> None:
+    text, first = page(server.viewer, "/rejects"), 'href="/rejects?from=50" rel="next"'
+    assert text.count("<article") == 50
+    assert first in text
+    rest = page(server.viewer, "/rejects?from=50")
+    assert rest.count("<article") == 10
+    assert 'rel="next"' not in rest
 
 
 def test_searches_have_a_time_bound(server: ViewServer, monkeypatch: pytest.MonkeyPatch) -> None:

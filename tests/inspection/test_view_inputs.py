@@ -155,9 +155,12 @@ def test_records_of_tables(tmp_path: Path) -> None:
     rows = [{"id": str(n), "messages": turns(f"What is {n}?")} for n in range(50)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
     viewer = records_viewer(tmp_path / "data.parquet", tmp_path)
-    assert "data.parquet row 20" in page(viewer, "/?at=20")
+    assert "data.parquet row 20" in page(viewer, "/?from=20")
     assert "What is 7?" in page(viewer, "/record/0/7")
-    assert viewer.respond("/record/0/50").status == 404
+    response = viewer.respond("/record/0/50")
+    assert (response.status, response.content) == (404, b"error: the address must be an index below 50, got '50'\n")
+    link = re.findall(r'href="(/record/0/7)#sample-0"', page(viewer, "/"))  # the page has the sample of the link
+    assert 'id="sample-0"' in page(viewer, link[0])
 
 
 def test_tokens_of_records_are_those_of_packs(data: Path, tokenizer_dir: Path, tmp_path: Path) -> None:
@@ -372,5 +375,5 @@ def test_keys_on_pages_of_inputs(what: str, data: Path, outputs: Path, tmp_path:
         if what == "records":
             browser.open(server.url.partition("?")[0])
             send(browser, "n")
-            until(browser, "location.search.includes('at=')")
+            until(browser, "location.search.includes('from=')")
         assert not browser.log

@@ -24,11 +24,8 @@ from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.search import FoundRecord, find_records
 from energon_packed.inspection.tokens import map_pack, supervised_spans, token_rows
 from energon_packed.inspection.view import (
-    AudioView,
-    ImageView,
     PackView,
     SampleView,
-    VideoView,
     extract_pack,
     view_pack,
 )
@@ -225,25 +222,14 @@ def _show_sample(console: Console, index: int, sample: SampleView) -> None:
     if sample.label is not None:
         span += f", label {' '.join(f'{value:g}' for value in sample.label)}"
     console.print(f"── {index}  {sample.id or '(no id)'}{span}", style="dim", markup=False)
-    for image in sample.images:
-        size = image.problem or f"{image.width} x {image.height}"
-        place = _place(image)
-        shown = f"  {image.name}  {size}, {format_bytes(image.bytes)}{place}"
-        console.print(shown, style="blue", markup=False, soft_wrap=bool(place))
-    for video in sample.videos:
-        shown = f"  {video.name}  {video.text}, {format_bytes(video.bytes)}{_place(video)}"
-        console.print(shown, style="blue", markup=False, soft_wrap=True)
-    for audio in sample.audios:
-        shown = f"  {audio.name}  {audio.text}, {format_bytes(audio.bytes)}{_place(audio)}"
+    for _, _, file in sample.media:
+        place = "" if file.file is None else f", {file.file} from byte {file.offset:,}"
+        shown = f"  {file.name}  {file.text}, {format_bytes(file.bytes)}{place}"
         console.print(shown, style="blue", markup=False, soft_wrap=True)
     for turn in sample.turns:
         line = Text(turn_text(turn.role, turn.shown), style="green" if turn.supervised else "")
         line.stylize(_ROLES.get(turn.role, "white"), 0, 12)
         console.print(line)
-
-
-def _place(media: ImageView | VideoView | AudioView) -> str:
-    return "" if media.file is None else f", {media.file} from byte {media.offset:,}"
 
 
 def _show_tokens(
@@ -264,15 +250,13 @@ def _show_tokens(
         return
     console.print(view.key, style="bold", markup=False)
     names = ["index", "sample", "token", "text", "label", "position"]
-    names += [] if rows[0].weight is None else ["weight"]
-    table = Table(*names, *(rows[0].columns or ()), box=None)
+    table = Table(*names, *rows[0].values, box=None)
     for row in rows:
-        weight = [] if row.weight is None else [f"{row.weight:g}"]
         position = " ".join(map(str, row.position))
-        values = [_values(value) for value in (row.columns or {}).values()]
+        values = [_values(value) for value in row.values.values()]
         style = "green" if row.label >= 0 else ""
         table.add_row(str(row.index), str(row.segment), str(row.token), Text(visible(row.text)), str(row.label),
-                      position, *weight, *values, style=style)  # fmt: skip
+                      position, *values, style=style)  # fmt: skip
     console.print(table)
 
 

@@ -4,15 +4,10 @@ Packs are read by byte range, lengths.parquet by row groups and rejects.jsonl by
 with the dataset.
 """
 
-import sqlite3
-import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
 from functools import cache, lru_cache
-from itertools import accumulate, islice
+from itertools import chain, islice
 from typing import Any
-from urllib.parse import urlencode
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, DataChangedError, FormatError
@@ -20,7 +15,7 @@ from energon_packed.formats.references import MEDIA_PART, complete_parts, emptie
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import map_paths, render_report, script_and_policy
 from energon_packed.inspection.report_data import gather, recorded
-from energon_packed.inspection.search import Filter, matching_records
+from energon_packed.inspection.search import Filter, first_found, matching_records
 from energon_packed.inspection.tokens import MappedPack, Segment, map_pack, token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.inspection.viewer.pages import (
@@ -34,9 +29,7 @@ from energon_packed.inspection.viewer.pages import (
     number_in,
     quoted,
 )
-from energon_packed.metadatasets import NV_META
 from energon_packed.pipeline.run_reports import read_rejects
-from energon_packed.shards.index import open_sqlite_index
 from energon_packed.shards.reader import ShardReader
 
 _PACKS = 20  # on a page
@@ -89,12 +82,8 @@ class Viewer(Pages):
                 return self._pack(key)
             case ["tokens", key, sample]:
                 return self._tokens(key, sample, query)
-            case ["records"]:
-                return self._records(query)
-            case ["text"]:
-                return self._text(query)
-            case ["rejects"]:
-                return self._rejects(query)
+            case ["records" | "text" | "rejects" as name]:
+                return getattr(self, f"_{name}")(query)  # type: ignore[no-any-return]
             case ["report"]:
                 encoder, reason = self._loaded()
                 data = gather(self._folder, encoder, not_encoded=reason)
@@ -131,15 +120,10 @@ class Viewer(Pages):
         is_early = not self._was_shown and not self._loaded.cache_info().currsize
         self._was_shown = True
         encoder, reason = (None, "the tokenizer is being loaded") if is_early else self._loaded()
-        shards = self._chosen(query)
-        edges = [0, *accumulate(self._reader.first(shard + 1) - self._reader.first(shard) for shard in shards)]
-        pages = max(1, -(-edges[-1] // _PACKS))
+        shards = [range(self._reader.first(shard), self._reader.first(shard + 1)) for shard in self._chosen(query)]
+        pages = max(1, -(-sum(map(len, shards)) // _PACKS))
         page = min(number_in(query, "page", 1), pages)
-        chosen = [
-            self._reader.first(shards[at]) + number - edges[at]
-            for number in range((page - 1) * _PACKS, min(page * _PACKS, edges[-1]))
-            for at in [bisect_right(edges, number) - 1]
-        ]
+        chosen = islice(chain(*shards), (page - 1) * _PACKS, page * _PACKS)
         rows, problems, left = [], [], _MOST_MAPPED
         for pack in chosen:
             try:
@@ -212,20 +196,9 @@ class Viewer(Pages):
         number = key.rpartition("_")[2]
         if (pack := index_in(number, len(self._reader))) is not None and self._key(pack) == key:
             return pack
-        row = None
-        try:
-            with closing(open_sqlite_index(self._folder.path / NV_META / "index.sqlite")) as database:
-                query = "SELECT tar_file_id, sample_index FROM samples WHERE sample_key = ?"
-                row = database.execute(query, (key,)).fetchone()
-        except UnicodeEncodeError:  # a key that is not UTF-8 is in no index
-            pass
-        except (sqlite3.Error, OSError) as error:
-            raise FormatError(f"index.sqlite cannot be read: {error}; run energon-packed nv-meta") from error
-        if row is None:
+        if (place := self._folder.indexed(key)) is None:
             raise NotFoundError(f"no pack has the key {key!r}")
-        shard, sample = row
-        is_place = isinstance(shard, int) and isinstance(sample, int) and 0 <= shard < len(self._shards)
-        pack = self._reader.first(shard) + sample if is_place else -1
+        pack = self._reader.first(place[0]) + place[1]
         if not 0 <= pack < len(self._reader) or self._key(pack) != key:
             raise FormatError(f"index.sqlite does not match the tars at {key}; run energon-packed nv-meta")
         return pack
@@ -250,15 +223,13 @@ class Viewer(Pages):
             line=number_in(query, "line", None),
             shards=None if len(shards) == len(self._shards) else [self._shards[shard] for shard in shards],
         )
-        table, problem, first = self._folder.path.parent / "lengths.parquet", "", number_in(query, "from", 0)
+        table, first = self._folder.path.parent / "lengths.parquet", number_in(query, "from", 0)
         try:
-            found, start, rows = matching_records(table, wanted, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
+            found, place, rows = matching_records(table, wanted, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
         except FileNotFoundError:
-            found, start, rows = [], None, 0
             problem = f"{table} does not exist, so records cannot be found by id, status, media, file or length."
-        more = None if start is None else urlencode({**query, "from": start})
-        progress = (first, rows if start is None else start, rows)
-        return self.render("records", query, records=found, more=more, problem=problem, progress=progress)
+            return self.render("records", query, records=[], problem=problem)
+        return self.results("records", query, "/records", found, span=(first, place, rows))
 
     def _chosen(self, query: Mapping[str, str]) -> list[int]:
         """Indices of the shards of a split, or of the shards whose name has a string."""
@@ -270,19 +241,22 @@ class Viewer(Pages):
         ]
 
     def _text(self, query: Mapping[str, str]) -> Response:
-        text, pack = query.get("text", ""), number_in(query, "from", 0)
-        found: list[tuple[str, int, str | None, str]] = []
-        first, deadline = pack, time.monotonic() + _SEARCH_SECONDS
-        problems = []
-        while text and pack < len(self._reader) and len(found) < _ROWS and time.monotonic() < deadline:
-            try:
-                found += self._with_text(pack, text)
-            except (FormatError, DataChangedError) as error:
-                problems.append(f"pack {pack:,}: {error}")
-            pack += 1
-        more = urlencode({**query, "from": pack}) if text and pack < len(self._reader) else None
-        progress = (first, pack, len(self._reader)) if text else None
-        return self.render("text", query, found=found, more=more, progress=progress, problems=problems[:_ROWS])
+        text, start, total = query.get("text", ""), number_in(query, "from", 0), len(self._reader)
+        problems: list[str] = []
+        if not text:
+            return self.render("text", query, records=[], problems=problems)
+
+        def steps() -> Iterator[tuple[int, Any]]:
+            for pack in range(start, total):
+                yield pack, None
+                try:
+                    yield pack, list(self._with_text(pack, text)) or None
+                except (FormatError, DataChangedError) as error:
+                    problems.append(f"pack {pack:,}: {error}")
+
+        packs, place = first_found(steps(), start, _ROWS, _SEARCH_SECONDS)
+        found, span = list(chain(*packs)), (start, place, total)
+        return self.results("text", query, "/text", found, span=span, problems=problems[:_ROWS])
 
     def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
         """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""
@@ -295,14 +269,13 @@ class Viewer(Pages):
                     break
 
     def _rejects(self, query: Mapping[str, str]) -> Response:
-        file, reason = self._folder.path.parent / "rejects.jsonl", query.get("reason", "")
-        page, problem = number_in(query, "page", 1), ""
-        chosen: list[dict[str, Any]] = []
+        file, start = self._folder.path.parent / "rejects.jsonl", number_in(query, "from", 0)
+        reason, manifest = query.get("reason", ""), self._folder.manifest
         try:
-            wanted = (value for value in read_rejects(file) if reason in ("", value["reason"]))
-            chosen = list(islice(wanted, (page - 1) * _ROWS, page * _ROWS + 1))
+            lines = islice(enumerate(read_rejects(file)), start, None)
+            steps = ((line, value if reason in ("", value["reason"]) else None) for line, value in lines)
+            found, place = first_found(steps, start, _ROWS, _SEARCH_SECONDS)
         except FileNotFoundError:
-            problem = f"{file} does not exist." if self._folder.manifest is None else ""
-        return self.render(
-            "rejects", query, records=chosen[:_ROWS], page=page, more=len(chosen) > _ROWS, problem=problem
-        )
+            return self.render("rejects", query, records=[], problem="" if manifest else f"{file} does not exist.")
+        total = sum(manifest.rejects.values()) if manifest else (place or start + len(found))
+        return self.results("rejects", query, "/rejects", found, span=(start, place, total))

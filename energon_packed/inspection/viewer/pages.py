@@ -13,15 +13,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote
+from urllib.parse import parse_qsl, quote, unquote, urlencode
 
 from energon_packed.encoding.vision.images import load_image, sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.inspection.report import page_environment
 from energon_packed.inspection.report_data import (
-    Player,
+    ShownFile,
     ShownPack,
-    Strip,
     decoded_frames,
     is_short,
     playable,
@@ -125,31 +124,39 @@ class Pages(ABC):
         )  # fmt: skip
         return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
 
-    def tokens(
-        self,
-        rows: Sequence[TokenRow],
-        query: Mapping[str, str],
-        *,
-        key: str,
-        sample: int,
-        ident: str | None,
-        link: str,
-    ) -> Response:
+    def results(
+        self, name: str, query: Mapping[str, str], path: str, /, found: Sequence[Any], *, span: Sequence[Any],
+        **values: Any,
+    ) -> Response:  # fmt: skip
+        """Render the page of a search, with its progress and a link to continue.
+
+        Args:
+            name: template.
+            query: query of the link.
+            path: path of the page below `base`.
+            found: results, `records` of the template.
+            span: (first place that was read, place to continue from or None, all places).
+            values: other values of the template.
+        """
+        first, place, total = span
+        more = None if place is None else f"{self.base}{path}?{urlencode({**query, 'from': place})}"
+        progress = (first, total if place is None else place, total)
+        return self.render(name, query, **{"records": found, "more": more, "progress": progress, **values})
+
+    def tokens(self, rows: Sequence[TokenRow], query: Mapping[str, str], **values: Any) -> Response:
         """Render the page of the tokens of a sample, some at a time.
 
         Args:
             rows: all tokens.
             query: has the page.
-            key, sample: name of the pack or record, and index of the sample in it.
-            ident: id of the sample.
-            link: address of the pack or record.
+            values: `key` and `sample`, the name of the pack or record and the index of the sample in it; `ident`, its
+                id; `link`, the address of the pack or record.
         """
         pages = max(1, -(-len(rows) // _TOKENS))
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
-        named = {"key": key, "sample": sample, "ident": ident, "link": link}
         counts = {"count": len(rows), "page": page, "pages": pages}
-        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
+        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **counts, **values)
 
     def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
         """Add the URLs of all media of a pack.
@@ -158,29 +165,18 @@ class Pages(ABC):
             view: the pack.
             runs: lengths of the runs of image tokens of samples, by index.
         """
-        shown = ShownPack(view, {}, {}, {}, {})
-        for index, sample in enumerate(view.samples):
-            self._add_media(shown, index, sample, runs.get(index, ()))
-        return shown
 
-    def _add_media(self, shown: Any, index: int, sample: SampleView, runs: Sequence[int]) -> None:
-        def url(kind: str, *indices: int) -> str:
-            return "/".join([f"{self.base}/media", kind, quoted(shown.view.key), str(index), *map(str, indices)])
+        def show(kind: str, index: int, number: int, file: Any) -> ShownFile:
+            place, own = f"{quoted(view.key)}/{index}/{number}", runs.get(index, ())
+            # Runs of image tokens belong to single images if text is between them, as in most templates.
+            tokens = own[number] if kind == "image" and len(own) == len(view.samples[index].images) else None
+            if kind == "video":
+                frames = [(file.timestamps[at], f"{self.base}/media/frame/{place}/{at}") for at in shown_frames(file)]
+                return ShownFile(url=f"{self.base}/media/video/{place}" if _is_clip(file) else "", frames=frames)
+            is_shown = kind == "image" or is_short(file)
+            return ShownFile(url=f"{self.base}/media/{kind}/{place}" if is_shown else "", tokens=tokens)
 
-        for number, image in enumerate(sample.images):
-            if image.problem is None:
-                shown.thumbnails[image.name] = url("image", number)
-        # Runs of image tokens belong to single images if text is between them, as in most templates.
-        if len(runs) == len(sample.images):
-            shown.tokens.update(zip([image.name for image in sample.images], runs, strict=True))
-        for number, video in enumerate(sample.videos):
-            if video.problem is None:
-                frames = [(video.timestamps[place], url("frame", number, place)) for place in shown_frames(video)]
-                is_clip = video.is_file and video.bytes <= _MOST_CLIP
-                shown.strips[video.name] = Strip(frames, url=url("video", number) if is_clip else "")
-        for number, audio in enumerate(sample.audios):
-            if audio.problem is None:
-                shown.players[audio.name] = Player(url=url("audio", number) if is_short(audio) else "")
+        return ShownPack.of(view, show)
 
     def _read_media(self, kind: str, key: str, indices: Sequence[str]) -> Response:
         if kind not in _MEDIA_FIELDS or len(indices) != (3 if kind == "frame" else 2):
@@ -200,13 +196,17 @@ class Pages(ABC):
                     place = index_below(indices[2], len(found.frames), "frame")
                     names = found.names if found.is_file else [found.names[place]]
                     return _encoded(next(decoded_frames(self.contents(key, names), found, [place])), "jpeg")
-                case VideoView() if found.is_file and found.bytes <= _MOST_CLIP:
+                case VideoView() if _is_clip(found):
                     content = self.contents(key, found.names[:1])[found.names[0]]
                     if (container := _CLIPS.get(sniff_extension(content))) is not None:
                         return Response(200, content, f"video/{container}")
         except RecordError as error:
             raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} is damaged: {error.detail}") from error
         raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} has a format or size that is not shown")
+
+
+def _is_clip(video: VideoView) -> bool:
+    return video.is_file and video.bytes <= _MOST_CLIP
 
 
 def in_groups(samples: Sequence[SampleView]) -> list[tuple[str, list[tuple[int, SampleView]]]]:
@@ -230,7 +230,7 @@ def index_in(text: str, count: int) -> int | None:
 def index_below(text: str, count: int, what: str) -> int:
     """Read an index of a path. Raises NotFoundError if it is not below `count`."""
     if (index := index_in(text, count)) is None:
-        raise NotFoundError(f"there are {count:,} {what}s, from 0, got {text!r}")
+        raise NotFoundError(f"the {what} must be an index below {count:,}, got {text!r}")
     return index
 
 

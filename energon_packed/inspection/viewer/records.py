@@ -6,11 +6,11 @@ rejects that a run would have. Some records are read at a time, from an address 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
 
 import numpy as np
 import orjson
@@ -20,14 +20,17 @@ from energon_packed.encoding.audio.media import clip_of
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.video_file import read_video_info
 from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError, Reject
+from energon_packed.formats import StoredSample
+from energon_packed.inspection.search import first_found
 from energon_packed.inspection.tokens import sample_rows
-from energon_packed.inspection.view import PackView, SampleView, record_files, view_record
+from energon_packed.inspection.view import PackView, SampleView, media_files, record_samples, view_samples
 from energon_packed.inspection.viewer.pages import NotFoundError, Pages, Response, in_groups, index_below, number_in
 from energon_packed.pipeline.options import InputOptions
 from energon_packed.pipeline.reader import open_reader, raw_id
 from energon_packed.pipeline.stages.measure import Measurer
 from energon_packed.records import Conversation, FrameSelection, VideoReference
 from energon_packed.sources import JsonlSource, Source, SourceRecord
+from energon_packed.sources.tar_records import leaves
 
 _RECORDS = 20  # on a page
 _SECONDS = 2.0  # of a search; the page has a link to continue
@@ -101,7 +104,7 @@ class RecordsViewer(Pages):
             case ["record", source, address]:
                 row, conversation, measured = self._record(source, address)
                 shown = self._shown(int(source), [(row, conversation, measured)])
-                return self.render("raw", {"source": source, "at": str(row.address + 1)}, records=shown)
+                return self.render("raw", {}, records=shown, source=source, alone=True)
             case ["tokens", key, sample]:
                 return self._tokens(key, sample, query)
         return super().page(parts, query)
@@ -110,48 +113,45 @@ class RecordsViewer(Pages):
         """Render a template, with the values that all pages have."""
         names = [str(source.path) for source in self._reader.sources]
         reasons = [str(reason.value) for reason in Reason]
-        values = {"more": None, "progress": None, "measured": self._encoder is not None, **values}
-        return super().render(name, query, sources=names, reasons=reasons, **values)
+        measured = self._encoder is not None
+        return super().render(name, query, sources=names, reasons=reasons, measured=measured, **values)
 
     def samples(self, key: str) -> Sequence[SampleView]:
         """Return the samples of a pack or record."""
-        _, conversation, measured = self._record(*_place(key))
-        return () if conversation is None else view_record(conversation, measured, None)
+        return view_samples(self._stored(key), None)
 
     def contents(self, key: str, names: Sequence[str]) -> Mapping[str, bytes]:
         """Read these files of a pack or record."""
-        files = record_files(self._record(*_place(key))[1] or Conversation(text=" "))
+        files = {name: file for sample in self._stored(key) for name, file in media_files(sample.conversation).items()}
         return {name: files[name].read() for name in names}
+
+    def _stored(self, key: str) -> Sequence[StoredSample]:
+        _, conversation, measured = self._record(*_place(key))
+        return () if conversation is None else record_samples(conversation, measured)
 
     def _records(self, query: Mapping[str, str]) -> Response:
         number = index_below(query.get("source") or "0", len(self._reader.sources), "source")
         source = self._reader.sources[number]
-        stop, deadline = source.extent(), time.monotonic() + _SECONDS
-        at = min(number_in(query, "at", 0), stop)
+        stop = source.extent()
+        start = min(number_in(query, "from", 0), stop)
         if query.get("percent"):
-            at = stop * min(number_in(query, "percent", 0), 100) // 100
+            start = stop * min(number_in(query, "percent", 0), 100) // 100
         elif query.get("line"):
-            at = _address(source, number_in(query, "line", 0))
-        start = at
-        found: list[Any] = []
-        rows = source.scan(at, stop)
-        is_done = False
-        while not is_done:  # at least once, so that each page gets further
-            if not (batch := list(islice(rows, _RECORDS + 1))):
-                at = stop
-                break
-            found += self._matching(number, batch, query)
-            at = batch[-1].address + 1
-            is_done = len(found) > _RECORDS or time.monotonic() > deadline
-        is_full, more = len(found) > _RECORDS, None
-        at = found[_RECORDS][0].address if is_full else at
-        if is_full or (at < stop and next(rows, None) is not None):
-            more = urlencode({**query, "source": number, "percent": "", "line": "", "at": at})
-        elif number + 1 < len(self._reader.sources):
-            more = urlencode({**query, "source": number + 1, "percent": "", "line": "", "at": ""})
-        records = self._shown(number, found[:_RECORDS])
-        return self.render("raw", {**query, "source": str(number)}, records=records, more=more,
-                           progress=(start, at, stop))  # fmt: skip
+            start = _address(source, number_in(query, "line", 0))
+        rows = source.scan(start, stop)
+
+        def steps() -> Iterator[tuple[int, Any]]:
+            while batch := list(islice(rows, _RECORDS + 1)):
+                yield batch[0].address, None
+                yield from ((found[0].address, found) for found in self._matching(number, batch, query))
+
+        found, place = first_found(steps(), start, _RECORDS, _SECONDS)
+        read = (start, stop if place is None else place, stop)
+        query = {**query, "percent": "", "line": "", "source": str(number)}
+        if place is None and number + 1 < len(self._reader.sources):
+            query, place = {**query, "source": str(number + 1)}, 0
+        shown, span = self._shown(number, found), (start, place, stop)
+        return self.results("raw", query, "/", shown, span=span, progress=read, source=str(number))
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
         row, conversation, _ = self._record(*_place(key))
@@ -171,7 +171,7 @@ class RecordsViewer(Pages):
         text, status, media = (query.get(name, "") for name in ("text", "status", "media"))
         low, high = number_in(query, "min", None), number_in(query, "max", None)
         if text:
-            rows = [row for row in rows if any(text in string for string in _strings(row.record))]
+            rows = [row for row in rows if any(text in leaf for leaf in leaves(row.record) if isinstance(leaf, str))]
         measured = self._measurer.records(source, rows) if rows else []
         found = []
         for row, (conversation, result) in zip(rows, measured, strict=True):
@@ -197,7 +197,11 @@ class RecordsViewer(Pages):
         shown = []
         for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
             key = f"{source}-{row.address}"
-            views = [] if conversation is None else view_record(conversation, result, self._encoder)
+            stored = [] if conversation is None else record_samples(conversation, result)
+            views = view_samples(stored, self._encoder)
+            for index, own in enumerate(result.members or [result] * len(views)):
+                if own.length > 0 and own.supervised >= 0:
+                    views[index] = replace(views[index], supervised=own.supervised)
             view = PackView(key=key, sample_class="", parts={}, shapes={}, samples=views)
             shown.append({
                 "url": f"{self.base}/record/{source}/{row.address}",
@@ -255,19 +259,6 @@ def _address(source: Source, number: int) -> int:
                     f"line {number:,} must be reached in {_SECONDS:g} s; enter a percentage of the file"
                 )
     return at
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all strings of a record; names of fields are not among them."""
-    left = [value]
-    while left:
-        match left.pop():
-            case str(text):
-                yield text
-            case {**fields}:
-                left.extend(fields.values())
-            case list(values) | tuple(values):
-                left.extend(values)
 
 
 def _json(record: Any) -> str:
