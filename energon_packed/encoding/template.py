@@ -52,6 +52,9 @@ _SMALL = 100_000  # characters of messages and tools that a sound template rende
 _RECORD_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError, MemoryError)
 _MOST_SKELETONS = 1024  # cached skeletons, by sequence of roles
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_rendering = set[tuple[str, str]]()
+"""(template, variables) that rendered a question and an answer in another process. Otherwise, each encoder of the same
+tokenizer would fork this process, which is slow if it has much memory."""
 
 
 class OutOfTime(BaseException):
@@ -538,10 +541,11 @@ class ChatTemplate:
         Returns:
             Why the template cannot be used; "" if it can, or if this process cannot start other processes.
         """
-        if sys.platform != "linux" or multiprocessing.current_process().daemon:
+        tried = (self._dated, repr(self._variables))
+        if tried in _rendering or sys.platform != "linux" or multiprocessing.current_process().daemon:
             return ""
         try:
-            return str(call_in_child(self._fault_of_plain, seconds=RENDER_LIMIT + _GRACE))
+            fault = str(call_in_child(self._fault_of_plain, seconds=RENDER_LIMIT + _GRACE))
         except TimeoutError:
             return str(_out_of_time(len(str(_PLAIN))))
         except ChildProcessError as error:
@@ -549,6 +553,9 @@ class ChatTemplate:
                 f"the process that rendered a question and an answer by the chat template {error}; {_FIX}, or, if "
                 "this process uses a library that does not work after a fork, such as Ray, run it in a new process"
             )
+        if not fault:
+            _rendering.add(tried)
+        return fault
 
     def _fault_of_plain(self) -> str:
         try:

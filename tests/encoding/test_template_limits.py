@@ -97,6 +97,26 @@ def test_a_template_that_never_ends_is_tried_once(text_tokenizer_dir: Path, monk
     assert tried == [1]
 
 
+def test_a_template_that_renders_is_tried_once_for_all_encoders(
+    text_tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = []
+    monkeypatch.setattr(
+        template_module, "call_in_child", lambda *args, **kw: tried.append(1) or call_in_child(*args, **kw)
+    )
+    template = CHATML + "{% if eos_token == 'odd' %}" + ENDLESS + "{% endif %}"
+    for _ in range(3):
+        encoder = encoder_of(text_tokenizer_dir, template)
+        assert encoder.length(normalize(PLAIN)) > 0
+    assert tried == [1]
+    monkeypatch.setattr(template_module, "RENDER_LIMIT", 0.2)
+    encoder.tokenizer.eos_token = "odd"
+    for count in (2, 3):  # a template that failed is tried again
+        with pytest.raises(TemplateError, match="did not finish rendering"):
+            ChatEncoder(encoder.tokenizer).length(normalize(PLAIN))
+        assert len(tried) == count
+
+
 @pytest.mark.parametrize("body", ALLOCATING)
 def test_a_template_that_allocates_without_end_stops_in_one_line(
     text_tokenizer_dir: Path, body: str, monkeypatch: pytest.MonkeyPatch
