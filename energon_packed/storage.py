@@ -508,8 +508,8 @@ def recent_status(path: Path) -> os.stat_result:
 def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
     """Return the status of each file; files that do not exist, and local files without a status, are left out.
 
-    Objects of a folder are listed, 1,000 with each request. A store whose listings have other times or ETags than the
-    objects (those of GCS have) is asked for each object, by threads.
+    Objects of a folder are listed, 1,000 with each request. If the listings of a store have other times or ETags than
+    its objects, as in GCS, each object is requested, by threads.
 
     Raises:
         StorageError: the store fails.
