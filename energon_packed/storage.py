@@ -7,6 +7,7 @@
     RemoteReader  the stream of `RemotePath.open`: reads byte ranges, and never the whole object
     energon_url   RemotePath to the URL by which Energon opens the same object
     map_paths     a function of paths to its results; of objects, several at a time
+    statuses      paths to the status of each; of objects, from a listing of their folder
     read_ranges   byte ranges of objects to their bytes, with few requests
     ReadAhead     reads values in threads before they are needed
 
@@ -31,7 +32,7 @@ import time
 import zlib
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -50,7 +51,8 @@ READ_AHEAD = 1 << 20
 _SCHEMES = ("s3:/", "gs:/", "msc:/")  # with one slash, as Path collapses `//`
 _MAGIC = re.compile(r"[*?\[]")
 _FRESH = 60.0  # seconds for which an open stream trusts the status of its object: a request for each read costs more
-_MOST_RECENT = 4096
+_MOST_RECENT = 1 << 14
+_FEW = 3  # objects of a folder that are not worth a listing, which needs a second request to check one of them
 _CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
 _THREADS = 64  # requests of a process at a time, one per referenced image; the client keeps 128 connections
 _MOST_BETWEEN, _BETWEEN_MEMBERS = 256 << 10, 4 << 10  # bytes between two ranges of a request
@@ -132,9 +134,7 @@ class RemotePath(PosixPath):
         seconds, and the stamp of a replaced object must differ.
         """
         status = self._request(strict=True)
-        _recent[str(self)] = time.monotonic(), status
-        while len(_recent) > _MOST_RECENT:
-            _recent.popitem(last=False)
+        _keep_recent({self: status})
         return status
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
@@ -200,7 +200,7 @@ class RemotePath(PosixPath):
 
     def iterdir(self) -> Generator["RemotePath", None, None]:
         """List objects and folders."""
-        return (path for path, _ in self._entries())
+        return (path for path, _ in self.entries())
 
     def glob(self, pattern: str) -> Iterator["RemotePath"]:  # type: ignore[override]
         """List objects and folders that match; `**` is any number of folders, and at the end everything below."""
@@ -212,7 +212,7 @@ class RemotePath(PosixPath):
 
     def objects(self) -> Iterator["RemotePath"]:
         """List all objects below."""
-        return (path for path, _ in self._entries(below=True))
+        return (path for path, _ in self.entries(below=True))
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Do nothing: object stores have no folders without objects."""
@@ -315,15 +315,15 @@ class RemotePath(PosixPath):
         except FileNotFoundError:
             return 0
 
-    def _entries(self, *, below: bool = False) -> Iterator[tuple["RemotePath", bool]]:
-        """Yield (path, is a folder) of the entries; with `below`, of all objects below."""
+    def entries(self, *, below: bool = False) -> Iterator[tuple["RemotePath", Any]]:
+        """Yield (path, metadata of the client) of the entries; with `below`, of all objects below."""
         client, key = self._client()
         prefix = f"{key.rstrip('/')}/" if key else ""
         with _converted_errors(self):
             for info in client.list(prefix, include_directories=not below):
                 # The marker of the folder itself is a key that ends in a slash.
                 if name := info.key.removeprefix(prefix) if info.key.startswith(prefix) else "":
-                    yield self / name, info.type == "directory"
+                    yield self / name, info
 
     def _matches(self, parts: tuple[str, ...]) -> Iterator["RemotePath"]:
         """Yield the paths that match the components of a pattern, in the order of the store."""
@@ -344,11 +344,11 @@ class RemotePath(PosixPath):
                         seen.add(inner)
                         yield folder.joinpath(*inner)
         else:
-            for path, is_folder in folder._entries():
+            for path, info in folder.entries():
                 if fnmatchcase(path.name, parts[0]):
                     if len(parts) == 1:
                         yield path
-                    elif is_folder:
+                    elif info.type == "directory":
                         yield from path._matches(parts[1:])
 
 
@@ -503,6 +503,70 @@ def recent_status(path: Path) -> os.stat_result:
     """
     since, status = _recent.get(str(path), (0.0, None)) if isinstance(path, RemotePath) else (0.0, None)
     return status if status is not None and time.monotonic() - since < _FRESH else path.stat()
+
+
+def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
+    """Return the status of each file; files that do not exist, and local files without a status, are left out.
+
+    Objects of a folder are listed, 1,000 with each request. If the listings of a store have other times or ETags than
+    its objects, as in GCS, each object is requested, by threads.
+
+    Raises:
+        StorageError: the store fails.
+    """
+    found: dict[Path, os.stat_result] = {}
+    by_folder: dict[RemotePath, set[RemotePath]] = {}
+    for path in paths:
+        if isinstance(path, RemotePath):
+            by_folder.setdefault(path.parent, set()).add(path)
+            continue
+        with contextlib.suppress(OSError):
+            found[path] = path.stat()
+    for folder, objects in by_folder.items():
+        found |= _listed(folder, objects)
+    others = [path for objects in by_folder.values() for path in objects if path not in found]
+    return found | {
+        path: status
+        for path, status in zip(others, map_paths(_status_or_none, others), strict=True)
+        if status is not None
+    }
+
+
+def _listed(folder: RemotePath, objects: set[RemotePath]) -> dict[Path, os.stat_result]:
+    """Return the status of objects by the listing of their folder; {} if it cannot be used."""
+    if len(objects) < _FEW:
+        return {}
+    most = 1000 + 4 * len(objects)  # a folder may have millions of other objects
+    try:
+        entries = itertools.islice(folder.entries(), most)
+        found: dict[Path, os.stat_result] = {path: _status(info) for path, info in entries if path in objects}
+        path = next(iter(found), None)
+        if path is None or _stamp(path.stat()) != _stamp(found[path]):
+            return {}
+    except OSError:  # for example, listings are not permitted
+        return {}
+    _keep_recent(found)
+    return found
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
+
+
+def _status_or_none(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _keep_recent(found: Mapping[Path, os.stat_result]) -> None:
+    """Keep statuses for `recent_status`."""
+    now = time.monotonic()
+    for path, status in found.items():
+        _recent[str(path)] = now, status
+    while len(_recent) > _MOST_RECENT:
+        _recent.popitem(last=False)
 
 
 def energon_url(path: Path) -> str:

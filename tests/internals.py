@@ -324,6 +324,7 @@ PLACES = {
     "as_path": "storage:as_path",
     "energon_url": "storage:energon_url",
     "read_ranges": "storage:read_ranges",
+    "statuses": "storage:statuses",
     "storage": "storage",
     # tarfiles: the reader itself, against Python's tarfile and GNU tar
     "TarError": "tarfiles:TarError",

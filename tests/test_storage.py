@@ -1,5 +1,6 @@
 """Paths of object stores, against moto's S3 server, pathlib and Energon's EPath."""
 
+import dataclasses
 import hashlib
 import io
 import multiprocessing
@@ -26,6 +27,7 @@ from tests.internals import (
     read_content,
     read_range,
     status,
+    statuses,
     storage,
 )
 from tests.storage import BUCKET, SECRET, Store
@@ -355,3 +357,45 @@ def test_requests_of_many_paths_overlap_and_keep_their_order(store: Store) -> No
         return path.stat().st_size
 
     assert storage.map_paths(size, paths) == list(range(32))
+
+
+def test_the_status_of_many_objects_needs_one_listing(store: Store, tmp_path: Path) -> None:
+    paths = [as_path(store.put(f"many/{number}.tar", bytes(number + 1))) for number in range(20)]
+    alone = as_path(store.put("alone/a.tar", b"a"))
+    store.put("many/inner/x.tar", b"x")
+    (tmp_path / "local").write_bytes(b"local")
+    absent = [paths[0].with_name("absent.tar"), tmp_path / "absent"]
+    wanted = {path: stamp(path.stat()) for path in [*paths, alone, tmp_path / "local"]}
+    with store.counted() as traffic:
+        found = statuses([*wanted, *absent])
+    assert {path: stamp(status) for path, status in found.items()} == wanted
+    assert [request for request in traffic.requests if "/many/" in request and "absent" not in request] == [
+        "HEAD /bucket/many/0.tar",
+    ]
+    assert len(traffic.requests) < 10
+    with store.counted() as traffic:  # of each object, not only of the first
+        assert [stamp(storage.recent_status(path)) for path in paths] == [wanted[path] for path in paths]
+    assert not traffic.requests
+
+
+def test_a_listing_with_other_etags_is_not_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [as_path(store.put(f"etags/{number}.tar", bytes(number + 1))) for number in range(5)]
+    listed = RemotePath.entries
+
+    def entries(self: Any, **options: Any) -> Any:  # as of GCS, whose objects have a generation instead
+        return ((path, dataclasses.replace(info, etag="other")) for path, info in listed(self, **options))
+
+    monkeypatch.setattr(RemotePath, "entries", entries)
+    assert {path: stamp(status) for path, status in statuses(paths).items()} == {
+        path: stamp(path.stat()) for path in paths
+    }
+
+
+def test_without_permission_to_list_objects_are_asked(store: Store) -> None:
+    paths = [as_path(store.put(f"unlisted/{number}.tar", bytes(number + 1))) for number in range(5)]
+    with store.failing(403, ""):  # listings of the bucket
+        assert [statuses(paths)[path].st_size for path in paths] == [1, 2, 3, 4, 5]
+
+
+def stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns

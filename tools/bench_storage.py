@@ -4,14 +4,16 @@
 
 traffic   bytes and requests of `pack` and the loaders, and their speed against local files
 images    images per second of wall time and of CPU time, as bytes, against LitData and against clients alone that
-          request the same ranges; needs `pip install --no-deps litdata lightning-utilities obstore tifffile`. No
-          reader decodes them. Size and time of each tar are compared, and the SHA-256 of each reference (`by time`:
-          size and time of its file); LitData compares nothing
+          request the same ranges; needs `pip install --no-deps litdata lightning-utilities obstore tifffile zstd`.
+          No reader decodes them. Size and time of each tar are compared, and the SHA-256 of each reference (`by time`:
+          size and time of its file); LitData compares nothing. `LitData, files` is its StreamingRawDataset, which
+          requests each image file as references do
 
 The store is moto's S3 server in a process of its own on this machine. It reads a whole object to answer a range, so
-shards are small. Each loader reads one shuffled epoch in one process; LitData has threads of its own. Bytes needed are
-the packs (and the referenced images) of the epoch; for `pack`, the files of the input. Peers: bare Energon on msc://,
-and WebDataset over s3fs, which reads each tar as a stream, in order.
+shards are small; `images` has the same rows with a server that answers ranges by sendfile. Each loader reads one
+shuffled epoch in one process; LitData has threads of its own. Bytes needed are the packs (and the referenced images)
+of the epoch; for `pack`, the files of the input. Peers: bare Energon on msc://, and WebDataset over s3fs, which reads
+each tar as a stream, in order.
 """
 
 import io
@@ -34,6 +36,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from benchlib import Report, arguments, bench_tokenizer, image_records, write_jsonl
 from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_train_dataset
+from object_server import ObjectServer
 
 from energon_packed import ChatEncoder, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader, pack
 from energon_packed.storage import as_path, energon_url
@@ -79,6 +82,16 @@ class Store:
         provider = config["profiles"]["store"]["storage_provider"]
         options = provider["options"] | {"rust_client": {"allow_http": True}}
         config["profiles"]["rust"] = {"storage_provider": provider | {"options": options}}
+        file.write_text(json.dumps(config))
+
+    def add_server(self, endpoint: str) -> None:
+        """Add the bucket of another server as msc://files, and as msc://files-rust by the client in Rust."""
+        file = Path(os.environ["MSC_CONFIG"])
+        config = json.loads(file.read_text())
+        for name, of in (("files", "store"), ("files-rust", "rust")):
+            provider = config["profiles"][of]["storage_provider"]
+            moved = {"storage_provider": provider | {"options": provider["options"] | {"endpoint_url": endpoint}}}
+            config["profiles"][name] = config["profiles"][of] | moved
         file.write_text(json.dumps(config))
 
     def put_folder(self, key: str, folder: Path) -> str:
@@ -240,22 +253,33 @@ def packed_images(path: Any, encoder: ChatEncoder, **options: Any) -> Iterator[b
             yield from (image.read() for image in conversation.images)
 
 
-def litdata_images(path: Any, cache: Path) -> Iterator[bytes]:
+def litdata_images(path: Any, cache: Path, endpoint: str | None) -> Iterator[bytes]:
     """Images of a LitData dataset in its random order; chunks are downloaded to an empty folder."""
     import litdata
 
-    endpoint = {"endpoint_url": os.environ["AWS_ENDPOINT_URL"]}
-    options = {"storage_options": endpoint} if str(path).startswith("s3://") else {}
+    options: Any = {} if endpoint is None else {"storage_options": {"endpoint_url": endpoint}}
     for sample in litdata.StreamingDataset(str(path), shuffle=True, seed=0, cache_dir=str(_emptied(cache)), **options):
         yield sample["image"]
 
 
-def ranges_alone(ranges: Sequence[tuple[str, int, int]]) -> Iterator[bytes]:
+def litdata_files(path: str, cache: Path, endpoint: str) -> Iterator[bytes]:
+    """Image files of a folder by LitData in random order, 16 at a time as in a batch."""
+    import litdata
+
+    options = {"endpoint_url": endpoint}
+    dataset = litdata.StreamingRawDataset(path, cache_dir=str(_emptied(cache)), storage_options=options)
+    order = [index for index in range(len(dataset)) if str(dataset.items[index].path).endswith(".jpg")]
+    order = np.random.default_rng(0).permutation(order).tolist()
+    for start in range(0, len(order), 16):
+        yield from dataset.__getitems__(order[start : start + 16])
+
+
+def ranges_alone(ranges: Sequence[tuple[str, int, int]], endpoint: str) -> Iterator[bytes]:
     """Content of ranges (key, start, stop) by boto3, with as many requests at a time as a PackedDataset has."""
     import boto3
     from botocore.config import Config
 
-    client = boto3.client("s3", config=Config(max_pool_connections=16))
+    client = boto3.client("s3", endpoint_url=endpoint, config=Config(max_pool_connections=16))
 
     def read(wanted: tuple[str, int, int]) -> bytes:
         key, start, stop = wanted
@@ -273,18 +297,20 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
 
     downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # its fast client; the store has no TLS
     work = options.work / f"storage-images-{options.images}"
+    server = ObjectServer(options.work)
+    store.add_server(server.endpoint)
     tokenizer = bench_tokenizer(options.work, vision=True)
     encoder = ChatEncoder.from_pretrained(tokenizer)
     source = work / "source"
     records = [_with_names(record) for record in image_records(source, options.images)]
     jsonl = write_jsonl(source / "data.jsonl", iter(records))
-    raw = store.put_folder("images", source)
+    raw = store.put_folder(f"{work.name}/source", source)
     places: dict[str, tuple[Path, str]] = {}
     for media, given in (("copy", str(jsonl)), ("reference", f"{raw}/data.jsonl")):
         with tempfile.TemporaryDirectory(dir=work) as folder:
             result = pack(inputs=(given,), output_dir=folder, tokenizer=tokenizer, media=media, **_OPTIONS)
             os.rename(result.shards, _emptied(work / media))
-        places[media] = work / media, store.put_folder(f"images-{media}", work / media)
+        places[media] = work / media, store.put_folder(f"{work.name}/{media}", work / media)
     for name, check in (("reference", "digest"), ("reference by time", "time")):  # to local files
         with tempfile.TemporaryDirectory(dir=work) as folder:
             options_of = {"media": "reference", "media_check": check, **_OPTIONS}
@@ -296,31 +322,36 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
         writer[number] = {"id": number, "image": (source / record["images"][0]).read_bytes()}
     writer.done()
     writer.merge()
-    places["litdata"] = work / "litdata", store.put_folder("images-litdata", work / "litdata")
+    places["litdata"] = work / "litdata", store.put_folder(f"{work.name}/litdata", work / "litdata")
     reader = PackedDataset(places["copy"][0], encoder).reader
     ranges: dict[str, list[tuple[str, int, int]]] = {"copy": [], "reference": []}
     for item in np.random.default_rng(0).permutation(len(reader)).tolist():
         shard, start, stop = reader.locate(item)
-        ranges["copy"].append((f"images-copy/{reader.tars[shard].name}", start, stop))
+        ranges["copy"].append((f"{work.name}/copy/{reader.tars[shard].name}", start, stop))
     for number in np.random.default_rng(0).permutation(len(records)).tolist():
         name = records[number]["images"][0]
-        ranges["reference"].append((f"images/{name}", 0, (source / name).stat().st_size))
-    for latency in (None, 0.0, options.latency):
-        where = "local files" if latency is None else f"{latency * 1000:.0f} ms"
-        store.latency(latency or 0.0)
-        is_remote = latency is not None
+        ranges["reference"].append((f"{work.name}/source/{name}", 0, (source / name).stat().st_size))
+    runs = [("local files", None, 0.0, "")]
+    for latency in (0.0, options.latency):
+        runs.append((f"{latency * 1000:.0f} ms", os.environ["AWS_ENDPOINT_URL"], latency, "s3://bucket"))
+        runs.append((f"{latency * 1000:.0f} ms, ranges by sendfile", server.endpoint, latency, "msc://files"))
+    for where, endpoint, latency, bucket in runs:
+        store.latency(latency)
+        server.latency(latency)
+        is_remote = endpoint is not None
         names = ("copy", "reference") if is_remote else ("copy", "reference", "reference by time")
-        readers = {media: partial(packed_images, places[media][is_remote], encoder) for media in names}
-        readers["LitData"] = partial(litdata_images, places["litdata"][is_remote], work / "cache")
-        if is_remote:
-            moved = {"media_root": {raw: raw.replace("s3://bucket", "msc://rust")}}
-            readers |= {
-                f"{media}, Rust client": partial(
-                    packed_images, places[media][1].replace("s3://bucket", "msc://rust"), encoder, **moved
-                )
-                for media in names
-            }
-            readers |= {f"client alone, {media}": partial(ranges_alone, ranges[media]) for media in ranges}
+        readers: dict[str, Callable[[], Iterator[bytes]]] = {}
+        for client in ("", "rust") if is_remote else ("",):
+            url = bucket if not client else "msc://rust" if bucket == "s3://bucket" else "msc://files-rust"
+            for media in names:
+                path = places[media][1].replace("s3://bucket", url) if is_remote else places[media][0]
+                moved: Any = {"media_root": {raw: raw.replace("s3://bucket", url)}} if is_remote else {}
+                readers[f"{media}, Rust client" if client else media] = partial(packed_images, path, encoder, **moved)
+        readers["LitData"] = partial(litdata_images, places["litdata"][is_remote], work / "cache", endpoint)
+        if endpoint is not None:
+            readers["LitData, files"] = partial(litdata_files, raw, work / "cache", endpoint)
+            for media, wanted in ranges.items():
+                readers[f"client alone, {media}"] = partial(ranges_alone, wanted, endpoint)
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
         for _ in range(3):  # in turns, so that a slow moment of the machine affects all
             for name, images in readers.items():

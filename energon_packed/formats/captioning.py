@@ -134,10 +134,11 @@ class CaptioningCodec(Codec):
         media = read_media(raw, member_names(raw, names), positions, *files)
         # This package always writes both columns.
         is_third_party = value.get("ids") is None and value.get("lengths") is None
+        columns = {name: value[name] for name in _COLUMNS if value.get(name)}
+        absent = dict.fromkeys(_COLUMNS) | {"truncate": value.get("truncate")}
         samples = []
         for i, turns in enumerate(zip(prompts, captions, strict=True)):
-            row = {name: value[name][i] if value.get(name) else None for name in _COLUMNS}
-            row["truncate"] = value.get("truncate")
+            row = absent | {name: column[i] for name, column in columns.items()}
             try:
                 read = _third_party_sample if is_third_party else _sample
                 samples.append(read(*turns, row, media[i]))
@@ -209,6 +210,9 @@ def _third_party_sample(
 
 def _alternating(prompts: Sequence[str], captions: Sequence[str]) -> list[tuple[str, str]]:
     """Return (role, text) of each turn: prompt, caption, prompt, and so on."""
+    if len(prompts) == len(captions):  # every sample of this package
+        pairs = zip(prompts, captions, strict=True)
+        return [turn for asked, answered in pairs for turn in (("user", asked), ("assistant", answered))]
     turns = [("user", prompts, 0), ("assistant", captions, 1)]
     # Sorted by position, since third-party samples may have different numbers of prompts and captions.
     ordered = sorted((2 * j + shift, role, text) for role, texts, shift in turns for j, text in enumerate(texts))

@@ -228,15 +228,20 @@ def _locator(value: Any) -> Locator:
     return locator
 
 
-def _paths_of(raw: Mapping[str, Any], located: Mapping[str, Locator | None]) -> dict[str, Path]:
+def _paths_of(raw: Mapping[str, Any], located: Mapping[str, Locator | None]) -> dict[str, str | RemotePath]:
     """Return the path of each located part, after folders have moved."""
-    folder, moved = raw.get(FOLDER), raw.get(MEDIA_ROOT) or moved_here()
-    if folder is None:
+    moved = raw.get(MEDIA_ROOT) or moved_here()
+    files = {name: locator.file for name, locator in located.items() if locator is not None}
+    if all(map(_is_absolute, files.values())):
+        folder = ""
+    elif (given := raw.get(FOLDER)) is not None:
+        folder = _resolved(given)
+    else:
         sources = raw.get("__sources__") or ()
-        folder = sources[0].dataset_path if sources else ""
-    folder = _resolved(folder)
-    found = {name: _absolute(folder, locator.file) for name, locator in located.items() if locator is not None}
-    return {name: as_path(moved_path(path, moved)) for name, path in found.items()}
+        folder = _resolved(sources[0].dataset_path if sources else "")
+    found = {name: moved_path(_absolute(folder, file), moved) for name, file in files.items()}
+    # A Path of each local file would need a third of the time of its reading.
+    return {name: RemotePath(path) if is_remote(path) else path for name, path in found.items()}
 
 
 def moved_here() -> MediaRoot:
@@ -244,7 +249,7 @@ def moved_here() -> MediaRoot:
     return tuple(sorted(_moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
-def _requested(located: Mapping[str, Locator | None], paths: Mapping[str, Path]) -> dict[str, bytes]:
+def _requested(located: Mapping[str, Locator | None], paths: Mapping[str, str | RemotePath]) -> dict[str, bytes]:
     """Request the parts with a digest that are in object stores together; {} if a request fails."""
     ranges = {
         name: (path, locator.offset, locator.size)
@@ -264,7 +269,11 @@ def _resolved(folder: str | Path) -> str:
 
 def _absolute(folder: str, file: str) -> str:
     """Return the path of a locator, which may be relative to the dataset folder."""
-    return absolute_name(file if is_remote(file) or os.path.isabs(file) else os.path.join(folder, file))
+    return absolute_name(file if _is_absolute(file) else os.path.join(folder, file))
+
+
+def _is_absolute(file: str) -> bool:
+    return is_remote(file) or os.path.isabs(file)
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:

@@ -237,12 +237,13 @@ class Conversation:
 
     def _check_placeholders(self, texts: Sequence[str]) -> None:
         """Compare placeholders and media: a missing placeholder would shift all later media, an extra one is text."""
+        joined = "\0".join(texts)  # no placeholder has a NUL
         for reason, placeholder, kind, media in (
             (Reason.IMAGE_COUNT_MISMATCH, IMAGE_PLACEHOLDER, "images", self.images),
             (Reason.VIDEO_COUNT_MISMATCH, VIDEO_PLACEHOLDER, "videos", self.videos),
             (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER, "audio files", self.audios),
         ):
-            count = sum([text.count(placeholder) for text in texts])
+            count = joined.count(placeholder)
             if count != len(media):
                 raise RecordError(reason, f"{count} {placeholder} placeholders for {len(media)} {kind}")
 

@@ -65,7 +65,7 @@ def in_line(text: str) -> str:
 
 
 def read_packed(
-    path: Path,
+    path: str | Path,
     offset: int,
     size: int,
     *,
@@ -91,7 +91,7 @@ def read_packed(
             # removed file must not be read from the file opened before. The file of a single image would take the
             # place of an open tar.
             is_shared = offset > 0 or isinstance(path, RemotePath)
-            with nullcontext(open_shared(path, current=True)) if is_shared else open_regular(path) as stream:
+            with nullcontext(open_shared(as_path(path), current=True)) if is_shared else open_regular(path) as stream:
                 now = status(stream)
                 # Before reading, so that a size in a damaged locator allocates no memory.
                 data = read_range(stream, offset, size) if end <= now.st_size else b""

@@ -6,8 +6,10 @@ counted_manifest   counts of a third-party dataset without packing.json, from it
 """
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_ISREG
 
 import yaml
 
@@ -20,6 +22,7 @@ from energon_packed.metadatasets import NV_META, SplitFile, read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.nv_meta import OLD_INFO
 from energon_packed.shards.reader import ShardReader
+from energon_packed.storage import statuses
 from energon_packed.system import raise_resource_error
 
 _OFFSET = 8  # bytes of an entry of .tar.idx, which has the offset of each pack and the end of the last pack
@@ -45,6 +48,8 @@ def check_complete(folder: Path, split: str, splits: SplitFile, manifest: Packin
     """
     names = splits.shards(split)
     counts = shard_counts(folder)
+    indexes = {name: (folder / name).with_suffix(".tar.idx") for name in names}
+    found = statuses([*[folder / name for name in names], *indexes.values()])
     if manifest is not None:
         listed = {shard.name: shard for shard in manifest.shards if shard.split == split}
         if missing := sorted(listed.keys() - set(names) - splits.excluded):
@@ -56,16 +61,16 @@ def check_complete(folder: Path, split: str, splits: SplitFile, manifest: Packin
         for name in names:
             if name in listed:
                 packs = listed[name].packs
-                _expect_size(folder / name, listed[name].bytes, "packing.json")
+                _expect_size(folder / name, found, listed[name].bytes, "packing.json")
                 if counts and counts.get(name) != packs:
                     raise FormatError(
                         f"{folder / NV_META / '.info.json'} counts {counts.get(name, 0)} packs in {name}, "
                         f"packing.json {packs}; {_REMEDY}"
                     )
     for name in names:
-        index = (folder / name).with_suffix(".tar.idx")
-        if name in counts and index.is_file():  # if it is missing, Energon raises an error
-            _expect_size(index, _OFFSET * (counts[name] + 1), f"the {counts[name]} packs of .info.json")
+        index = found.get(indexes[name])  # if it is missing, Energon raises an error
+        if name in counts and index is not None and S_ISREG(index.st_mode):
+            _expect_size(indexes[name], found, _OFFSET * (counts[name] + 1), f"the {counts[name]} packs of .info.json")
 
 
 def shard_counts(folder: Path) -> Mapping[str, int]:
@@ -89,9 +94,9 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
     return {}
 
 
-def _expect_size(file: Path, size: int, by: str) -> None:
+def _expect_size(file: Path, found: Mapping[Path, os.stat_result], size: int, by: str) -> None:
     try:
-        actual = file.stat().st_size
+        actual = (found.get(file) or file.stat()).st_size
     except OSError as error:
         raise_resource_error(error, file)
         raise FormatError(f"{file}: {error.strerror}; {_REMEDY}") from error

@@ -23,7 +23,7 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import RemotePath, map_paths, recent_status
+from energon_packed.storage import RemotePath, map_paths, recent_status, statuses
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
@@ -61,10 +61,11 @@ class ShardReader:
             FormatError: a shard or its index is missing, or an index ends inside an entry.
             ConfigError: `media_root` is invalid.
         """
-        counts = map_paths(_count_packs, tars)
+        found = statuses([*tars, *[tar.with_suffix(".tar.idx") for tar in tars]])
+        counts = [_count_packs(tar, found) for tar in tars]
         self.tars = list(tars)
         self._media_root = moved_folders(media_root)
-        self._opened = opened or OpenedFiles(tars, digests)
+        self._opened = opened or OpenedFiles(tars, digests, found)
         # Index of the first pack of each shard, for the binary search of `locate`. A list: bisect is slower on arrays.
         self._first = np.cumsum([0, *counts]).tolist()
         self._indexes: dict[int, Int64] = {}  # offsets by shard, the shard used last at the end
@@ -222,15 +223,22 @@ class OpenedFiles:
     Args:
         files: tars of a dataset, or input files.
         digests: SHA-256 of the tars, as packing.json lists them.
+        found: `statuses` of the files; by default they are requested here.
 
     Raises:
         FormatError: a file is missing.
     """
 
-    def __init__(self, files: Iterable[Path], digests: Mapping[Path, str] | None = None) -> None:
+    def __init__(
+        self,
+        files: Iterable[Path],
+        digests: Mapping[Path, str] | None = None,
+        found: Mapping[Path, os.stat_result] | None = None,
+    ) -> None:
         self._digests = dict(digests or {})
         files = list(files)
-        self._stamps = dict(zip(files, map_paths(_first_stamp, files), strict=True))
+        found = statuses(files) if found is None else found
+        self._stamps = {file: _first_stamp(file, found) for file in files}
 
     def __contains__(self, file: Path) -> bool:
         return file in self._stamps
@@ -282,9 +290,9 @@ class OpenedFiles:
         return any(shard.name == tar.name and shard.sha256 == self._digests[tar] for shard in shards)
 
 
-def _first_stamp(file: Path) -> _Stamp:
+def _first_stamp(file: Path, found: Mapping[Path, os.stat_result]) -> _Stamp:
     try:
-        return _stamp(file.stat())
+        return _stamp(found.get(file) or file.stat())
     except OSError as error:
         raise_resource_error(error, file)
         raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
@@ -294,23 +302,27 @@ def _stamp(status: os.stat_result) -> _Stamp:
     return status.st_size, status.st_mtime_ns
 
 
-def _count_packs(tar: Path) -> int:
+def _count_packs(tar: Path, found: Mapping[Path, os.stat_result]) -> int:
     """Return the number of packs by the size of the index, which has the offset of each pack and the end of the last.
+
+    Args:
+        tar: the shard.
+        found: `statuses` of the indexes.
 
     Raises:
         FormatError: the index is missing, or ends inside an entry.
     """
     index = tar.with_suffix(".tar.idx")
     with _errors_of(index):
-        found = index.stat()
-        if not S_ISREG(found.st_mode):
+        entry = found.get(index) or index.stat()
+        if not S_ISREG(entry.st_mode):
             open_regular(index).close()  # raises the reason
-    if found.st_size % _OFFSET or not found.st_size:
+    if entry.st_size % _OFFSET or not entry.st_size:
         raise FormatError(
-            f"{index} has {found.st_size} bytes, and must have 8 for each pack of {tar.name} and 8 for its end; pack "
+            f"{index} has {entry.st_size} bytes, and must have 8 for each pack of {tar.name} and 8 for its end; pack "
             "again or run energon-packed nv-meta"
         )
-    return found.st_size // _OFFSET - 1
+    return entry.st_size // _OFFSET - 1
 
 
 def _read_offsets(tar: Path, packs: int) -> Int64:

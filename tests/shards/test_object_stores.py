@@ -44,6 +44,14 @@ def test_a_pack_needs_one_request(store: Store, packed: tuple[Path, str], encode
     assert traffic.bytes == sum(stop - start for _, start, stop in map(dataset.reader.locate, range(1, 4)))
 
 
+def test_opening_needs_no_request_for_each_shard(store: Store, pack_demo: Any, encoder: ChatEncoder) -> None:
+    url = store.put_folder("shards", pack_demo(max_packs_per_shard=1).shards)
+    with store.counted() as traffic:
+        dataset = PackedDataset(url, encoder)
+    assert len(dataset.reader.tars) > 10
+    assert sum(".tar" in request for request in traffic.requests) == 2  # a tar for each listing
+
+
 def test_a_replaced_tar_is_noticed(
     store: Store, packed: tuple[Path, str], encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
