@@ -209,7 +209,7 @@ class OpenedSplits(OpenedFiles):
         splits: datasets of the loader.
 
     Attributes:
-        splits: as given.
+        splits: the datasets.
 
     Raises:
         FormatError: a tar is missing.
