@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 
 from energon_packed import TemplateError, pack
-from tests.audio import signal as sound
 from tests.audio import qwen2_audio, write
+from tests.audio import signal as sound
 from tests.browser import Browser
 from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, press, send, served, until, viewer_of
 from tests.internals import (
