@@ -523,7 +523,7 @@ def _audios(
     if isinstance(encoder, ChatEncoder) and (family := encoder.audio) is not None:
         sizes = [resampled_length(clip.samples, clip.rate, family.rate) for clip in clips]
         with suppress(RecordError):  # another encoder than the encoder that packed them
-            tokens = [family.run(size, max(sizes)).length for size in sizes]
+            tokens = tokens if 0 in sizes else [family.run(size, max(sizes)).length for size in sizes]
     return tuple(
         AudioView(
             name=audio.file.name or "?",

@@ -14,11 +14,12 @@ import pytest
 from PIL import Image
 
 from energon_packed import TemplateError, pack
+from tests.audio import qwen2_audio, write
 from tests.audio import signal as sound
-from tests.audio import write
 from tests.browser import Browser
 from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, press, send, served, until, viewer_of
 from tests.internals import (
+    AudioFamily,
     Filter,
     HeaderReader,
     InputOptions,
@@ -62,6 +63,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def records_viewer(data: Path, tmp_path: Path, **options: Any) -> RecordsViewer:
     encoder = {} if "tokenizer" in options else {"encoder": HeaderReader()}
     return RecordsViewer(InputOptions(inputs=[str(data)], **encoder, **options), tmp_path / "work")
+
+
+def test_audio_without_known_samples_has_no_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families without a formula would call the processor without a clip."""
+    (tmp_path / "data.jsonl").write_text(json.dumps({"audios": ["none.wav"], "messages": turns("<audio>What?")}))
+    viewer = records_viewer(tmp_path / "data.jsonl", tmp_path, tokenizer=qwen2_audio(tmp_path / "model"))
+    asked: list[int] = []
+    monkeypatch.setattr(AudioFamily, "run", lambda _, samples, longest=0: asked.append(samples))
+    assert "none.wav: No such file" in page(viewer, "/")
+    assert asked == []
 
 
 def articles(text: str) -> list[str]:
