@@ -291,11 +291,11 @@ def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False
         OSError: the file cannot be read.
         yaml.YAMLError: it is invalid, has a tag of Python, is nested too deeply, or is too large.
     """
-    if file.stat().st_size > _MOST_BYTES:
-        raise yaml.YAMLError(f"it has {file.stat().st_size:,} bytes, and at most {_MOST_BYTES:,} are read")
     loader: Any = _AsEnergon if as_energon else _UniqueKeys if unique_keys else yaml.SafeLoader
     try:
         with open_regular(file) as stream:
+            if (size := status(stream).st_size) > _MOST_BYTES:
+                raise yaml.YAMLError(f"it has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
             content = stream.read()
         if loader is yaml.SafeLoader and _is_flat(content):
             loader = getattr(yaml, "CSafeLoader", loader)  # reads the names of 10,000 shards in a tenth of the time

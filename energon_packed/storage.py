@@ -539,7 +539,9 @@ def _listed(folder: RemotePath, objects: set[RemotePath]) -> dict[Path, os.stat_
     most = 1000 + 4 * len(objects)  # a folder may have millions of other objects
     try:
         entries = itertools.islice(folder.entries(), most)
-        found: dict[Path, os.stat_result] = {path: _status(info) for path, info in entries if path in objects}
+        found: dict[Path, os.stat_result] = {
+            path: _status(info) for path, info in entries if path in objects and info.type != "directory"
+        }
         path = next(iter(found), None)
         if path is None or _stamp(path.stat()) != _stamp(found[path]):
             return {}

@@ -85,7 +85,7 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
         if not file.is_file():
             continue
         try:
-            value = json.loads(file.read_text(encoding="utf-8")) if name.endswith("json") else read_yaml(file)
+            value = json.loads(file.read_bytes().decode()) if name.endswith("json") else read_yaml(file)
             counts = of_type(of_type(value, dict)["shard_counts"], dict)
             return {str(shard): of_type(count, int, str(shard)) for shard, count in counts.items()}
         except (OSError, ValueError, yaml.YAMLError, KeyError, RecursionError) as error:
