@@ -308,7 +308,7 @@ def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False
             value = yaml.load(text, loader)
     except IrregularFile as error:
         raise yaml.YAMLError(f"it {error}") from error
-    except ConfigError:
+    except (ConfigError, OSError):  # an error of an object store is a ValueError, too
         raise
     # Nested too deeply; an impossible date, of which PyYAML itself raises the last two.
     except (RecursionError, ValueError, TypeError, AttributeError) as error:

@@ -41,15 +41,15 @@ def dataset_folder(path: str | Path) -> Path:
         FormatError: neither folder contains it, or it contains a FIFO or device, which would block.
     """
     root = as_path(path)
+    if folder := prepared_folder(root):
+        check_regular_files(folder)  # here, since datasets are opened through this function
+        check_regular_files(folder / NV_META)
+        return folder
     if root.is_file():
         raise FormatError(
             f"{root} is a file; pass a single dataset folder (get_packed_loader, PackedDataset, inspect, "
             "verify and report accept a Metadataset)"
         )
-    if folder := prepared_folder(root):
-        check_regular_files(folder)  # here, since datasets are opened through this function
-        check_regular_files(folder / NV_META)
-        return folder
     if not root.exists():
         raise FormatError(f"{root} does not exist; pass a folder written by energon-packed")
     raise FormatError(f"{root} has no {NV_META} folder; check that the build completed")
