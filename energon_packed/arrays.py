@@ -1,5 +1,6 @@
 """Parts of arrays that are handled one after the other, so that temporary arrays are small. In pure NumPy.
 
+BLOCK           the number of entries of a part
 blocks          the number of entries of an array -> ranges of entries
 common_ranges   two sorted arrays -> pairs of their parts with the same range of numbers
 """
@@ -11,18 +12,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_BLOCK = 1 << 18  # entries of a part
+BLOCK = 1 << 18
+"""Entries of a part."""
 
 
 def blocks(count: int) -> Iterator[slice]:
     """Yield ranges of the entries of an array that is not handled as a whole."""
-    for first in range(0, count, _BLOCK):
-        yield slice(first, min(first + _BLOCK, count))
+    for first in range(0, count, BLOCK):
+        yield slice(first, min(first + BLOCK, count))
 
 
 def common_ranges(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> Iterator[tuple[Any, Any]]:
     """Yield the parts of two sorted arrays with the numbers of the same range."""
-    limits = np.unique((first if len(first) > len(second) else second)[_BLOCK::_BLOCK])
+    limits = np.unique((first if len(first) > len(second) else second)[BLOCK::BLOCK])
     ends = [[0, *np.searchsorted(numbers, limits).tolist(), len(numbers)] for numbers in (first, second)]
     for (start, stop), (other, end) in zip(pairwise(ends[0]), pairwise(ends[1]), strict=True):
         yield first[start:stop], second[other:end]

@@ -231,9 +231,10 @@ def find_records(
                 found = _at_location(file, location)
             else:
                 found = _records(file, ["id"], lambda rows: pc.equal(rows["id"], ident))
-            for split in [record for record in found if record.status == SPLIT]:
-                fragments = _records(file, ["source", "row"], partial(_is_at, "row", split.source, split.row))
-                found += [record for record in fragments if record not in found]
+            if split := [partial(_is_at, "row", each.source, each.row) for each in found if each.status == SPLIT]:
+                # Their fragments, in one pass for all of them.
+                rows = _records(file, ["source", "row"], lambda rows: reduce(pc.or_, [own(rows) for own in split]))
+                found += [record for record in rows if record not in found]
     except FileNotFoundError as error:
         raise ConfigError(
             f"{table} must exist to find records. Run the pack command of the dataset again, which keeps its shards "

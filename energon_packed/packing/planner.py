@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from energon_packed import arrays
 from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError
 from energon_packed.packing.placing import Step, best_fit, first_fit, next_fit
@@ -24,7 +25,6 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 _MOST_TOKENS = 2**31 - 1  # int32, dtype of lengths
 _ALGORITHMS = ("bfd", "ffd", "sequential")
-_BLOCK = 1 << 18  # samples that are handled at a time, so that temporary arrays are small
 Allocate = Callable[[int, Any], npt.NDArray[Any]]
 """Makes an array of zeros of a size and dtype, in memory or in a file."""
 _PACKS = 1 << 12  # packs that are copied at a time
@@ -340,10 +340,10 @@ def _longest_first(
     if window:
         # Compared as strings: Python limits the digits of an integer.
         size = int(min(window[1], str(size), key=lambda text: (len(text), text)))
-    span = max(_BLOCK // size, 1) * size
+    span = max(arrays.BLOCK // size, 1) * size
     for start in range(0, count, span):
         stop = min(start + span, count)
-        parts = [slice(first, min(first + _BLOCK, stop)) for first in range(start, stop, _BLOCK)]
+        parts = [slice(first, min(first + arrays.BLOCK, stop)) for first in range(start, stop, arrays.BLOCK)]
         # Small windows are sorted once, many at a time; of a large window, the samples of each length are counted.
         is_sorted = len(parts) == 1
         if is_sorted:
@@ -425,7 +425,7 @@ def _counted(costs: Iterable[npt.NDArray[Any]], capacity: int) -> tuple[Int64, I
     total: Counter[int] = Counter()
     for cost in costs:
         kept = cost[cost <= capacity]
-        if capacity < _BLOCK:  # `unique` sorts
+        if capacity < arrays.BLOCK:  # `unique` sorts
             of_length = np.bincount(kept)
             lengths = np.flatnonzero(of_length)
             counts = of_length[lengths]

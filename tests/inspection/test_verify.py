@@ -407,7 +407,7 @@ def test_samples_are_compared_with_lengths_parquet(copy: Path) -> None:
 
 
 def test_hashes_that_differ_are_those_of_the_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrays, "_BLOCK", 3)
+    monkeypatch.setattr(arrays, "BLOCK", 3)
     rng = np.random.default_rng(0)
     pool = np.append(rng.integers(0, 2**64, 40, dtype=np.uint64), np.array([0, 2**64 - 1], dtype=np.uint64))
     for _ in range(60):
@@ -421,7 +421,7 @@ def test_hashes_that_differ_are_those_of_the_counts(monkeypatch: pytest.MonkeyPa
 
 def test_memory_does_not_grow_with_the_samples(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hashes of keys and ids of all tars are in files, and lengths.parquet is read in batches."""
-    for module, name, size in ((files, "_IN_MEMORY", 1), (arrays, "_BLOCK", 4096)):
+    for module, name, size in ((files, "_IN_MEMORY", 1), (arrays, "BLOCK", 4096)):
         monkeypatch.setattr(module, name, size)
     folder, file = PackedFolder.open(copy), copy.parent / "lengths.parquet"
     checker = verify_packs.PackChecker(folder.codec, None, folder.manifest)

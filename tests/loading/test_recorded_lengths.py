@@ -153,7 +153,7 @@ def test_damaged_files_and_other_tars_are_not_used(tmp_path: Path, read: list[in
 def test_memory_does_not_grow_with_the_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packs of a sample each; their tar and its index are holes, of which only the sizes are read."""
     shards = packed(tmp_path, max_samples_per_pack=1, max_packs_per_shard=1000)
-    for module, name, size in ((files, "_IN_MEMORY", 1), (arrays, "_BLOCK", 1 << 12)):
+    for module, name, size in ((files, "_IN_MEMORY", 1), (arrays, "BLOCK", 1 << 12)):
         monkeypatch.setattr(module, name, size)
     [tar], nv_meta = shards.glob("*.tar"), shards / ".nv-meta"
     recorded, info = (json.loads((nv_meta / name).read_text()) for name in ("packing.json", ".info.json"))

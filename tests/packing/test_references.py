@@ -101,8 +101,7 @@ def test_packs_of_groups_are_those_of_the_textbook(
 ) -> None:
     """Groups are placed as samples of their sum, in the order of their first samples; with a limit, by size."""
     if block is not None:
-        for module in (arrays, planner):
-            monkeypatch.setattr(module, "_BLOCK", block)
+        monkeypatch.setattr(arrays, "BLOCK", block)
     for seed in range(12):
         lengths, capacity = problem(seed)
         rng = np.random.default_rng(seed)
@@ -127,8 +126,7 @@ def test_packs_of_groups_are_those_of_the_textbook(
 
 @pytest.mark.parametrize("name", ["bfd", "ffd", "sequential", "window_1", "window_7"])
 def test_packs_are_counted_without_a_plan(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for module in (arrays, planner):
-        monkeypatch.setattr(module, "_BLOCK", 8)
+    monkeypatch.setattr(arrays, "BLOCK", 8)
     for seed in range(12):
         lengths, capacity = problem(seed)
         for limit, multiple in ((None, 1), (1, 1), (3, 4)):
@@ -148,7 +146,7 @@ def test_plans_in_small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> N
         ]
 
     expected = plans()
-    for module, name in ((arrays, "_BLOCK"), (planner, "_BLOCK"), (planner, "_PACKS")):
+    for module, name in ((arrays, "BLOCK"), (planner, "_PACKS")):
         monkeypatch.setattr(module, name, block)
     assert plans() == expected
 
@@ -158,7 +156,7 @@ def test_plans_in_small_blocks(monkeypatch: pytest.MonkeyPatch, block: int) -> N
     [("bfd", 800_000), ("ffd", 800_000), ("sequential", 800_000), ("window_4096", 400_000)],
 )
 def test_memory_per_sample(monkeypatch: pytest.MonkeyPatch, algorithm: str, count: int) -> None:
-    for module, name in ((arrays, "_BLOCK"), (planner, "_BLOCK"), (planner, "_PACKS")):
+    for module, name in ((arrays, "BLOCK"), (planner, "_PACKS")):
         monkeypatch.setattr(module, name, 1 << 12)
     lengths = np.clip(np.random.default_rng(0).lognormal(5.3, 0.8, count), 1, 4096).astype(np.int32)
     tracemalloc.start()

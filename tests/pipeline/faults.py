@@ -341,7 +341,7 @@ def _be_the_run(main: Any, request: dict[str, Any], outputs: dict[str, int]) -> 
     for name, value in request["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     if request["in_files"]:
-        arrays._BLOCK, files._IN_MEMORY = 5, 1
+        arrays.BLOCK, files._IN_MEMORY = 5, 1
     if request["fault"]:
         Hook(Fault(**request["fault"]), Path(request["out"]), Path(notes))
     sys.argv = ["energon-packed", *request["arguments"]]

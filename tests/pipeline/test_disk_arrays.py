@@ -28,8 +28,7 @@ from tests.pipeline.test_planning import Characters, options_of, table_of
 def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_IN_MEMORY", 1)
     for module, name, size in (
-        (arrays, "_BLOCK", 3),
-        (planner, "_BLOCK", 4),
+        (arrays, "BLOCK", 3),
         (plan_stage, "_BUCKET", 5),
     ):
         monkeypatch.setattr(module, name, size)
@@ -39,7 +38,7 @@ def all_in_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also arrays of few entries are files, and blocks are short."""
     monkeypatch.setattr(files, "_IN_MEMORY", 1)
-    for module, name in ((arrays, "_BLOCK"), (planner, "_BLOCK"), (plan_stage, "_BUCKET")):
+    for module, name in ((arrays, "BLOCK"), (plan_stage, "_BUCKET")):
         monkeypatch.setattr(module, name, 1 << 10)
 
 

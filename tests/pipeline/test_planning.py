@@ -416,7 +416,7 @@ def test_utilization_is_compared_with_packs_of_any_media(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("block", [1, 3, 100])
 def test_the_first_rejected_record_of_a_group_is_the_reason(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
-    monkeypatch.setattr(arrays, "_BLOCK", block)
+    monkeypatch.setattr(arrays, "BLOCK", block)
     records = table_of(7, group=[5, 0, 5, 5, 5, 8, 8], status=[0, 0, 2, 1, 0, 0, 0], length=[3, 3, 3, 3, 3, 30, 30])
     reader = SimpleNamespace(part=None, sources=[])
     rejects, entries = plan_stage.plan_rejects(records, options_of(), reader, None)

@@ -82,8 +82,12 @@ class Viewer(Pages):
                 return self._pack(key)
             case ["tokens", key, sample]:
                 return self._tokens(key, sample, query)
-            case ["records" | "text" | "rejects" as name]:
-                return getattr(self, f"_{name}")(query)  # type: ignore[no-any-return]
+            case ["records"]:
+                return self._records(query)
+            case ["text"]:
+                return self._text(query)
+            case ["rejects"]:
+                return self._rejects(query)
             case ["report"]:
                 encoder, reason = self._loaded()
                 data = gather(self._folder, encoder, not_encoded=reason)

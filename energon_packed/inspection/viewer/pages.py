@@ -125,9 +125,17 @@ class Pages(ABC):
         return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
 
     def results(
-        self, name: str, query: Mapping[str, str], path: str, /, found: Sequence[Any], *, span: Sequence[Any],
-        **values: Any,
-    ) -> Response:  # fmt: skip
+        self,
+        name: str,
+        query: Mapping[str, str],
+        path: str,
+        found: Sequence[Any],
+        *,
+        span: tuple[int, int | None, int],
+        read: int | None = None,
+        source: str = "",
+        problems: Sequence[str] = (),
+    ) -> Response:
         """Render the page of a search, with its progress and a link to continue.
 
         Args:
@@ -136,27 +144,41 @@ class Pages(ABC):
             path: path of the page below `base`.
             found: results, `records` of the template.
             span: (first place that was read, place to continue from or None, all places).
-            values: other values of the template.
+            read: place until which was read, if it is not the place to continue from.
+            source: index of the input of raw records.
+            problems: packs that cannot be read, and why.
         """
         first, place, total = span
         more = None if place is None else f"{self.base}{path}?{urlencode({**query, 'from': place})}"
-        progress = (first, total if place is None else place, total)
-        return self.render(name, query, **{"records": found, "more": more, "progress": progress, **values})
+        stop = read if read is not None else total if place is None else place
+        values = {"progress": (first, stop, total), "source": source, "problems": problems}
+        return self.render(name, query, records=found, more=more, **values)
 
-    def tokens(self, rows: Sequence[TokenRow], query: Mapping[str, str], **values: Any) -> Response:
+    def tokens(
+        self,
+        rows: Sequence[TokenRow],
+        query: Mapping[str, str],
+        *,
+        key: str,
+        sample: int,
+        ident: str | None,
+        link: str,
+    ) -> Response:
         """Render the page of the tokens of a sample, some at a time.
 
         Args:
             rows: all tokens.
             query: has the page.
-            values: `key` and `sample`, the name of the pack or record and the index of the sample in it; `ident`, its
-                id; `link`, the address of the pack or record.
+            key, sample: name of the pack or record, and index of the sample in it.
+            ident: id of the sample.
+            link: address of the pack or record.
         """
         pages = max(1, -(-len(rows) // _TOKENS))
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
+        named = {"key": key, "sample": sample, "ident": ident, "link": link}
         counts = {"count": len(rows), "page": page, "pages": pages}
-        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **counts, **values)
+        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
 
     def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
         """Add the URLs of all media of a pack.

@@ -146,12 +146,12 @@ class RecordsViewer(Pages):
                 yield from ((found[0].address, found) for found in self._matching(number, batch, query))
 
         found, place = first_found(steps(), start, _RECORDS, _SECONDS)
-        read = (start, stop if place is None else place, stop)
+        read = stop if place is None else place
         query = {**query, "percent": "", "line": "", "source": str(number)}
         if place is None and number + 1 < len(self._reader.sources):
             query, place = {**query, "source": str(number + 1)}, 0
         shown, span = self._shown(number, found), (start, place, stop)
-        return self.results("raw", query, "/", shown, span=span, progress=read, source=str(number))
+        return self.results("raw", query, "/", shown, span=span, read=read, source=str(number))
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
         row, conversation, _ = self._record(*_place(key))

@@ -436,7 +436,7 @@ def test_memory_does_not_grow_with_the_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_order: bool
 ) -> None:
     """Ids, items and packs are in files, and lines without a gap need no memory."""
-    for module, name, size in ((files, "_IN_MEMORY", 1), (files, "_WAITING", 64), (arrays, "_BLOCK", 1024)):
+    for module, name, size in ((files, "_IN_MEMORY", 1), (files, "_WAITING", 64), (arrays, "BLOCK", 1024)):
         monkeypatch.setattr(module, name, size)
     peaks = []
     for steps in (3_000, 3_000, 15_000):
