@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -390,6 +391,19 @@ def test_a_listing_with_other_etags_is_not_used(store: Store, monkeypatch: pytes
     assert {path: stamp(status) for path, status in statuses(paths).items()} == {
         path: stamp(path.stat()) for path in paths
     }
+
+
+def test_a_folder_is_not_the_object_of_its_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [as_path(store.put(f"both/{number}.tar", bytes(number + 1))) for number in range(5)]
+    listed = RemotePath.entries
+
+    def entries(path: Any, **options: Any) -> Iterator[tuple[Any, Any]]:
+        found = list(listed(path, **options))
+        yield from found
+        yield found[3][0], dataclasses.replace(found[3][1], type="directory", content_length=0)
+
+    monkeypatch.setattr(RemotePath, "entries", entries)
+    assert [statuses(paths)[path].st_size for path in paths] == [1, 2, 3, 4, 5]
 
 
 def test_without_permission_to_list_objects_are_asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

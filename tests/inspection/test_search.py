@@ -13,7 +13,7 @@ from click.testing import Result
 from energon_packed import pack
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import copied_output
-from tests.internals import PackedFolder, find_records
+from tests.internals import Filter, PackedFolder, find_records, matching_records, run_reports
 from tests.printed import invoke
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 9
@@ -91,6 +91,26 @@ def test_split_repeated_and_table_records_are_found(out: Path) -> None:
     assert run(out, "--id", "same").output.count("in out_") == 2
     (row,) = find_records(folder, location=f"{out.parent}/b.parquet:2")
     assert (row.id, row.line, row.place) == ("p2", None, f"{out.parent}/b.parquet row 2")
+
+
+def test_fragments_of_all_split_records_with_an_id(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(RECORDS[0]) + "\n" for _ in range(2)))
+    options: dict[str, Any] = {"seq_len": 64, "overlong": "split", "sample_class": "PackedTokensSample", "workers": 1}
+    pack(tmp_path / "a.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, **options)
+    found = find_records(PackedFolder.open(tmp_path / "out"), ident="long")
+    assert [record.id for record in found if record.row == 0] == [record.id for record in found if record.row == 1]
+    assert len({record.id for record in found}) == len(found) // 2 > 1
+
+
+def test_a_search_without_time_gets_further(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_reports, "_BATCH_ROWS", 2)
+    start, places = 0, list[int | None]()
+    while start is not None:
+        _, start, _ = matching_records(out / "lengths.parquet", Filter(ident="p1"), start=start, limit=1, seconds=-1)
+        assert start is None or not places or start > (places[-1] or 0)
+        places.append(start)
+        assert len(places) < 50
+    assert len(places) > 2
 
 
 @pytest.mark.parametrize(

@@ -166,7 +166,9 @@ def test_records_of_tables(tmp_path: Path) -> None:
     rows = [{"id": str(n), "messages": turns(f"What is {n}?")} for n in range(50)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "data.parquet")
     viewer = records_viewer(tmp_path / "data.parquet", tmp_path)
-    assert "data.parquet row 20" in page(viewer, "/?from=20")
+    text = page(viewer, "/?from=20")
+    assert "data.parquet row 20" in text
+    assert '<progress max="50" value="40">' in text
     assert "What is 7?" in page(viewer, "/record/0/7")
     response = viewer.respond("/record/0/50")
     assert (response.status, response.content) == (404, b"error: the address must be an index below 50, got '50'\n")
