@@ -6,8 +6,9 @@ traffic   bytes and requests of `pack` and the loaders, and their speed against 
 images    images per second of wall time and of CPU time, as bytes, against LitData and against clients alone that
           request the same ranges; needs `pip install --no-deps litdata lightning-utilities obstore tifffile zstd`.
           No reader decodes them. Size and time of each tar are compared, and the SHA-256 of each reference (`by time`:
-          size and time of its file); LitData compares nothing. `LitData, files` is its StreamingRawDataset, which
-          requests each image file as references do
+          size and time of its file); LitData compares nothing. Both read the messages; `members alone` are bytes of
+          packs, without conversations. `LitData, files` is its StreamingRawDataset, which requests each image file as
+          references do
 
 The store is moto's S3 server in a process of its own on this machine. It reads a whole object to answer a range, so
 shards are small; `images` has the same rows with a server that answers ranges by sendfile. Each loader reads one
@@ -253,12 +254,20 @@ def packed_images(path: Any, encoder: ChatEncoder, **options: Any) -> Iterator[b
             yield from (image.read() for image in conversation.images)
 
 
+def packed_members(path: Any, encoder: ChatEncoder) -> Iterator[bytes]:
+    """Images of the members of packs in random order, without conversations."""
+    reader = PackedDataset(path, encoder).reader
+    for item in np.random.default_rng(0).permutation(len(reader)).tolist():
+        yield from (content for name, content in reader.parts(item).items() if name.endswith(".jpg"))
+
+
 def litdata_images(path: Any, cache: Path, endpoint: str | None) -> Iterator[bytes]:
-    """Images of a LitData dataset in its random order; chunks are downloaded to an empty folder."""
+    """Images of a LitData dataset in its random order, with messages; chunks are downloaded to an empty folder."""
     import litdata
 
     options: Any = {} if endpoint is None else {"storage_options": {"endpoint_url": endpoint}}
     for sample in litdata.StreamingDataset(str(path), shuffle=True, seed=0, cache_dir=str(_emptied(cache)), **options):
+        json.loads(sample["messages"])
         yield sample["image"]
 
 
@@ -319,7 +328,8 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
         places[name] = work / name, places["reference"][1]
     writer = BinaryWriter(str(_emptied(work / "litdata")), chunk_bytes="64MB")
     for number, record in enumerate(records):
-        writer[number] = {"id": number, "image": (source / record["images"][0]).read_bytes()}
+        content = (source / record["images"][0]).read_bytes()
+        writer[number] = {"id": record["id"], "messages": json.dumps(record["messages"]), "image": content}
     writer.done()
     writer.merge()
     places["litdata"] = work / "litdata", store.put_folder(f"{work.name}/litdata", work / "litdata")
@@ -347,6 +357,8 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
                 path = places[media][1].replace("s3://bucket", url) if is_remote else places[media][0]
                 moved: Any = {"media_root": {raw: raw.replace("s3://bucket", url)}} if is_remote else {}
                 readers[f"{media}, Rust client" if client else media] = partial(packed_images, path, encoder, **moved)
+        if not is_remote:
+            readers["copy, members alone"] = partial(packed_members, places["copy"][0], encoder)
         readers["LitData"] = partial(litdata_images, places["litdata"][is_remote], work / "cache", endpoint)
         if endpoint is not None:
             readers["LitData, files"] = partial(litdata_files, raw, work / "cache", endpoint)
@@ -357,7 +369,7 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
             for name, images in readers.items():
                 start = time.perf_counter(), time.process_time()
                 found = list(map(len, images()))
-                if "alone" not in name and len(found) != len(records):
+                if "client alone" not in name and len(found) != len(records):
                     raise AssertionError(f"{name} has {len(found)} images of {len(records)}")
                 wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
                 rates[name].append((len(records) / wall, len(records) / cpu))

@@ -10,7 +10,7 @@ to the token ids, `_tokenize`, so a measured length is always the encoded length
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -384,7 +384,7 @@ class ChatEncoder(Processor):
 
     def fingerprint(self) -> str:
         """Hex digest of the tokenizer, its template, the settings of images and videos, and of text."""
-        return self._own_digests()[0]
+        return next(self._own_digests())
 
     def has_fingerprint(self, recorded: str) -> bool:
         """Whether this encoder reads data with the fingerprint `recorded`; also data packed with only a `factor`."""
@@ -451,13 +451,14 @@ class ChatEncoder(Processor):
             named.append(f"{' or '.join(parts)} (`tokenizer_fingerprint`) {verb}")
         return [*named, *folders]
 
-    def _own_digests(self) -> list[str]:
+    def _own_digests(self) -> Iterator[str]:
         return self._digests(self.settings.loss_on, self.settings.allow_special_in_text)
 
-    def _digests(self, loss_on: str, allow_special_in_text: bool) -> list[str]:
-        """Return the hex digests of the data that this encoder reads with these settings of text.
+    def _digests(self, loss_on: str, allow_special_in_text: bool) -> Iterator[str]:
+        """Yield the hex digests of the data that this encoder reads with these settings of text.
 
-        The first is its own digest. The second is of data that was packed with only a `factor` (`length_config`).
+        The first is its own digest. The second is of data that was packed with only a `factor` (`length_config`). Each
+        needs milliseconds, as the text of the whole tokenizer is in it, so the second is computed if it is needed.
         """
         vision = self.vision
         images = [None] if vision is None else [vision.config(), vision.length_config()]
@@ -472,8 +473,9 @@ class ChatEncoder(Processor):
         }
         if self.audio is not None:
             parts["audio"] = self.audio.config()
-        texts = [json.dumps(parts | {"images": config}, sort_keys=True, default=str) for config in images]
-        return [hashlib.sha256(text.encode()).hexdigest() for text in texts]
+        for config in images:
+            text = json.dumps(parts | {"images": config}, sort_keys=True, default=str)
+            yield hashlib.sha256(text.encode()).hexdigest()
 
     # --- tokens ----------------------------------------------------------------------------------------------------
 

@@ -109,9 +109,9 @@ class LoadedSplit:
             ConfigError: its fingerprint differs.
         """
         # Custom encoders and other packing tools may have no fingerprint; lengths are still checked per sample.
-        if self.manifest is None or not encoder.fingerprint() or not self.manifest.tokenizer_fingerprint:
+        if self.manifest is None or not (recorded := self.manifest.tokenizer_fingerprint):
             return
-        if encoder.has_fingerprint(self.manifest.tokenizer_fingerprint):
+        if encoder.has_fingerprint(recorded) or not encoder.fingerprint():
             return
         packed = self.manifest.encoder
         differences = ["its tokenizer, chat template or settings differ"]
@@ -120,7 +120,7 @@ class LoadedSplit:
             differences = encoder.differences(
                 packed,
                 template=template,
-                fingerprint=self.manifest.tokenizer_fingerprint,
+                fingerprint=recorded,
                 images=self.manifest.image_settings,
             )
         raise ConfigError(
