@@ -123,6 +123,7 @@ PLACES = {
     "audio_file": "encoding.audio.audio_file",
     "AudioFamily": "encoding.audio.families:AudioFamily",
     "AUDIO_RULES": "encoding.audio.families:RULES",
+    "MediaTokens": "encoding.vision.positions:MediaTokens",
     "mrope_positions": "encoding.vision.positions:mrope_positions",
     "ProcessorVision": "encoding.vision.processor_videos:ProcessorVision",
     "trials": "encoding.vision.processors:trials",

@@ -48,7 +48,7 @@ from energon_packed.encoding.vision.media import (
     trained_grids,
     with_frames_as_images,
 )
-from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, ModelNeeds, Pixels, expanded
+from energon_packed.encoding.vision.positions import ImageRun, MediaTokens, ModelNeeds, Pixels, expanded
 from energon_packed.encoding.vision.processor_videos import ProcessorVision
 from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.encoding.vision.timestamps import has_timestamps
@@ -238,13 +238,17 @@ class ChatEncoder(Processor):
             sample = replace(sample, audio_inputs=audio.inputs, dummy=self.dummy)
         if self.vision is None or self.image_token_id is None:
             return sample
-        videos: tuple[Any, ...] = ()  # families without videos may lack these parameters
+        media = MediaTokens(
+            self.image_token_id, pixels.grids, audio_frames=audio.frames, has_tracks=bool(audio.tracks)
+        )
         if pixels.video_grids is not None:
-            videos = self.rules.video_token_id, pixels.video_grids.numpy(), pixels.second_per_grid_ts
-        spoken: dict[str, Any] = {}
-        if self.vision.places_audio and audio.frames is not None:
-            spoken = {"audio_frames": audio.frames} | ({"has_tracks": True} if audio.tracks else {})
-        positions = self.vision.position_ids(sample.input_ids, self.image_token_id, pixels.grids, *videos, **spoken)
+            media = replace(
+                media,
+                video_token_id=self.rules.video_token_id,
+                video_grids=pixels.video_grids.numpy(),
+                second_per_grid_ts=pixels.second_per_grid_ts,
+            )
+        positions = self.vision.position_ids(sample.input_ids, media)
         sample = replace(sample, position_ids=positions, dummy=self.dummy)
         if pixels.video_values is not None:
             sample = replace(
@@ -672,7 +676,7 @@ class ChatEncoder(Processor):
         """Number of axes of M-RoPE positions, tried with a sample of one token; 0 if positions are 0..L-1."""
         positions = None
         if self.vision is not None:
-            positions = self.vision.position_ids(np.zeros(1, dtype=np.int64), -1, NO_IMAGES)
+            positions = self.vision.position_ids(np.zeros(1, dtype=np.int64), MediaTokens(-1))
         return 0 if positions is None else len(positions)
 
     def _vision(self, conversation: Conversation) -> VisionFamily:

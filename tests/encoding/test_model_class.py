@@ -11,7 +11,7 @@ from transformers import Glm4vConfig, LlavaConfig, MiniCPMV4_7Config, Qwen2VLCon
 
 from energon_packed import BatchError, ChatEncoder, EncodedSample, PaddingFreeCollator, RecordError
 from tests.encoding.test_processor_vision import pictures, talk
-from tests.internals import ModelClass, ModelNeeds, VisionInputs, mrope_positions
+from tests.internals import MediaTokens, ModelClass, ModelNeeds, VisionInputs, mrope_positions
 
 IMAGE = 399
 
@@ -35,9 +35,9 @@ def test_positions_equal_the_rule_of_the_paper_for_random_layouts(tmp_path: Path
         for h, w in sides:
             parts += [np.full(h * w, IMAGE), np.arange(rng.integers(1, 9))]
         ids = np.concatenate(parts).astype(np.int64)
-        found = model.position_ids(ids, IMAGE, grids)
+        found = model.position_ids(ids, MediaTokens(IMAGE, grids))
         assert found is not None
-        assert found.tolist() == mrope_positions(ids, IMAGE, grids, 2).tolist()
+        assert found.tolist() == mrope_positions(ids, MediaTokens(IMAGE, grids), 2).tolist()
 
 
 def test_images_without_a_token_between_them_have_no_positions(tmp_path: Path) -> None:
@@ -45,16 +45,13 @@ def test_images_without_a_token_between_them_have_no_positions(tmp_path: Path) -
     assert model is not None
     ids = np.array([1, IMAGE, IMAGE, IMAGE, IMAGE, IMAGE, 2], dtype=np.int64)
     with pytest.raises(RecordError, match="unsupported_media: Glm4vModel has no positions for this sample"):
-        model.position_ids(ids, IMAGE, np.array([[1, 2, 2], [1, 4, 4]]))
+        model.position_ids(ids, MediaTokens(IMAGE, np.array([[1, 2, 2], [1, 4, 4]])))
 
 
 def test_other_models_have_positions_of_one_axis(tmp_path: Path) -> None:
     model = ModelClass.of(folder_of(tmp_path, LlavaConfig()))
     assert model is not None
-    assert (model.position_axes, model.position_ids(np.arange(3), IMAGE, np.zeros((0, 3), dtype=np.int64))) == (
-        0,
-        None,
-    )
+    assert (model.position_axes, model.position_ids(np.arange(3), MediaTokens(IMAGE))) == (0, None)
     assert "pixel_values" in model.arguments
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     assert ModelClass.of(tmp_path) is None
@@ -129,6 +126,6 @@ def test_positions_may_follow_from_grids_of_slices(tmp_path: Path) -> None:
     assert model is not None
     assert (model.grids, model.position_axes) == ("target_sizes", 3)
     ids = np.array([1, 2, IMAGE, IMAGE, IMAGE, IMAGE, 3, 4], dtype=np.int64)
-    found = model.position_ids(ids, IMAGE, np.array([[8, 8]]))
+    found = model.position_ids(ids, MediaTokens(IMAGE, np.array([[8, 8]])))
     assert found is not None
     assert found[1, 2:6].tolist() == [found[1, 2], found[1, 2], found[1, 2] + 1, found[1, 2] + 1]

@@ -14,10 +14,9 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from energon_packed import ChatEncoder, ConfigError, EncodedSample, EncoderSettings, Reject, VisionFamily, normalize
-from tests.internals import DemoDataset, load_vision, mrope_positions
+from tests.internals import DemoDataset, MediaTokens, load_vision, mrope_positions
 
 TEXT, IMAGE, VIDEO = 1, 9, 8
-NO_GRIDS = np.zeros((0, 3), dtype=np.int64)
 FAMILIES = {
     "qwen2_vl": "Qwen2VLVision",
     "qwen2_5_vl": "Qwen25VLVision",
@@ -82,7 +81,8 @@ def test_generated_layouts_equal_get_rope_index(model_type: str, name: str, tmp_
         if not len(ids):
             continue
         expected = reference_positions(model_type, ids, grids, video_grids, seconds)
-        found = vision.position_ids(ids, IMAGE, grids, VIDEO, video_grids, seconds if len(seconds) else None)
+        media = MediaTokens(IMAGE, grids, VIDEO, video_grids, seconds if len(seconds) else None)
+        found = vision.position_ids(ids, media)
         assert found is not None
         assert found.tolist() == expected.tolist()
         videos += len(video_grids)
@@ -106,13 +106,13 @@ def has_mrope(name: str) -> bool:
         vision = load_vision(EncoderSettings(vision_family=name))
     except ConfigError:
         return False
-    return vision is not None and vision.position_ids(np.zeros(1, dtype=np.int64), IMAGE, NO_GRIDS) is not None
+    return vision is not None and vision.position_ids(np.zeros(1, dtype=np.int64), MediaTokens(IMAGE)) is not None
 
 
 def test_golden() -> None:
     # Two words, an image of 2 x 3 merged tokens, one word: the drawing in the module's docstring.
     ids = np.array([1, 2, *[IMAGE] * 6, 3])
-    positions = mrope_positions(ids, IMAGE, np.array([[1, 4, 6]]), 2)
+    positions = mrope_positions(ids, MediaTokens(IMAGE, np.array([[1, 4, 6]])), 2)
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5],
         [0, 1, 2, 2, 2, 3, 3, 3, 5],
@@ -122,7 +122,7 @@ def test_golden() -> None:
 
 def test_a_wrong_number_of_image_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="`input_ids` has 5 image tokens, but `grids` require 6"):
-        mrope_positions(np.full(5, IMAGE), IMAGE, np.array([[1, 4, 6]]), 2)
+        mrope_positions(np.full(5, IMAGE), MediaTokens(IMAGE, np.array([[1, 4, 6]])), 2)
 
 
 def test_texts_in_a_batch_are_as_beside_an_image(demo: DemoDataset, tokenizer_dir: Path) -> None:

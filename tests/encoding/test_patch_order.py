@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from energon_packed import ChatEncoder, ConfigError, Conversation, EncoderSettings, RecordError, normalize
-from tests.internals import load_vision, mrope_positions
+from tests.internals import MediaTokens, load_vision, mrope_positions
 
 LAYOUTS = {2: {"factor": 28}, 3: {"factor": 48}}
 
@@ -148,7 +148,7 @@ def test_merge_three_counts_tokens_and_numbers_them(text_tokenizer_dir: Path) ->
         image_grid_thw=torch.tensor([[1, 6, 9]]),
         mm_token_type_ids=torch.tensor(ids == 7)[None].int(),
     )
-    ours = mrope_positions(ids, 7, np.array([[1, 6, 9]]), 3)
+    ours = mrope_positions(ids, MediaTokens(7, np.array([[1, 6, 9]])), 3)
     assert ours.tolist() == expected[:, 0].tolist()
 
 

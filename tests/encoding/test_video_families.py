@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from energon_packed import ChatEncoder, ConfigError, EncoderSettings, RecordError, VisionFamily, normalize
 from tests.golden.videos.cases import FAMILIES, FILES, FOLDERS, MESSAGES, PATCH, Case, Video, cases, digest
-from tests.internals import VideoInfo, VideoSettings, load_vision
+from tests.internals import MediaTokens, VideoInfo, VideoSettings, load_vision
 from tests.videos import decoded, make_video
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -111,9 +111,8 @@ def test_videos_equal_the_processor(family: str, families: dict[Any, VisionFamil
         images = [(1, *vision.grid(*case.image))] if case.image is not None else []
         seconds = vision.second_per_grid_ts(selections)
         video_grids = np.array([grid for _, grid in parts], dtype=np.int64)
-        positions = vision.position_ids(
-            ids, image, np.array(images, dtype=np.int64).reshape(-1, 3), video, video_grids, seconds
-        )
+        grids = np.array(images, dtype=np.int64).reshape(-1, 3)
+        positions = vision.position_ids(ids, MediaTokens(image, grids, video, video_grids, seconds))
         assert positions is not None
         pixels = torch.cat([values for values, _ in parts]).numpy()
         found = {
@@ -283,7 +282,8 @@ def test_settings_of_a_folder(tmp_path: Path, tokenizer: Tokenizer) -> None:
     for vision_config, expected in (({"tokens_per_second": 3}, 3), ({"depth": 1}, 4)):
         config = {"model_type": "qwen2_5_vl", "vision_config": vision_config}
         (tmp_path / "config.json").write_text(json.dumps(config))
-        positions = loaded(processor=tmp_path).position_ids(ids, 5, np.zeros((0, 3), int), 6, grids, seconds)
+        media = MediaTokens(5, np.zeros((0, 3), int), 6, grids, seconds)
+        positions = loaded(processor=tmp_path).position_ids(ids, media)
         assert positions is not None
         assert positions[0].tolist() == [0, 0, expected, expected, 2]
     # Settings that the family does not have are an error only for videos.
@@ -361,20 +361,6 @@ def test_frames_are_the_steps_of_torch_without_its_index_after_the_last_frame() 
             assert vision.frame_indices(total, 30, VideoSettings(num_frames=count)).tolist() == steps[:count]
             assert steps[count:] in ([], [total])
     assert longer > 100
-
-
-def test_a_family_without_videos_keeps_the_parameters_of_images(tokenizer_dir: Path) -> None:
-    plain = ChatEncoder.from_pretrained(tokenizer_dir)
-
-    class Earlier(type(plain.vision)):  # type: ignore[misc]
-        def position_ids(self, input_ids: Any, image_token_id: int, grids: Any) -> Any:
-            return super().position_ids(input_ids, image_token_id, grids)
-
-    turns = [{"role": "user", "content": "<image>"}, MESSAGES[1]]
-    talk = normalize({"messages": turns, "images": [str(GOLDEN / "inputs" / "red.png")]})
-    assert plain.vision is not None
-    found = ChatEncoder(plain.tokenizer, Earlier(plain.vision.image_processor)).encode(talk)
-    assert np.array_equal(found.position_ids, plain.encode(talk).position_ids)
 
 
 def test_a_video_of_an_image_family_equals_its_frames_as_images(tmp_path: Path) -> None:

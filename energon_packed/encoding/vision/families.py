@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.vision.positions import NO_IMAGES, ImageRun, ModelNeeds, Pixels, mrope_positions
+from energon_packed.encoding.vision.positions import ImageRun, MediaTokens, ModelNeeds, Pixels, mrope_positions
 from energon_packed.encoding.vision.video_file import MAX_FRAME_PIXELS
 from energon_packed.encoding.vision.video_sampling import (
     FRAME_SETTINGS,
@@ -99,7 +99,7 @@ class VisionFamily(ABC):
         boxes: text of names and boxes of records; None if no trainer defines it, so that such records are rejected.
         image_options: names of the settings of an image that records can set, of `IMAGE_SETTINGS`. A family that has
             them returns pixels along the images, which do not depend on each other.
-        places_audio: whether `position_ids` has the parameter `audio_frames`, for samples with audio.
+        places_audio: whether `position_ids` places the audio of a sample.
         video_token: token whose run represents a video file; None if its frames are images of the family.
         video_placeholder: text of a video in a conversation, with a single `video_token`.
         videos: settings that select and resize the frames of video files; by default as in the published models.
@@ -453,16 +453,13 @@ class VisionFamily(ABC):
         """Seconds of each step of the grid of each video, float64 (videos,); None for models that do not use it."""
         return None
 
-    def position_ids(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_token_id: int | None = None,
-        video_grids: Int64 = NO_IMAGES,
-        second_per_grid_ts: Float64 | None = None,
-    ) -> Int64 | None:
-        """M-RoPE positions, int64 (axes, L), usually 3 axes, or None for models that use 0..L-1."""
+    def position_ids(self, input_ids: Int64, media: MediaTokens) -> Int64 | None:
+        """M-RoPE positions of a sample, int64 (axes, L), usually 3 axes, or None for models that use 0..L-1.
+
+        Args:
+            input_ids: int64 (L,).
+            media: images, videos and audio of the sample.
+        """
         return None
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
@@ -657,19 +654,9 @@ class Qwen2VLVision(VisionFamily):
             )
         return super().video_token_run(frames)
 
-    def position_ids(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_token_id: int | None = None,
-        video_grids: Int64 = NO_IMAGES,
-        second_per_grid_ts: Float64 | None = None,
-    ) -> Int64:
+    def position_ids(self, input_ids: Int64, media: MediaTokens) -> Int64:
         """M-RoPE positions, int64 (3, L); for text, all three rows increase by one."""
-        return mrope_positions(
-            input_ids, image_token_id, grids, self.merge_size, video_token_id=video_token_id, video_grids=video_grids
-        )
+        return mrope_positions(input_ids, media, self.merge_size)
 
 
 @register_vision
@@ -691,28 +678,12 @@ class Qwen25VLVision(Qwen2VLVision):
         rates = [len(video.indices) / video.num_frames * video.fps for video in frames]
         return np.array([size / rate for rate in rates], dtype=np.float64)
 
-    def position_ids(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_token_id: int | None = None,
-        video_grids: Int64 = NO_IMAGES,
-        second_per_grid_ts: Float64 | None = None,
-    ) -> Int64:
+    def position_ids(self, input_ids: Int64, media: MediaTokens) -> Int64:
         """M-RoPE positions, int64 (3, L); a step of a video in time is `tokens_per_second` times its seconds."""
-        seconds = np.ones(len(video_grids)) if second_per_grid_ts is None else second_per_grid_ts
+        seconds = np.ones(len(media.video_grids)) if media.second_per_grid_ts is None else media.second_per_grid_ts
         # Batches and processors store the seconds as float32, and the model multiplies them in float32.
         steps = np.asarray(seconds, dtype=np.float32) * np.float32(self.tokens_per_second)
-        return mrope_positions(
-            input_ids,
-            image_token_id,
-            grids,
-            self.merge_size,
-            video_token_id=video_token_id,
-            video_grids=video_grids,
-            time_steps=steps,
-        )
+        return mrope_positions(input_ids, media, self.merge_size, steps)
 
     def config(self) -> dict[str, Any]:
         """Settings that determine lengths and pixels; of Qwen2-VL, as the families differ only in positions."""
@@ -813,19 +784,11 @@ class Qwen3VLVision(Qwen2VLVision):
             )
         return self._text_tokenizer
 
-    def position_ids(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_token_id: int | None = None,
-        video_grids: Int64 = NO_IMAGES,
-        second_per_grid_ts: Float64 | None = None,
-    ) -> Int64:
+    def position_ids(self, input_ids: Int64, media: MediaTokens) -> Int64:
         """M-RoPE positions, int64 (3, L); each temporal patch of a video is an image, since text is between them."""
-        patches = np.repeat(video_grids, video_grids[:, 0], axis=0)
+        patches = np.repeat(media.video_grids, media.video_grids[:, 0], axis=0)
         patches[:, 0] = 1
-        return super().position_ids(input_ids, image_token_id, grids, video_token_id, patches)
+        return super().position_ids(input_ids, replace(media, video_grids=patches))
 
 
 class OnevisionVision(VisionFamily):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.encoding.vision.positions import NO_IMAGES, Float64, Int64
+from energon_packed.encoding.vision.positions import Int64, MediaTokens
 from energon_packed.errors import ConfigError, Reason, RecordError
 
 # Grids of the images, or of the images and their slices (MiniCPM-V 4.7).
@@ -49,11 +49,11 @@ class ModelClass:
         torch.nn.Module.__init__(self._positions)
         self._positions.config = config
         try:
-            self.position_axes = len(self._rope_index(token, -1, NO_IMAGES))
+            self.position_axes = len(self._rope_index(token, MediaTokens(-1)))
         except AttributeError:
             with torch.device("meta"):  # without memory for weights
                 self._positions = owner(config)
-            self.position_axes = len(self._rope_index(token, -1, NO_IMAGES))
+            self.position_axes = len(self._rope_index(token, MediaTokens(-1)))
 
     @classmethod
     def of(cls, folder: Path) -> "ModelClass | None":
@@ -87,29 +87,13 @@ class ModelClass:
         seconds = [argument for argument in taken if "second" in argument and argument != _SECONDS]
         return f"{name} computes positions with {seconds[0]}" if seconds else ""
 
-    def position_ids(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_grids: Int64 = NO_IMAGES,
-        types: Int64 | None = None,
-        seconds: Float64 | None = None,
-        audio_frames: Int64 | None = None,
-        *,
-        has_tracks: bool = False,
-    ) -> Int64 | None:
+    def position_ids(self, input_ids: Int64, media: MediaTokens, types: Int64 | None = None) -> Int64 | None:
         """Positions of a sample by the model's `get_rope_index`, int64 (axes, L); None for positions 0..L-1.
 
         Args:
             input_ids: int64 (L,).
-            image_token_id: token that represents image features.
-            grids: int64 (images, 3), patches of each image in time, height and width; or the tensor `grids`.
-            video_grids: int64 (videos, 3), patches of each video.
+            media: images, videos and audio of the sample.
             types: int64 (L,), 1 for tokens of images and 2 for tokens of videos; None without videos.
-            seconds: float64 (videos,), seconds of each step of the grid of a video; None without videos.
-            audio_frames: int64 (audio files,), frames of features of each file; None without audio.
-            has_tracks: whether tokens of videos contain the tokens of their audio tracks.
 
         Raises:
             RecordError: `unsupported_media`, if the function cannot separate the images, such as images without any
@@ -118,41 +102,29 @@ class ModelClass:
         if self._positions is None:
             return None
         try:
-            of_audio: dict[str, Any] = {"audio_frames": audio_frames, "has_tracks": has_tracks}
-            return self._rope_index(input_ids, image_token_id, grids, video_grids, types, seconds, **of_audio)
+            return self._rope_index(input_ids, media, types)
         except (ValueError, RuntimeError, StopIteration, IndexError, TypeError) as error:
             detail = f"{type(self._positions).__name__} has no positions for this sample: {error}"
             raise RecordError(Reason.UNSUPPORTED_MEDIA, " ".join(detail.split())[:300]) from error
 
-    def _rope_index(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_grids: Int64 = NO_IMAGES,
-        types: Int64 | None = None,
-        seconds: Float64 | None = None,
-        audio_frames: Int64 | None = None,
-        *,
-        has_tracks: bool = False,
-    ) -> Int64:
+    def _rope_index(self, input_ids: Int64, media: MediaTokens, types: Int64 | None = None) -> Int64:
         import torch
 
         taken = inspect.signature(self._positions.get_rope_index).parameters
-        arguments: dict[str, Any] = {self.grids: torch.from_numpy(grids) if len(grids) else None}
-        if len(video_grids):
-            arguments["video_grid_thw"] = torch.from_numpy(video_grids)
+        arguments: dict[str, Any] = {self.grids: torch.from_numpy(media.grids) if len(media.grids) else None}
+        if len(media.video_grids):
+            arguments["video_grid_thw"] = torch.from_numpy(media.video_grids)
         if "mm_token_type_ids" in taken:
-            types = input_ids == image_token_id if types is None else types
+            types = input_ids == media.image_token_id if types is None else types
             arguments["mm_token_type_ids"] = torch.from_numpy(types.astype(np.int32))[None]
         if "attention_mask" in taken:
             arguments["attention_mask"] = torch.ones((1, len(input_ids)), dtype=torch.int64)
-        if _SECONDS in taken and seconds is not None:
-            arguments[_SECONDS] = torch.from_numpy(seconds)
-        if self.places_audio and audio_frames is not None:
-            arguments["audio_seqlens"] = torch.from_numpy(audio_frames)
-        if has_tracks:
-            arguments["use_audio_in_video"] = True
+        if _SECONDS in taken and media.second_per_grid_ts is not None:
+            arguments[_SECONDS] = torch.from_numpy(media.second_per_grid_ts)
+        if self.places_audio and media.audio_frames is not None:
+            arguments["audio_seqlens"] = torch.from_numpy(media.audio_frames)
+            if media.has_tracks:
+                arguments["use_audio_in_video"] = True
         positions, _ = self._positions.get_rope_index(torch.from_numpy(input_ids)[None], **arguments)
         found = positions[:, 0].numpy()
         whole = found.astype(np.int64)

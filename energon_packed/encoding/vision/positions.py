@@ -44,6 +44,29 @@ Place = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MediaTokens:
+    """Media of a sample among its tokens: what M-RoPE positions depend on beside the token ids.
+
+    Attributes:
+        image_token_id: token that represents image features.
+        grids: int64 (images, 3), patches of each image in t, h and w before merging; or the tensor `ModelClass.grids`.
+        video_token_id: token that represents video features; None without videos.
+        video_grids: int64 (videos, 3), as `grids`.
+        second_per_grid_ts: float64 (videos,), seconds of each step of the grid of a video, or None.
+        audio_frames: int64 (audio files,), frames of features of each file; None without audio.
+        has_tracks: whether tokens of videos contain the tokens of their audio tracks.
+    """
+
+    image_token_id: int
+    grids: Int64 = field(default_factory=lambda: NO_IMAGES)
+    video_token_id: int | None = None
+    video_grids: Int64 = field(default_factory=lambda: NO_IMAGES)
+    second_per_grid_ts: Float64 | None = None
+    audio_frames: Int64 | None = None
+    has_tracks: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class VisionInputs:
     """Arguments of the model for the images of one sample.
 
@@ -206,25 +229,13 @@ def expanded(ids: Int64, labels: Int64, tokens: Sequence[int | None], runs: Sequ
     return ids, labels
 
 
-def mrope_positions(
-    input_ids: Int64,
-    image_token_id: int,
-    grids: Int64,
-    merge_size: int,
-    *,
-    video_token_id: int | None = None,
-    video_grids: Int64 = NO_IMAGES,
-    time_steps: Float32 | None = None,
-) -> Int64:
+def mrope_positions(input_ids: Int64, media: MediaTokens, merge_size: int, time_steps: Float32 | None = None) -> Int64:
     """Compute the M-RoPE positions of a sample.
 
     Args:
         input_ids: int64 (L,).
-        image_token_id: token whose runs represent images.
-        grids: int64 (images, 3), patches in t, h, w before merging.
+        media: images and videos of the sample.
         merge_size: patches merged along each side into one token.
-        video_token_id: token whose runs represent videos; None without videos.
-        video_grids: int64 (videos, 3), as `grids`.
         time_steps: float32 (videos,), positions in t from one step of the grid to the next, rounded down; None for 1.
 
     Returns:
@@ -233,16 +244,16 @@ def mrope_positions(
     Raises:
         ValueError: the number of image or video tokens does not match the grids.
     """
-    media = [(*place, 1.0) for place in _places(input_ids, image_token_id, grids, merge_size, "image")]
-    if video_token_id is not None:
-        steps = np.ones(len(video_grids), dtype=np.float32) if time_steps is None else time_steps
-        videos = _places(input_ids, video_token_id, video_grids, merge_size, "video")
-        media += [(*place, step) for place, step in zip(videos, steps, strict=True)]
-        media.sort(key=lambda place: place[0])
+    places = [(*place, 1.0) for place in _places(input_ids, media.image_token_id, media.grids, merge_size, "image")]
+    if media.video_token_id is not None:
+        steps = np.ones(len(media.video_grids), dtype=np.float32) if time_steps is None else time_steps
+        videos = _places(input_ids, media.video_token_id, media.video_grids, merge_size, "video")
+        places += [(*place, step) for place, step in zip(videos, steps, strict=True)]
+        places.sort(key=lambda place: place[0])
     positions = np.empty((3, len(input_ids)), dtype=np.int64)
     done = 0  # tokens with a position so far
     position = 0  # of the next token
-    for start, (t, h, w), step in media:
+    for start, (t, h, w), step in places:
         text = start - done
         positions[:, done:start] = position + np.arange(text)
         position += text

@@ -21,11 +21,11 @@ import numpy as np
 
 from energon_packed.encoding.vision.model_class import ModelClass
 from energon_packed.encoding.vision.positions import (
-    NO_IMAGES,
     Clip,
     Float64,
     ImageRun,
     Int64,
+    MediaTokens,
     Pixels,
     UInt8,
     VisionInputs,
@@ -407,7 +407,8 @@ class ProcessorVision(ProcessorImages):
                 before, after = (self._ids_of(tag) for tag in self._tags())
                 ids = np.concatenate([before, run.make() if run.make else before[:0], after])
                 grids = values["video_grid_thw"].numpy()
-                self.position_ids(ids, self._feature, NO_IMAGES, None, grids, _seconds(values))
+                media = MediaTokens(self._feature, video_grids=grids, second_per_grid_ts=_seconds(values))
+                self.position_ids(ids, media)
                 kept = {"video_grid_thw": grids, _SECONDS: values[_SECONDS].tolist()}
             self._clips[key] = run, kept
         return self._clips[key]
@@ -459,33 +460,13 @@ class ProcessorVision(ProcessorImages):
         run, values = self._run(clip)
         return Pixels(runs=[run], inputs=VisionInputs(values, self._dims, 0, 1))
 
-    def position_ids(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_token_id: int | None = None,
-        video_grids: Int64 = NO_IMAGES,
-        second_per_grid_ts: Float64 | None = None,
-        audio_frames: Int64 | None = None,
-        *,
-        has_tracks: bool = False,
-    ) -> Int64 | None:
+    def position_ids(self, input_ids: Int64, media: MediaTokens) -> Int64 | None:
         """Positions by the class of the model, int64 (axes, L); None for 0..L-1. Raises the errors of `ModelClass`."""
-        if self.model is None or not len(video_grids):
-            return super().position_ids(input_ids, image_token_id, grids, audio_frames=audio_frames)
+        if self.model is None or not len(media.video_grids):
+            return super().position_ids(input_ids, media)
         # Some processors decide by the text whether the same token is of an image or of a video.
         types = np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0])
-        return self.model.position_ids(
-            input_ids,
-            image_token_id,
-            grids,
-            video_grids,
-            types,
-            second_per_grid_ts,
-            audio_frames,
-            has_tracks=has_tracks,
-        )
+        return self.model.position_ids(input_ids, media, types)
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
         """Types of tokens, int64 (L,), for a model with an argument for them; else None."""

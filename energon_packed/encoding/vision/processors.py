@@ -36,9 +36,9 @@ from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.model_class import ModelClass
 from energon_packed.encoding.vision.positions import (
     NO_IMAGES,
-    Float64,
     ImageRun,
     Int64,
+    MediaTokens,
     ModelNeeds,
     Pixels,
     VisionInputs,
@@ -201,20 +201,9 @@ class ProcessorImages(VisionFamily):
         grids = NO_IMAGES if self.model is None or not self.model.grids else out[self.model.grids].numpy()
         return Pixels(runs=runs, inputs=VisionInputs(values, self._dims, len(loaded)), grids=grids)
 
-    def position_ids(
-        self,
-        input_ids: Int64,
-        image_token_id: int,
-        grids: Int64,
-        video_token_id: int | None = None,
-        video_grids: Int64 = NO_IMAGES,
-        second_per_grid_ts: Float64 | None = None,
-        audio_frames: Int64 | None = None,
-    ) -> Int64 | None:
+    def position_ids(self, input_ids: Int64, media: MediaTokens) -> Int64 | None:
         """Positions by the class of the model, int64 (axes, L); None for 0..L-1. Raises the errors of `ModelClass`."""
-        if self.model is None:
-            return None
-        return self.model.position_ids(input_ids, image_token_id, grids, audio_frames=audio_frames)
+        return None if self.model is None else self.model.position_ids(input_ids, media)
 
     def token_type_ids(self, input_ids: Int64) -> Int64 | None:
         """Types of tokens, int64 (L,), for a model with an argument for them; else None."""
