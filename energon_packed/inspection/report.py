@@ -21,7 +21,8 @@ from energon_packed.files import visible
 from energon_packed.inspection.blend import BlendSplit
 from energon_packed.inspection.compare import Comparison
 from energon_packed.inspection.report_data import MOST_SHOWN, ReportData, facts, splits, warnings
-from energon_packed.inspection.tokens import KINDS, MappedPack
+from energon_packed.inspection.tokens import KINDS
+from energon_packed.inspection.view import PackView
 from energon_packed.version import __version__
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
         yield caption, histogram_svg(pixels, even_bins(pixels), "megapixels (width x height / 1,000,000)", "images")
     if videos := data.videos:
         read = f", from {len(videos):,} of {data.manifest.videos:,} videos"
-        frames = [len(video.indices) for video in videos]
+        frames = [len(video.frames) for video in videos]
         yield f"Frames per video{read}", histogram_svg(frames, integer_bins(frames), "selected frames", "videos")
         seconds = [video.num_frames / video.fps for video in videos if video.fps]
         if seconds:
@@ -190,20 +191,21 @@ def _zoomed(used: Sequence[float]) -> tuple[list[float], int]:
     return inside, len(used) - len(inside)
 
 
-def map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
+def map_paths(mapped: Sequence[PackView], seq_len: int) -> dict[str, str]:
     """Draw the rows of the map as SVG paths: one path for each kind of token, or of sample if kinds are unknown.
 
     A token is one unit wide, and a row is `_ROW` units high.
     """
     # A rectangle for each run would make the page many times larger.
     paths: dict[str, list[str]] = {"free": []}
-    known = any(segment.runs for pack in mapped for segment in pack.segments)
+    known = any(sample.runs for pack in mapped for sample in pack.samples)
     paths |= {name: [] for name in (KINDS if known else ("text", "image", "video", "audio"))}
     for row, pack in enumerate(mapped):
         runs = [("free", 0, seq_len)]
-        for segment in pack.segments:
-            whole = "unknown" if known else segment.media
-            runs += segment.runs or [(whole, segment.start, segment.length)]
+        for sample in pack.samples:
+            whole = "unknown" if known else sample.kind
+            own = sample.runs or [(whole, 0, sample.length or 0)]
+            runs += [(kind, (sample.start or 0) + first, count) for kind, first, count in own]
         for name, start, length in runs:
             shape = f"M{start} {row * _ROW}h{length}v{_ROW - 1}h-{length}z"
             paths.setdefault(name, []).append(shape)

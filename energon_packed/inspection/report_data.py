@@ -26,7 +26,7 @@ from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
+from energon_packed.inspection.tokens import KINDS
 from energon_packed.inspection.view import AudioView, PackView, VideoView, view_pack
 from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.rejects import MOST_DETAIL
@@ -174,7 +174,7 @@ class ReportData:
     encoder: ChatEncoder | None
     packs: int
     measured: Sequence[PackSize]
-    mapped: Sequence[MappedPack]
+    mapped: Sequence[PackView]
     shown: Sequence["ShownPack"]
     image_sizes: Sequence[tuple[int, int]]
     bad_images: int
@@ -197,18 +197,18 @@ class ReportData:
         """Number of tokens of each kind in the packs of the map; empty without an encoder."""
         if self.encoder is None:
             return {}
-        counts = [segment.tokens for pack in self.mapped for segment in pack.segments if segment.tokens]
+        counts = [sample.tokens for pack in self.mapped for sample in pack.samples if sample.runs]
         return {kind: sum(tokens[kind] for tokens in counts) for kind in KINDS}
 
     @property
-    def audios(self) -> Sequence[AudioClip]:
-        """Samples of each audio file in the packs of the map."""
-        return [clip for pack in self.mapped for segment in pack.segments for clip in segment.audios]
+    def audios(self) -> Sequence[AudioView]:
+        """Audio files in the packs of the map."""
+        return [audio for pack in self.mapped for sample in pack.samples for audio in sample.audios]
 
     @property
-    def videos(self) -> Sequence[FrameSelection]:
-        """Selected frames of each video in the packs of the map."""
-        return [frames for pack in self.mapped for segment in pack.segments for frames in segment.videos]
+    def videos(self) -> Sequence[VideoView]:
+        """Videos in the packs of the map."""
+        return [video for pack in self.mapped for sample in pack.samples for video in sample.videos]
 
 
 def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
@@ -239,8 +239,9 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
     if not manifest.seq_len:
         manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
     # The order of the draws is fixed, so that a seed always results in the same page.
-    mapped = _picked(rng, len(reader), _MAX_MAPPED)
-    shown = _picked(rng, len(reader), _MAX_SHOWN)
+    picked = _picked(rng, len(reader), _MAX_MAPPED)
+    mapped = [view_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in picked]
+    shown = _picked(rng, len(picked), _MAX_SHOWN)
     with_images = [pack.index for pack in measured if any(pack.images)]
     sizes, bad_images = _image_sizes(reader, rng.permutation(with_images)[:_MAX_MAPPED].tolist())
     return ReportData(
@@ -250,8 +251,8 @@ def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: st
         encoder=encoder,
         packs=len(reader),
         measured=measured,
-        mapped=[map_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in mapped],
-        shown=[_shown(reader[pack], codec, encoder) for pack in shown],
+        mapped=mapped,
+        shown=[_shown(reader[picked[place]], mapped[place]) for place in shown],
         image_sizes=sizes,
         bad_images=bad_images,
         not_encoded=not_encoded,
@@ -314,8 +315,7 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
     return sizes, bad
 
 
-def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) -> ShownPack:
-    view = view_pack(raw, codec, encoder)
+def _shown(raw: Mapping[str, Any], view: PackView) -> ShownPack:
     raw = complete_parts(raw, set())  # missing files are shown as missing
     counts: Counter[str] = Counter()
 
@@ -558,10 +558,10 @@ def warnings(data: ReportData) -> Iterator[str]:
 
 
 def _about_tokens(data: ReportData) -> Iterator[str]:
-    problems = [(s, pack.key) for pack in data.mapped for s in pack.segments if s.problem is not None]
+    problems = [(sample, pack.key) for pack in data.mapped for sample in pack.samples if sample.problem is not None]
     if problems:
-        segment, key = problems[0]
-        example = f"{segment.id} in {key}: {segment.problem}"
+        sample, key = problems[0]
+        example = f"{sample.id} in {key}: {sample.problem}"
         yield f"{len(problems):,} samples in the map cannot be encoded, such as {example}"
     if bare := [pack.key for pack in data.mapped if pack.supervised == 0]:
         yield f"{_named(bare, 'pack')} of the {len(data.mapped):,} in the map have no supervised token"
@@ -607,7 +607,7 @@ def _video_facts(data: ReportData) -> str:
     return f"{listed}{durations}, {first} to {last} pixels, from {count:,} videos"
 
 
-def _audio_facts(clips: Sequence[AudioClip]) -> str:
+def _audio_facts(clips: Sequence[AudioView]) -> str:
     seconds, rates = sorted(clip.seconds for clip in clips), sorted({clip.rate for clip in clips})
     listed = f"{rates[0]:,} Hz" if len(rates) == 1 else f"{rates[0]:,} to {rates[-1]:,} Hz"
     return f"{seconds[0]:.4g} to {seconds[-1]:.4g} s, {listed}, from {len(clips):,} audio files"

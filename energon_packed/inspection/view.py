@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import chain, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Measurement, Processor
+from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Measurement, Processor
 from energon_packed.encoding.audio.audio_file import read_audio_info, resampled_length
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.media import video_runs
@@ -28,6 +28,7 @@ from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.inspection.supervision import supervised_turns
+from energon_packed.inspection.tokens import KINDS, encoded_samples, token_runs
 from energon_packed.records import (
     AudioClip,
     AudioReference,
@@ -205,13 +206,17 @@ class SampleView:
         group: index of its group in the pack, or None.
         role: its role in the group, or None.
         label: its label, or None.
+        kind: its content: `text`, `image`, `video` or `audio`.
+        runs: (kind, index of the first token in the sample, tokens) of runs of tokens of equal kind; empty if the
+            kinds are unknown.
+        problem: why the kinds are unknown although an encoder was passed, or None.
     """
 
     id: str | None
     start: int | None
     length: int | None
-    turns: tuple[Turn, ...]
-    images: tuple[ImageView, ...]
+    turns: tuple[Turn, ...] = ()
+    images: tuple[ImageView, ...] = ()
     supervised: int | None = None
     video: bool = False
     videos: tuple[VideoView, ...] = ()
@@ -220,6 +225,26 @@ class SampleView:
     group: str | None = None
     role: str | None = None
     label: tuple[float, ...] | None = None
+    kind: str = "text"
+    runs: Sequence[tuple[str, int, int]] = ()
+    problem: str | None = None
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Number of tokens of each kind; empty if the kinds are unknown."""
+        return {name: sum(count for kind, _, count in self.runs if kind == name) for name in KINDS if self.runs}
+
+    @property
+    def supervised_spans(self) -> list[tuple[int, int]] | None:
+        """Spans [start, stop) of the supervised tokens, counted from its first token; None if unknown."""
+        spans = [(start, start + count) for kind, start, count in self.runs if kind == "supervised"]
+        return spans if self.runs else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain types, for JSON; samples without videos, audio or a group have no such key."""
+        hidden = {"kind", "runs", "problem"}
+        hidden |= {name for name in ("videos", "audios", "group", "role", "label") if not getattr(self, name)}
+        return {name: value for name, value in asdict(self).items() if name not in hidden}
 
     @property
     def media(self) -> Iterator[tuple[str, int, Any]]:
@@ -266,9 +291,9 @@ class PackView:
     """
 
     key: str
-    sample_class: str
-    parts: Mapping[str, int]
-    shapes: Mapping[str, str]
+    sample_class: str = ""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[SampleView]
 
     @property
@@ -277,23 +302,28 @@ class PackView:
         lengths = [sample.length for sample in self.samples]
         return None if None in lengths else sum(length for length in lengths if length is not None)
 
+    @property
+    def supervised(self) -> int | None:
+        """Number of supervised tokens; None if the kinds of a sample are unknown."""
+        counts = [sample.tokens.get("supervised") for sample in self.samples]
+        return None if None in counts else sum(count or 0 for count in counts)
+
     def as_dict(self) -> dict[str, Any]:
-        """Convert to plain types, for JSON; samples without videos, audio or a group have no such key."""
-        value = asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
-        for sample in value["samples"]:
-            for name in ("videos", "audios", "group", "role", "label"):
-                if not sample[name]:
-                    del sample[name]
-        return value
+        """Convert to plain types, for JSON, with the samples as `SampleView.as_dict`."""
+        value = {name: getattr(self, name) for name in ("key", "sample_class", "parts", "shapes", "tokens")}
+        return value | {"samples": [sample.as_dict() for sample in self.samples], "sample_count": len(self.samples)}
 
 
-def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Processor | None = None) -> PackView:
+def view_pack(
+    raw: Mapping[str, Any], codec: Codec | None = None, encoder: Processor | None = None, *, multiple: int = 1
+) -> PackView:
     """Read a pack from its raw parts.
 
     Args:
         raw: `__key__` and bytes by part name, as `ShardReader` returns them.
         codec: codec of the flavor; None detects it from the parts.
         encoder: encoder of the dataset, which marks the supervised turns; None leaves them unknown.
+        multiple: samples start at multiples of this many tokens, as planned with `pad_multiple`.
 
     Raises:
         FormatError: the parts match no flavor, or are damaged.
@@ -307,7 +337,7 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         sample_class=codec.sample_class,
         parts={part: len(content) for part, content in raw.items() if not part.startswith("__")},
         shapes={part: _shape(content) for part, content in raw.items() if part.endswith(".npy")},
-        samples=view_samples(samples, encoder, located),
+        samples=view_samples(samples, encoder, located, multiple=multiple),
     )
 
 
@@ -358,25 +388,39 @@ def media_files(conversation: Conversation) -> dict[str, MediaReference]:
 
 
 def view_samples(
-    samples: Sequence[StoredSample], encoder: Processor | None, located: Mapping[str, MediaReference] | None = None
+    samples: Sequence[StoredSample],
+    encoder: Processor | None,
+    located: Mapping[str, MediaReference] | None = None,
+    *,
+    multiple: int = 1,
 ) -> list[SampleView]:
     """Describe the samples of a row.
 
     Args:
         samples: the samples, with names for their media.
-        encoder: as in `view_pack`.
+        encoder, multiple: as in `view_pack`.
         located: media that are in no tar, by name.
     """
-    lengths = [sample.length for sample in samples]
-    # One unknown length makes the start of every later sample unknown, so no start is shown then.
-    starts = repeat(None) if None in lengths else accumulate((length or 0 for length in lengths), initial=0)
-    return [_view(sample, start, encoder, located or {}) for sample, start in zip(samples, starts, strict=False)]
+    # A sample that cannot be encoded has its recorded length, and the reason.
+    outcomes = encoded_samples(samples, encoder) if isinstance(encoder, ChatEncoder) else repeat(None)
+    views: list[SampleView] = []
+    start: int | None = 0
+    for sample, outcome in zip(samples, outcomes, strict=False):
+        views.append(view := _view(sample, outcome, start, encoder, located or {}))
+        # An unknown length makes the start of every later sample unknown.
+        start = None if start is None or view.length is None else start + -(-view.length // multiple) * multiple
+    return views
 
 
 def _view(
-    sample: StoredSample, start: int | None, encoder: Processor | None, located: Mapping[str, MediaReference]
+    sample: StoredSample,
+    outcome: EncodedSample | str | None,
+    start: int | None,
+    encoder: Processor | None,
+    located: Mapping[str, MediaReference],
 ) -> SampleView:
     conversation = sample.conversation
+    encoded = outcome if isinstance(outcome, EncodedSample) else None
     supervised = None
     if conversation.input_ids is not None:
         labels = conversation.input_ids if conversation.labels is None else conversation.labels
@@ -384,8 +428,8 @@ def _view(
     return SampleView(
         id=conversation.id,
         start=start,
-        length=sample.length,
-        turns=_turns(sample, encoder),
+        length=sample.length if encoded is None else len(encoded),
+        turns=_turns(conversation, encoded, encoder),
         images=tuple(_image(image, located) for image in conversation.images),
         supervised=supervised,
         video=conversation.video,
@@ -395,19 +439,21 @@ def _view(
         group=conversation.group,
         role=conversation.role,
         label=conversation.label,
+        kind=conversation.kind,
+        runs=() if encoded is None else token_runs(encoded),
+        problem=outcome if isinstance(outcome, str) else None,
     )
 
 
-def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
-    conversation = sample.conversation
+def _turns(conversation: Conversation, encoded: EncodedSample | None, encoder: Processor | None) -> tuple[Turn, ...]:
     if conversation.input_ids is not None:
         # Token flavors store no turns.
         if isinstance(encoder, ChatEncoder):
             return tuple(_token_turns(conversation, encoder))
         return (Turn("tokens", f"{len(conversation.input_ids)} tokens", None),)
     known = None
-    if isinstance(encoder, ChatEncoder):
-        known = supervised_turns(encoder, conversation, sample.truncate)
+    if isinstance(encoder, ChatEncoder) and encoded is not None:
+        known = supervised_turns(encoder, conversation, encoded)
     # A document (plain text) has no messages, but one flag.
     flags: Sequence[bool | None] = known or [None] * max(len(conversation.messages), 1)
     if conversation.text is not None:

@@ -542,7 +542,7 @@ def test_the_first_page_does_not_wait_for_the_tokenizer(out: Path, tmp_path: Pat
     assert 'class="supervised"' in page(viewer, "/")
     with served(Viewer(folder, load)) as server, Browser(tmp_path) as browser:
         browser.open(server.url)
-        until(browser, "document.querySelector('meta[http-equiv]') === null")
+        until(browser, "document.readyState === 'complete' && !document.querySelector('meta[http-equiv]')")
         assert browser.run("document.querySelectorAll('.row .supervised').length") == 20
         assert browser.run("history.length") <= 2
         assert not browser.log

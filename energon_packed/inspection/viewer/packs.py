@@ -6,7 +6,7 @@ with the dataset.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder
@@ -16,7 +16,7 @@ from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import map_paths, render_report, script_and_policy
 from energon_packed.inspection.report_data import gather, recorded
 from energon_packed.inspection.search import Filter, first_found, matching_records
-from energon_packed.inspection.tokens import MappedPack, Segment, map_pack, token_rows
+from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.inspection.viewer.pages import (
     PAGE_TYPE,
@@ -71,7 +71,7 @@ class Viewer(Pages):
         self._codec = folder.codec
         self._reader = ShardReader([folder.path / name for name in self._shards])
         self._index = lru_cache(_CACHED)(self._find)
-        self._view = lru_cache(_CACHED)(self._read_view)
+        self._view = lru_cache(_CACHED)(lambda pack: self._read_view(pack, self._loaded()[0]))
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
         """Answer with a page."""
@@ -144,45 +144,39 @@ class Viewer(Pages):
                             problems=problems, splits=self._folder.shards, is_early=is_early,
                            not_encoded=reason)  # fmt: skip
 
-    def _mapped(self, pack: int, encoder: ChatEncoder | None, most: int) -> tuple[MappedPack, int]:
-        """Return the segments of a pack, without kinds of tokens if more than `most` bytes must be read."""
+    def _mapped(self, pack: int, encoder: ChatEncoder | None, most: int) -> tuple[PackView, int]:
+        """Return the samples of a pack, without kinds of tokens if more than `most` bytes must be read."""
         _, start, end = self._reader.locate(pack)
         parts = self._reader.parts(pack, only=(MEDIA_PART,))
         located = read_locators(parts).values() if MEDIA_PART in parts else ()
         size = end - start + sum(locator.size for locator in located if locator is not None)
         if size <= most:
-            multiple = self._folder.manifest.pad_multiple if self._folder.manifest else 1
-            return map_pack(self._reader[pack], self._codec, encoder, multiple=multiple), size
+            return self._read_view(pack, encoder), size
         key, lengths, images = recorded(self._reader, pack, self._codec)
-        segments, at = [], 0
-        for length, count in zip(lengths, images, strict=True):
-            segments.append(Segment(id=None, start=at, length=length, media="image" if count else "text"))
-            at += length
-        return MappedPack(key=key, segments=segments), 0
+        starts, kinds = accumulate(lengths, initial=0), ["image" if count else "text" for count in images]
+        values = zip(starts, lengths, kinds, strict=False)
+        samples = [SampleView(id=None, start=at, length=length, kind=kind) for at, length, kind in values]
+        return PackView(key=key, samples=samples), 0
 
-    def _width(self, mapped: Sequence[MappedPack]) -> int:
+    def _width(self, mapped: Sequence[PackView]) -> int:
         """Tokens of a row; without packing.json, of the longest pack on the page."""
         if self._folder.manifest is not None and self._folder.manifest.seq_len:
             return self._folder.manifest.seq_len
-        return max((segment.start + segment.length for each in mapped for segment in each.segments), default=0) or 1
+        return max((each.tokens or 0 for each in mapped), default=0) or 1
 
     def _pack(self, key: str) -> Response:
         pack = self._index(key)
         view = self._view(pack)
-        encoder, reason = self._loaded()
-        mapped, _ = self._mapped(pack, encoder, _MOST_MAPPED)
-        width = self._width([mapped])
-        runs = enumerate([[size for kind, _, size in s.runs if kind == "image"] for s in mapped.segments])
-        shown = self.shown(view, dict(runs))
+        width = self._width([view])
         near = {
             name: self._key(other)
             for name, other in (("previous", pack - 1), ("next", pack + 1))
             if 0 <= other < len(self._reader)
         }
         shard = self._shards[self._reader.locate(pack)[0]]
-        return self.render("pack", {}, pack=shown, mapped=mapped, width=width, paths=map_paths([mapped], width),
+        return self.render("pack", {}, pack=self.shown(view), width=width, paths=map_paths([view], width),
                             near=near, groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
-                            page=pack // _PACKS + 1, not_encoded=reason)  # fmt: skip
+                            page=pack // _PACKS + 1, not_encoded=self._loaded()[1])  # fmt: skip
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
         pack = self._index(key)
@@ -210,8 +204,9 @@ class Viewer(Pages):
     def _key(self, pack: int) -> str:
         return str(self._reader.part(pack, "")["__key__"])
 
-    def _read_view(self, pack: int) -> PackView:
-        return view_pack(self._reader[pack], self._codec, self._loaded()[0])
+    def _read_view(self, pack: int, encoder: ChatEncoder | None) -> PackView:
+        multiple = self._folder.manifest.pad_multiple if self._folder.manifest else 1
+        return view_pack(self._reader[pack], self._codec, encoder, multiple=multiple)
 
     # Records
 

@@ -180,18 +180,14 @@ class Pages(ABC):
         counts = {"count": len(rows), "page": page, "pages": pages}
         return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
 
-    def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
-        """Add the URLs of all media of a pack.
-
-        Args:
-            view: the pack.
-            runs: lengths of the runs of image tokens of samples, by index.
-        """
+    def shown(self, view: PackView) -> ShownPack:
+        """Add the URLs of all media of a pack."""
 
         def show(kind: str, index: int, number: int, file: Any) -> ShownFile:
-            place, own = f"{quoted(view.key)}/{index}/{number}", runs.get(index, ())
+            place, sample = f"{quoted(view.key)}/{index}/{number}", view.samples[index]
             # Runs of image tokens belong to single images if text is between them, as in most templates.
-            tokens = own[number] if kind == "image" and len(own) == len(view.samples[index].images) else None
+            own = [count for name, _, count in sample.runs if name == "image"]
+            tokens = own[number] if kind == "image" and len(own) == len(sample.images) else None
             if kind == "video":
                 frames = [(file.timestamps[at], f"{self.base}/media/frame/{place}/{at}") for at in shown_frames(file)]
                 return ShownFile(url=f"{self.base}/media/video/{place}" if _is_clip(file) else "", frames=frames)

@@ -202,7 +202,7 @@ class RecordsViewer(Pages):
             for index, own in enumerate(result.members or [result] * len(views)):
                 if own.length > 0 and own.supervised >= 0:
                     views[index] = replace(views[index], supervised=own.supervised)
-            view = PackView(key=key, sample_class="", parts={}, shapes={}, samples=views)
+            view = PackView(key=key, samples=views)
             shown.append({
                 "url": f"{self.base}/record/{source}/{row.address}",
                 "place": place,
@@ -211,7 +211,7 @@ class RecordsViewer(Pages):
                 "reject": result.reject,
                 "notes": () if conversation is None else (*conversation.notes, *result.notes),
                 "unused": () if conversation is None else conversation.unused_fields,
-                "pack": self.shown(view, {}),
+                "pack": self.shown(view),
                 "groups": in_groups(views),
                 "rendered": self._rendered(conversation),
                 "raw": _json(row.record),
