@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import visible
-from energon_packed.inspection.blend import BlendSplit
-from energon_packed.inspection.compare import Comparison
 from energon_packed.inspection.report_data import MOST_SHOWN, ReportData, facts, splits, warnings
 from energon_packed.inspection.tokens import KINDS
 from energon_packed.inspection.view import PackView
@@ -27,8 +25,6 @@ from energon_packed.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-    from energon_packed.inspection.steps import ExpectedSteps  # needs Energon
 
 Edges = npt.NDArray[np.float64]
 """Edges of the bins of a histogram, float64 (bins + 1,)."""
@@ -66,23 +62,15 @@ def page_environment(base: str | None) -> "Environment":
     return environment
 
 
-def render_report(
-    title: str,
-    data: ReportData | None,
-    blend: Sequence[BlendSplit] = (),
-    steps: tuple[Sequence["ExpectedSteps"], Sequence[str]] = ((), ()),
-    comparison: Comparison | None = None,
-    view: str | None = None,
-) -> str:
+def render_report(title: str, data: ReportData | None = None, *, view: str | None = None, **values: Any) -> str:
     """Render the HTML page.
 
     Args:
         title: page heading.
         data: data of a dataset, or None for a Metadataset or a comparison.
-        blend: splits of a Metadataset.
-        steps: result of `steps_of_ranks`.
-        comparison: differences of two datasets.
         view: as `base` of `page_environment`.
+        values: `blend`, splits of a Metadataset; `steps`, result of `steps_of_ranks`; or `comparison` and `names`,
+            differences of two datasets and their paths.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -93,19 +81,18 @@ def render_report(
         raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
     environment = page_environment(view)
     script, policy = script_and_policy(environment)
-    variables = {} if data is None else _dataset_variables(data)
-    return environment.get_template("report.html.j2").render(
-        title=title,
-        data=data,
-        blend=blend,
-        steps=steps,
-        comparison=comparison,
-        hrefs=(),
-        policy=policy,
-        script=script,
-        version=__version__,
-        **variables,
-    )
+    if data is not None:
+        values |= {
+            "charts": list(_charts(data)),
+            "facts": list(facts(data)),
+            "splits": splits(data.manifest),
+            "warnings": list(warnings(data)),
+            "kinds": data.token_kinds,
+            "most_shown": MOST_SHOWN,
+            "map_paths": map_paths(data.mapped, data.manifest.seq_len),
+        }
+    page = {"title": title, "data": data, "hrefs": (), "policy": policy, "script": script, "version": __version__}
+    return environment.get_template("report.html.j2").render(page | values)
 
 
 def _cell(item: Any, column: str) -> Any:
@@ -128,19 +115,6 @@ def script_and_policy(environment: "Environment") -> tuple[str, str]:
     return script, (
         f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     )
-
-
-def _dataset_variables(data: ReportData) -> dict[str, object]:
-    """Variables of the template `dataset.html.j2` besides `data`."""
-    return {
-        "charts": list(_charts(data)),
-        "facts": list(facts(data)),
-        "splits": splits(data.manifest),
-        "warnings": list(warnings(data)),
-        "kinds": data.token_kinds,
-        "most_shown": MOST_SHOWN,
-        "map_paths": map_paths(data.mapped, data.manifest.seq_len),
-    }
 
 
 def _charts(data: ReportData) -> Iterator[tuple[str, str]]:

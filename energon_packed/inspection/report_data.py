@@ -9,7 +9,7 @@ import io
 import re
 import wave
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,13 +27,14 @@ from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.tokens import KINDS
-from energon_packed.inspection.view import AudioView, PackView, VideoView, view_pack
+from energon_packed.inspection.view import AudioView, PackView, ShownFile, VideoView, view_pack
 from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.rejects import MOST_DETAIL
 from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.records import AudioClip, FrameSelection, MediaReference, VideoReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest
+from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.reader import ShardReader
 
 # Limits on what is read and shown: the time and size of a report do not grow with the dataset. The page shows how many
@@ -50,7 +51,7 @@ _MAX_PLAYED = 1 << 18  # bytes of an audio file in the page
 _MAX_DRAWN = 600  # seconds of an audio file that are decoded for the page, from its start
 _PLAYED_RATE = 16_000  # highest rate of audio that is converted for the page, which is enough for speech
 _PEAKS = 240  # bars of a waveform
-_HEIGHT = 32  # of a waveform, in units of the SVG
+_HEIGHT = 32  # of a waveform, in units of the SVG; both as in the template
 # Type of a data URL by the containers and codecs of FFmpeg that Chromium, Firefox and Safari play.
 _PLAYABLE = {
     ("wav", "pcm_u8"): "wav",
@@ -101,54 +102,6 @@ class PackSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownFile:
-    """Content of an image, video or audio file, for a page.
-
-    Attributes:
-        url: URL of the file; "" if it is not shown, such as audio that is too long.
-        frames: (time in seconds, URL) of some selected frames of a video.
-        wave: path of the waveform of audio, in `box`; "" if the audio is not decoded.
-        problem: why it cannot be decoded, or None.
-        tokens: number of tokens of an image, if it is known.
-    """
-
-    url: str = ""
-    frames: Sequence[tuple[float, str]] = ()
-    wave: str = ""
-    problem: str | None = None
-    tokens: int | None = None
-
-    @property
-    def box(self) -> str:
-        """`viewBox` of the waveform."""
-        return f"0 0 {_PEAKS} {_HEIGHT}"
-
-
-@dataclass(frozen=True, slots=True)
-class ShownPack:
-    """One pack of the gallery, or of the page of `view`.
-
-    Attributes:
-        view: its samples.
-        files: content of their images, videos and audio files, by name, as far as it is shown.
-    """
-
-    view: PackView
-    files: Mapping[str, ShownFile]
-
-    @classmethod
-    def of(cls, view: PackView, show: Callable[[str, int, int, Any], ShownFile | None]) -> "ShownPack":
-        """Show the files of a pack by `show`: kind, indices of sample and file, and view of the file -> content."""
-        files = {
-            file.name: shown
-            for index, sample in enumerate(view.samples)
-            for kind, number, file in sample.media
-            if file.problem is None and (shown := show(kind, index, number, file)) is not None
-        }
-        return cls(view, files)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """Content of the page of a dataset.
 
@@ -175,7 +128,7 @@ class ReportData:
     packs: int
     measured: Sequence[PackSize]
     mapped: Sequence[PackView]
-    shown: Sequence["ShownPack"]
+    shown: Sequence[PackView]
     image_sizes: Sequence[tuple[int, int]]
     bad_images: int
     not_encoded: str
@@ -315,7 +268,7 @@ def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[
     return sizes, bad
 
 
-def _shown(raw: Mapping[str, Any], view: PackView) -> ShownPack:
+def _shown(raw: Mapping[str, Any], view: PackView) -> PackView:
     raw = complete_parts(raw, set())  # missing files are shown as missing
     counts: Counter[str] = Counter()
 
@@ -330,7 +283,7 @@ def _shown(raw: Mapping[str, Any], view: PackView) -> ShownPack:
         except EnergonPackedError as error:  # damaged, or PyAV is not installed
             return ShownFile(problem=error.detail if isinstance(error, RecordError) else str(error))
 
-    return ShownPack.of(view, show)
+    return view.with_files(show)
 
 
 def _player(data: bytes, audio: AudioView) -> ShownFile:
@@ -453,18 +406,6 @@ def _rejects(file: Path, manifest: PackingManifest) -> Iterator[tuple[str, int, 
         yield reason, count, examples[reason]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRow:
-    """Requested share and actual counts of a split; `requested` is None if it is not recorded."""
-
-    name: str
-    requested: float | None
-    shards: int
-    packs: int
-    samples: int
-    tokens: int
-
-
 def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     """Describe the settings and measures that are not plain counts: (name, value)."""
     m = data.manifest
@@ -507,14 +448,10 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     yield "input fingerprint", m.input_fingerprint[:_DIGITS] or "none"
 
 
-def splits(manifest: PackingManifest) -> list[SplitRow]:
-    """List every split that was requested or has a shard."""
-    rows = []
-    for name in dict.fromkeys([*manifest.split, *(shard.split for shard in manifest.shards)]):
-        shards = [shard for shard in manifest.shards if shard.split == name]
-        counts = [sum(getattr(shard, count) for shard in shards) for count in ("packs", "samples", "tokens")]
-        rows.append(SplitRow(name, manifest.split.get(name), len(shards), *counts))
-    return rows
+def splits(manifest: PackingManifest) -> dict[str, list[ShardEntry]]:
+    """Shards of every split that was requested or has a shard."""
+    names = dict.fromkeys([*manifest.split, *(shard.split for shard in manifest.shards)])
+    return {name: [shard for shard in manifest.shards if shard.split == name] for name in names}
 
 
 def warnings(data: ReportData) -> Iterator[str]:
@@ -526,10 +463,10 @@ def warnings(data: ReportData) -> Iterator[str]:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count, _ in data.rejects)
         share = _percent(rejected, m.records)
         yield f"{rejected:,} of {m.records:,} records ({share}) were rejected: {reasons}"
-    for row in splits(m):
+    for name, shards in splits(m).items():
         # A split with share 0 has no packs on purpose.
-        if not row.packs and row.requested != 0:
-            yield f"split {row.name} has no pack; its share is {row.requested or 0:g} of {m.packs:,} packs"
+        if not sum(shard.packs for shard in shards) and m.split.get(name) != 0:
+            yield f"split {name} has no pack; its share is {m.split.get(name, 0):g} of {m.packs:,} packs"
     yield from _about_tokens(data)
     if m.unused_fields:
         yield f"not used: {_named(list(m.unused_fields), 'field')} of the records; see Fields not used"
@@ -543,11 +480,11 @@ def warnings(data: ReportData) -> Iterator[str]:
     if data.bad_images:
         total = data.bad_images + len(data.image_sizes)
         yield f"{data.bad_images:,} of {total:,} images that were read are damaged"
-    samples = [(pack, sample) for pack in data.shown for sample in pack.view.samples]
+    samples = [(pack, sample) for pack in data.shown for sample in pack.samples]
     for noun, used in (("video", "shown"), ("audio file", "played")):
         read = [(pack, file) for pack, sample in samples for kind, _, file in sample.media if noun.startswith(kind)]
         problems = [
-            f"{file.name} of {pack.view.key}: {problem}"
+            f"{file.name} of {pack.key}: {problem}"
             for pack, file in read
             if (problem := file.problem or pack.files.get(file.name, ShownFile()).problem) is not None
         ]

@@ -279,6 +279,25 @@ class SampleView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFile:
+    """Content of an image, video or audio file, for a page.
+
+    Attributes:
+        url: URL of the file; "" if it is not shown, such as audio that is too long.
+        frames: (time in seconds, URL) of some selected frames of a video.
+        wave: path of the waveform of audio; "" if the audio is not decoded.
+        problem: why it cannot be decoded, or None.
+        tokens: number of tokens of an image, if it is known.
+    """
+
+    url: str = ""
+    frames: Sequence[tuple[float, str]] = ()
+    wave: str = ""
+    problem: str | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackView:
     """One pack.
 
@@ -288,6 +307,7 @@ class PackView:
         parts: size in bytes of each member, by part name.
         shapes: dtype and shape of each .npy member, by part name.
         samples: samples in order.
+        files: content of their images, videos and audio files by name, as far as a page shows it.
     """
 
     key: str
@@ -295,6 +315,7 @@ class PackView:
     parts: Mapping[str, int] = field(default_factory=dict)
     shapes: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[SampleView]
+    files: Mapping[str, ShownFile] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int | None:
@@ -307,6 +328,16 @@ class PackView:
         """Number of supervised tokens; None if the kinds of a sample are unknown."""
         counts = [sample.tokens.get("supervised") for sample in self.samples]
         return None if None in counts else sum(count or 0 for count in counts)
+
+    def with_files(self, show: Callable[[str, int, int, Any], ShownFile | None]) -> "PackView":
+        """Show its files by `show`: kind, indices of sample and file, and view of the file -> content."""
+        files = {
+            file.name: shown
+            for index, sample in enumerate(self.samples)
+            for kind, number, file in sample.media
+            if file.problem is None and (shown := show(kind, index, number, file)) is not None
+        }
+        return replace(self, files=files)
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain types, for JSON, with the samples as `SampleView.as_dict`."""

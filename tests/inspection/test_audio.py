@@ -64,14 +64,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def page(data: Any) -> str:
-    return str(render_report("audio", data, ()))
+    return str(render_report("audio", data))
 
 
 def by_id(data: Any) -> dict[str, tuple[Any, Any]]:
     """View and player of the audio file of each sample."""
     found = {}
     for shown in data.shown:
-        for sample in shown.view.samples:
+        for sample in shown.samples:
             (audio,) = sample.audios
             found[str(sample.id)] = (audio, shown.files[audio.name])
     return found

@@ -113,7 +113,7 @@ def test_a_report_shows_the_frames_at_their_times(packed: Path, encoder: ChatEnc
     data = gather(PackedFolder.open(packed), encoder)
     assert data.manifest.videos == len(data.videos) == len(FILES)
     (shown,) = data.shown
-    videos = [video for sample in shown.view.samples for video in sample.videos]
+    videos = [video for sample in shown.samples for video in sample.videos]
     assert len(shown.files) == 2  # of four
     for video in videos:
         if (strip := shown.files.get(video.name)) is None:
@@ -122,7 +122,7 @@ def test_a_report_shows_the_frames_at_their_times(packed: Path, encoder: ChatEnc
         assert strip.frames
         for time, url in strip.frames:
             assert number_of(_image(url)) == index[time]
-    page = render_report("videos", data, ())
+    page = render_report("videos", data)
     assert page.count('class="strip"') == page.count("; frames not shown") == 2
     assert "Frames are shown of the first 2 videos of each pack." in page
     assert f"{len(FILES)}</dd>" in page
@@ -151,7 +151,7 @@ def test_missing_and_replaced_videos_are_shown_as_such(
     text = invoke("inspect", out).output
     assert "missing, or not the packed video; 8 of 40 frames at 0, 0.5, 1, ... 3.5 s, 10 fps, 64 x 48" in text
     data = gather(PackedFolder.open(out), encoder)
-    page = render_report("videos", data, ())
+    page = render_report("videos", data)
     problem = r"vid\S+ of \S+: missing, or not the packed video"
     assert re.search(rf"2 videos \({problem}, {problem}\) of the 4 that were read cannot be used or shown", page)
 
@@ -170,7 +170,7 @@ def test_a_damaged_video_of_a_tar_is_shown_with_its_damage(packed: Path, encoder
     )
     shutil.copytree(packed / "webdataset", tmp_path / "all", ignore=shutil.ignore_patterns("*.tar"))
     copy.rename(tmp_path / "all" / tar.name)
-    page = render_report("videos", gather(PackedFolder.open(tmp_path / "all"), encoder), ())
+    page = render_report("videos", gather(PackedFolder.open(tmp_path / "all"), encoder))
     assert re.search(
         r"1 video \(vid\d_0\.(mkv|webm) of \S+: .*\) of the \d+ that were read cannot be used or shown", page
     )
@@ -186,6 +186,6 @@ def test_frames_of_extracted_videos_are_shown_as_those_of_the_files(
         same = ("frames", "timestamps", "num_frames", "fps", "width", "height", "resized", "settings", "tokens")
         assert {key: video[key] for key in same} == {key: files[name][key] for key in same}
     data = gather(PackedFolder.open(out), encoder)
-    for video in [video for sample in data.shown[0].view.samples for video in sample.videos]:
+    for video in [video for sample in data.shown[0].samples for video in sample.videos]:
         for time, url in data.shown[0].files[video.name].frames if video.name in data.shown[0].files else ():
             assert number_of(_image(url)) == video.frames[video.timestamps.index(time)]

@@ -49,19 +49,21 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
     if other is not None and tokenizer is not None:
         raise click.UsageError("--tokenizer must be omitted with two datasets, whose tokens are not read.")
     if other is not None:
-        comparison = compare(PackedFolder.open(path), PackedFolder.open(other))
-        for each in comparison.tables["Settings that differ"]:
-            echo(f"{each.name}: {each.first} -> {each.second}")
-        for each in comparison.tables["Counts"] + comparison.tables["Rejected records"]:
-            if each.change:
-                echo(f"{each.name}: {each.first} -> {each.second}, {each.change}")
-        page = render_report(f"{path} and {other}", None, comparison=comparison)
+        folders = [PackedFolder.open(each) for each in (path, other)]
+        comparison = compare(*folders)
+        for name, first, second in comparison["Settings that differ"]:
+            echo(f"{name}: {first} -> {second}")
+        for name, first, second, change in comparison["Counts"] + comparison["Rejected records"]:
+            if change:
+                echo(f"{name}: {first} -> {second}, {change}")
+        names = [folder.path for folder in folders]
+        page = render_report(f"{path} and {other}", comparison=comparison, names=names)
     elif path.is_file():
         metadataset = read_metadataset(path)
         # A page with totals of only some datasets would look complete.
         if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
-        page = render_report(path.name, None, read_blend(metadataset), _steps(path))
+        page = render_report(path.name, blend=read_blend(metadataset), steps=_steps(path))
     else:
         folder = PackedFolder.open(path)
         encoder, reason = folder.encoder_or_reason(tokenizer)

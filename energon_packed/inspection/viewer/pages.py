@@ -19,15 +19,13 @@ from energon_packed.encoding.vision.images import load_image, sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.inspection.report import page_environment
 from energon_packed.inspection.report_data import (
-    ShownFile,
-    ShownPack,
     decoded_frames,
     is_short,
     playable,
     shown_frames,
 )
 from energon_packed.inspection.tokens import TokenRow, heat_strips
-from energon_packed.inspection.view import AudioView, ImageView, PackView, SampleView, VideoView
+from energon_packed.inspection.view import AudioView, ImageView, PackView, SampleView, ShownFile, VideoView
 from energon_packed.records import MediaReference
 
 _CACHED_MEDIA = 2  # a player requests a file in several ranges
@@ -180,7 +178,7 @@ class Pages(ABC):
         counts = {"count": len(rows), "page": page, "pages": pages}
         return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
 
-    def shown(self, view: PackView) -> ShownPack:
+    def shown(self, view: PackView) -> PackView:
         """Add the URLs of all media of a pack."""
 
         def show(kind: str, index: int, number: int, file: Any) -> ShownFile:
@@ -194,7 +192,7 @@ class Pages(ABC):
             is_shown = kind == "image" or is_short(file)
             return ShownFile(url=f"{self.base}/media/{kind}/{place}" if is_shown else "", tokens=tokens)
 
-        return ShownPack.of(view, show)
+        return view.with_files(show)
 
     def _read_media(self, kind: str, key: str, indices: Sequence[str]) -> Response:
         if kind not in _MEDIA_FIELDS or len(indices) != (3 if kind == "frame" else 2):
