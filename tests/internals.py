@@ -190,7 +190,7 @@ PLACES = {
     "InputOptions": "pipeline.options:InputOptions",
     "view_command": "cli.commands.view",
     "ViewServer": "inspection.viewer.server:ViewServer",
-    "Filter": "inspection.search:Filter",
+    "record_tests": "inspection.search:record_tests",
     "matching_records": "inspection.search:matching_records",
     "verify": "inspection.verify:verify",
     "verify_files": "inspection.verify.files",

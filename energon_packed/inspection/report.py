@@ -57,8 +57,7 @@ def page_environment(base: str | None) -> "Environment":
     environment.filters["number"] = _number
     environment.filters["each"] = lambda items, *columns: [[_cell(item, name) for name in columns] for item in items]
     environment.filters["percent"] = partial(_number, form=".2%")
-    # Keys and ids come from the dataset: all of their characters but letters, digits and `_.-~` are escaped in a link.
-    environment.filters["quoted"] = partial(quote, safe="", errors="surrogateescape")
+    environment.filters["quoted"] = quoted
     return environment
 
 
@@ -93,6 +92,11 @@ def render_report(title: str, data: ReportData | None = None, *, view: str | Non
         }
     page = {"title": title, "data": data, "hrefs": (), "policy": policy, "script": script, "version": __version__}
     return environment.get_template("report.html.j2").render(page | values)
+
+
+def quoted(name: str) -> str:
+    """Escape a key or an id of the dataset for a link: all characters but letters, digits and `_.-~`."""
+    return quote(name, safe="", errors="surrogateescape")
 
 
 def _cell(item: Any, column: str) -> Any:

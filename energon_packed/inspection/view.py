@@ -253,6 +253,11 @@ class SampleView:
             yield from ((kind, number, file) for number, file in enumerate(files))
 
     @property
+    def file_names(self) -> list[str]:
+        """Names of its files, in the order of `Conversation.media_files`."""
+        return [name for _, _, file in self.media for name in getattr(file, "names", (file.name,))]
+
+    @property
     def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView | AudioView]]]:
         """Each turn with its content in order: strings, and media in place of their placeholders.
 
@@ -376,46 +381,22 @@ def record_samples(conversation: Conversation, measured: Measurement) -> list[St
     """Return a record as packs store it, with its media in their files: a sample, or the samples of a group.
 
     Args:
-        conversation: the record. Its media get names by kind and index, such as `image 0`.
+        conversation: the record.
         measured: its measurement, which selects the frames of videos and the samples of audio.
     """
-    samples = []
-    members, lengths = conversation.members or (conversation,), measured.members or repeat(measured)
-    for place, (member, own) in enumerate(zip(members, lengths, strict=False)):
-        of = f" of sample {place}" if conversation.members else ""
-        selected = zip(member.videos, chain(own.frames, repeat(None)), strict=False)
-        heard = zip(member.audios, chain(own.clips, repeat(None)), strict=False)
-        sample = replace(
-            member,
-            id=member.id or conversation.id,
-            group=str(conversation.id) if of else member.group,
-            images=_named(member.images, "image", of),
-            videos=tuple(
-                replace(
-                    video,
-                    frames=video.frames or frames,
-                    file=video.file and replace(video.file, name=f"video {i}{of}"),
-                    images=_named(video.images, f"video {i}, frame", of),
-                )
-                for i, (video, frames) in enumerate(selected)
-            ),
-            audios=tuple(
-                replace(audio, file=replace(audio.file, name=f"audio {i}{of}"), clip=audio.clip or clip)
-                for i, (audio, clip) in enumerate(heard)
-            ),
-        )
-        samples.append(StoredSample(sample, own.length if own.length > 0 else None))
-    return samples
-
-
-def _named(images: Sequence[MediaReference], name: str, of: str) -> tuple[MediaReference, ...]:
-    return tuple(replace(image, name=f"{name} {i}{of}") for i, image in enumerate(images))
-
-
-def media_files(conversation: Conversation) -> dict[str, MediaReference]:
-    """Return the media files of a sample, by the names in its view."""
-    files = chain(conversation.images, *(video.files for video in conversation.videos))
-    return {file.name or "?": file for file in chain(files, (audio.file for audio in conversation.audios))}
+    members, lengths = [conversation], [measured.length]
+    if conversation.members:  # without videos and audio
+        group = str(conversation.id)
+        members = [replace(each, id=each.id or conversation.id, group=group) for each in conversation.members]
+        lengths = [each.length for each in measured.members or repeat(measured, len(members))]
+    elif conversation.videos or conversation.audios:
+        videos = zip(conversation.videos, chain(measured.frames, repeat(None)), strict=False)
+        audios = zip(conversation.audios, chain(measured.clips, repeat(None)), strict=False)
+        selected = tuple(replace(video, frames=video.frames or frames) for video, frames in videos)
+        heard = tuple(replace(audio, clip=audio.clip or clip) for audio, clip in audios)
+        members = [replace(conversation, videos=selected, audios=heard)]
+    pairs = zip(members, lengths, strict=True)
+    return [StoredSample(member, length if length > 0 else None) for member, length in pairs]
 
 
 def view_samples(
@@ -428,7 +409,7 @@ def view_samples(
     """Describe the samples of a row.
 
     Args:
-        samples: the samples, with names for their media.
+        samples: the samples. Media without a name get one of their kind and index, such as `image 0`.
         encoder, multiple: as in `view_pack`.
         located: media that are in no tar, by name.
     """
@@ -437,7 +418,8 @@ def view_samples(
     views: list[SampleView] = []
     start: int | None = 0
     for sample, outcome in zip(samples, outcomes, strict=False):
-        views.append(view := _view(sample, outcome, start, encoder, located or {}))
+        of = f" of sample {len(views)}" if len(samples) > 1 else ""
+        views.append(view := _view(sample, outcome, start, encoder, located or {}, of))
         # An unknown length makes the start of every later sample unknown.
         start = None if start is None or view.length is None else start + -(-view.length // multiple) * multiple
     return views
@@ -449,6 +431,7 @@ def _view(
     start: int | None,
     encoder: Processor | None,
     located: Mapping[str, MediaReference],
+    of: str,
 ) -> SampleView:
     conversation = sample.conversation
     encoded = outcome if isinstance(outcome, EncodedSample) else None
@@ -461,11 +444,11 @@ def _view(
         start=start,
         length=sample.length if encoded is None else len(encoded),
         turns=_turns(conversation, encoded, encoder),
-        images=tuple(_image(image, located) for image in conversation.images),
+        images=tuple(_image(image, f"image {i}{of}", located) for i, image in enumerate(conversation.images)),
         supervised=supervised,
         video=conversation.video,
-        videos=tuple(_video(video, encoder, located) for video in conversation.videos),
-        audios=_audios(conversation.audios, encoder, located),
+        videos=tuple(_video(video, f"video {i}{of}", encoder, located) for i, video in enumerate(conversation.videos)),
+        audios=_audios(conversation.audios, of, encoder, located),
         truncated_to=sample.truncate if sample.is_truncated else None,
         group=conversation.group,
         role=conversation.role,
@@ -545,16 +528,18 @@ def _file(
         return values
 
 
-def _image(image: MediaReference, located: Mapping[str, MediaReference]) -> ImageView:
+def _image(image: MediaReference, name: str, located: Mapping[str, MediaReference]) -> ImageView:
     # The header is enough for the size, and cheap for damaged or huge images. Messages are shown after the name.
     def size() -> Mapping[str, Any]:
         header = read_header(replace(image, name=None))
         return {"width": header.width, "height": header.height}
 
-    return ImageView(name=image.name or "?", **_file([image], located, "image", size))
+    return ImageView(name=image.name or name, **_file([image], located, "image", size))
 
 
-def _video(video: VideoReference, encoder: Processor | None, located: Mapping[str, MediaReference]) -> VideoView:
+def _video(
+    video: VideoReference, name: str, encoder: Processor | None, located: Mapping[str, MediaReference]
+) -> VideoView:
     vision = encoder.vision if isinstance(encoder, ChatEncoder) else None
     frames = video.frames or FrameSelection(indices=(), timestamps=(), fps=0.0, num_frames=0, height=0, width=0)
     tokens = None
@@ -562,7 +547,7 @@ def _video(video: VideoReference, encoder: Processor | None, located: Mapping[st
         with suppress(RecordError, ConfigError):  # another encoder than the encoder that packed the video
             tokens = sum(run.length for run in video_runs(vision, frames))
     return VideoView(
-        names=[file.name or "?" for file in video.files],
+        names=[file.name or (name if video.file else f"{name}, frame {k}") for k, file in enumerate(video.files)],
         is_file=video.file is not None,
         frames=frames.indices,
         timestamps=frames.timestamps,
@@ -592,7 +577,7 @@ def _video_problem(video: VideoReference, frames: FrameSelection) -> Mapping[str
 
 
 def _audios(
-    audios: Sequence[AudioReference], encoder: Processor | None, located: Mapping[str, MediaReference]
+    audios: Sequence[AudioReference], of: str, encoder: Processor | None, located: Mapping[str, MediaReference]
 ) -> tuple[AudioView, ...]:
     """Return the audio files of a sample; the tokens of some families depend on the longest of them."""
     clips = [audio.clip or AudioClip(rate=1, start=0, samples=0, total=0) for audio in audios]
@@ -603,7 +588,7 @@ def _audios(
             tokens = tokens if 0 in sizes else [family.run(size, max(sizes)).length for size in sizes]
     return tuple(
         AudioView(
-            name=audio.file.name or "?",
+            name=audio.file.name or f"audio {i}{of}",
             rate=clip.rate,
             start=clip.start / clip.rate,
             seconds=clip.seconds,
@@ -611,7 +596,7 @@ def _audios(
             tokens=count,
             **_file([audio.file], located, "audio file", partial(_audio_problem, audio.file, clip)),
         )
-        for audio, clip, count in zip(audios, clips, tokens, strict=True)
+        for i, (audio, clip, count) in enumerate(zip(audios, clips, tokens, strict=True))
     )
 
 

@@ -31,7 +31,6 @@ from tests.audio import signal as sound
 from tests.browser import Browser
 from tests.inspection.datasets import copied_output
 from tests.internals import (
-    Filter,
     PackedFolder,
     Pages,
     Viewer,
@@ -39,6 +38,7 @@ from tests.internals import (
     make_nv_meta,
     matching_records,
     packs_pages,
+    record_tests,
     run_reports,
     view_command,
 )
@@ -130,7 +130,9 @@ def page(viewer: Pages, path: str) -> str:
 
 
 def key_with(viewer: Viewer, ident: str) -> tuple[str, int]:
-    found, *_ = matching_records(viewer._folder.path.parent / "lengths.parquet", Filter(ident=ident), start=0, limit=1)
+    found, *_ = matching_records(
+        viewer._folder.path.parent / "lengths.parquet", record_tests(ident=ident), start=0, limit=1
+    )
     assert found[0].pack is not None
     assert found[0].sample is not None
     return found[0].pack, found[0].sample
@@ -458,7 +460,10 @@ def test_a_large_table_is_read_in_parts(tmp_path: Path) -> None:
     try:
         while start is not None:
             some, start, _ = matching_records(
-                tmp_path / "lengths.parquet", Filter(ident="99999", shortest=1, longest=4000), start=start, limit=3
+                tmp_path / "lengths.parquet",
+                record_tests(ident="99999", shortest=1, longest=4000),
+                start=start,
+                limit=3,
             )
             found += some
     finally:

@@ -20,12 +20,12 @@ from tests.browser import Browser
 from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, press, send, served, until, viewer_of
 from tests.internals import (
     AudioFamily,
-    Filter,
     HeaderReader,
     InputOptions,
     Pages,
     RecordsViewer,
     matching_records,
+    record_tests,
     records_pages,
     view_command,
 )
@@ -184,7 +184,7 @@ def test_tokens_of_records_are_those_of_packs(data: Path, tokenizer_dir: Path, t
     pack(source, output_dir=tmp_path / "out", seq_len=512, workers=1, max_reject_rate=1, **options)
     packs, viewer = viewer_of(tmp_path / "out"), records_viewer(source, tmp_path, **options)
     titles = re.compile(r'class="supervised" title="|title="token \d+, (id \d+, label -?\d+)')
-    rows, *_ = matching_records(tmp_path / "out" / "lengths.parquet", Filter(), start=0, limit=1000)
+    rows, *_ = matching_records(tmp_path / "out" / "lengths.parquet", record_tests(), start=0, limit=1000)
     links = {}
     for article in articles(page(viewer, "/")):
         place = re.findall(r"line (\d+)<", article)[0]
@@ -269,7 +269,7 @@ def test_records_are_found_in_the_row_groups_from_the_start(tmp_path: Path, monk
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
     found, start, total = matching_records(
-        tmp_path / "lengths.parquet", Filter(file="95", line=957), start=700, limit=5
+        tmp_path / "lengths.parquet", record_tests(file="95", line=957), start=700, limit=5
     )
     assert ([record.id for record in found], start, total) == (["957"], None, rows)
     assert {group for group, _ in read} == {7, 8, 9}

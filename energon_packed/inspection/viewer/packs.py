@@ -13,9 +13,9 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, DataChangedError, FormatError
 from energon_packed.formats.references import MEDIA_PART, complete_parts, emptied, read_locators
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.report import map_paths, render_report, script_and_policy
+from energon_packed.inspection.report import map_paths, quoted, render_report, script_and_policy
 from energon_packed.inspection.report_data import gather, recorded
-from energon_packed.inspection.search import Filter, first_found, matching_records
+from energon_packed.inspection.search import first_found, matching_records, record_tests
 from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.inspection.viewer.pages import (
@@ -27,7 +27,6 @@ from energon_packed.inspection.viewer.pages import (
     index_below,
     index_in,
     number_in,
-    quoted,
 )
 from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.shards.reader import ShardReader
@@ -212,10 +211,10 @@ class Viewer(Pages):
 
     def _records(self, query: Mapping[str, str]) -> Response:
         shards = self._chosen(query)
-        wanted = Filter(
+        tests = record_tests(
             ident=query.get("id", ""),
             status=query.get("status", ""),
-            media=query.get("media", "") if query.get("media") in ("text", "image", "video", "audio") else "",
+            media=query.get("media", ""),
             shortest=number_in(query, "min", None),
             longest=number_in(query, "max", None),
             file=query.get("file", ""),
@@ -224,11 +223,11 @@ class Viewer(Pages):
         )
         table, first = self._folder.path.parent / "lengths.parquet", number_in(query, "from", 0)
         try:
-            found, place, rows = matching_records(table, wanted, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
+            found, place, rows = matching_records(table, tests, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
         except FileNotFoundError:
             problem = f"{table} does not exist, so records cannot be found by id, status, media, file or length."
             return self.render("records", query, records=[], problem=problem)
-        return self.results("records", query, "/records", found, span=(first, place, rows))
+        return self.results("records", query, "/records", (first, place, rows), records=found)
 
     def _chosen(self, query: Mapping[str, str]) -> list[int]:
         """Indices of the shards of a split, or of the shards whose name has a string."""
@@ -254,8 +253,8 @@ class Viewer(Pages):
                     problems.append(f"pack {pack:,}: {error}")
 
         packs, place = first_found(steps(), start, _ROWS, _SEARCH_SECONDS)
-        found, span = list(chain(*packs)), (start, place, total)
-        return self.results("text", query, "/text", found, span=span, problems=problems[:_ROWS])
+        values = {"records": list(chain(*packs)), "problems": problems[:_ROWS]}
+        return self.results("text", query, "/text", (start, place, total), **values)
 
     def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
         """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""
@@ -277,4 +276,4 @@ class Viewer(Pages):
         except FileNotFoundError:
             return self.render("rejects", query, records=[], problem="" if manifest else f"{file} does not exist.")
         total = sum(manifest.rejects.values()) if manifest else (place or start + len(found))
-        return self.results("rejects", query, "/rejects", found, span=(start, place, total))
+        return self.results("rejects", query, "/rejects", (start, place, total), records=found)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from energon_packed.encoding.vision.images import load_image, sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError
-from energon_packed.inspection.report import page_environment
+from energon_packed.inspection.report import page_environment, quoted
 from energon_packed.inspection.report_data import (
     decoded_frames,
     is_short,
@@ -123,16 +123,7 @@ class Pages(ABC):
         return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
 
     def results(
-        self,
-        name: str,
-        query: Mapping[str, str],
-        path: str,
-        found: Sequence[Any],
-        *,
-        span: tuple[int, int | None, int],
-        read: int | None = None,
-        source: str = "",
-        problems: Sequence[str] = (),
+        self, name: str, query: Mapping[str, str], path: str, span: tuple[int, int | None, int], **values: Any
     ) -> Response:
         """Render the page of a search, with its progress and a link to continue.
 
@@ -140,43 +131,27 @@ class Pages(ABC):
             name: template.
             query: query of the link.
             path: path of the page below `base`.
-            found: results, `records` of the template.
             span: (first place that was read, place to continue from or None, all places).
-            read: place until which was read, if it is not the place to continue from.
-            source: index of the input of raw records.
-            problems: packs that cannot be read, and why.
+            values: values of the template, such as `records`, the results.
         """
         first, place, total = span
         more = None if place is None else f"{self.base}{path}?{urlencode({**query, 'from': place})}"
-        stop = read if read is not None else total if place is None else place
-        values = {"progress": (first, stop, total), "source": source, "problems": problems}
-        return self.render(name, query, records=found, more=more, **values)
+        return self.render(name, query, **{"progress": (first, place or total, total), "more": more} | values)
 
-    def tokens(
-        self,
-        rows: Sequence[TokenRow],
-        query: Mapping[str, str],
-        *,
-        key: str,
-        sample: int,
-        ident: str | None,
-        link: str,
-    ) -> Response:
+    def tokens(self, rows: Sequence[TokenRow], query: Mapping[str, str], **values: Any) -> Response:
         """Render the page of the tokens of a sample, some at a time.
 
         Args:
             rows: all tokens.
             query: has the page.
-            key, sample: name of the pack or record, and index of the sample in it.
-            ident: id of the sample.
-            link: address of the pack or record.
+            values: `key` and `sample`, name of the pack or record and index of the sample in it; `ident`, id of the
+                sample; `link`, address of the pack or record.
         """
         pages = max(1, -(-len(rows) // _TOKENS))
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
-        named = {"key": key, "sample": sample, "ident": ident, "link": link}
-        counts = {"count": len(rows), "page": page, "pages": pages}
-        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
+        values |= {"count": len(rows), "page": page, "pages": pages}
+        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **values)
 
     def shown(self, view: PackView) -> PackView:
         """Add the URLs of all media of a pack."""
@@ -248,11 +223,6 @@ def index_below(text: str, count: int, what: str) -> int:
     if (index := index_in(text, count)) is None:
         raise NotFoundError(f"the {what} must be an index below {count:,}, got {text!r}")
     return index
-
-
-def quoted(key: str) -> str:
-    """Quote a key for a path."""
-    return quote(key, safe="", errors="surrogateescape")
 
 
 def _image(data: bytes) -> Response:

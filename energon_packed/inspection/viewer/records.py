@@ -23,12 +23,12 @@ from energon_packed.errors import ConfigError, EnergonPackedError, Reason, Recor
 from energon_packed.formats import StoredSample
 from energon_packed.inspection.search import first_found
 from energon_packed.inspection.tokens import sample_rows
-from energon_packed.inspection.view import PackView, SampleView, media_files, record_samples, view_samples
+from energon_packed.inspection.view import PackView, SampleView, record_samples, view_samples
 from energon_packed.inspection.viewer.pages import NotFoundError, Pages, Response, in_groups, index_below, number_in
 from energon_packed.pipeline.options import InputOptions
 from energon_packed.pipeline.reader import open_reader, raw_id
 from energon_packed.pipeline.stages.measure import Measurer
-from energon_packed.records import Conversation, FrameSelection, VideoReference
+from energon_packed.records import Conversation, FrameSelection, MediaReference, VideoReference
 from energon_packed.sources import JsonlSource, Source, SourceRecord
 from energon_packed.sources.tar_records import leaves
 
@@ -122,7 +122,9 @@ class RecordsViewer(Pages):
 
     def contents(self, key: str, names: Sequence[str]) -> Mapping[str, bytes]:
         """Read these files of a pack or record."""
-        files = {name: file for sample in self._stored(key) for name, file in media_files(sample.conversation).items()}
+        files: dict[str, MediaReference] = {}
+        for sample, view in zip(self._stored(key), self.samples(key), strict=True):
+            files |= zip(view.file_names, sample.conversation.media_files, strict=True)
         return {name: files[name].read() for name in names}
 
     def _stored(self, key: str) -> Sequence[StoredSample]:
@@ -146,12 +148,12 @@ class RecordsViewer(Pages):
                 yield from ((found[0].address, found) for found in self._matching(number, batch, query))
 
         found, place = first_found(steps(), start, _RECORDS, _SECONDS)
-        read = stop if place is None else place
+        progress = (start, stop if place is None else place, stop)
         query = {**query, "percent": "", "line": "", "source": str(number)}
         if place is None and number + 1 < len(self._reader.sources):
             query, place = {**query, "source": str(number + 1)}, 0
-        shown, span = self._shown(number, found), (start, place, stop)
-        return self.results("raw", query, "/", shown, span=span, read=read, source=str(number))
+        values = {"records": self._shown(number, found), "progress": progress, "source": str(number)}
+        return self.results("raw", query, "/", (start, place, stop), **values)
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
         row, conversation, _ = self._record(*_place(key))

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.compare import compare
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.viewer.pages import Pages, Response, index_in, quoted
+from energon_packed.inspection.report import quoted
+from energon_packed.inspection.viewer.pages import Pages, Response, index_in
 from energon_packed.metadatasets import read_metadataset
 
 _OPEN = 4  # datasets that stay open
