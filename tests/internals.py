@@ -178,7 +178,7 @@ PLACES = {
     "read_sizes": "inspection.steps:read_sizes",
     "dataset_loading": "loading.dataset",
     "steps_inspection": "inspection.steps",
-    "gather": "inspection.report_data:gather",
+    "ReportData": "inspection.report_data:ReportData",
     "render_report": "inspection.report:render_report",
     "Viewer": "inspection.viewer.packs:Viewer",
     "Pages": "inspection.viewer.pages:Pages",

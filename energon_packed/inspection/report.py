@@ -149,7 +149,7 @@ def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
         yield caption, histogram_svg(pixels, even_bins(pixels), "megapixels (width x height / 1,000,000)", "images")
     if videos := data.videos:
         read = f", from {len(videos):,} of {data.manifest.videos:,} videos"
-        frames = [len(video.frames) for video in videos]
+        frames = [len(video.indices) for video in videos]
         yield f"Frames per video{read}", histogram_svg(frames, integer_bins(frames), "selected frames", "videos")
         seconds = [video.num_frames / video.fps for video in videos if video.fps]
         if seconds:

@@ -1,6 +1,6 @@
 """Gather the data of a report from a dataset, and describe it in words.
 
-Input: a PackedFolder and its encoder. Output of `gather`: ReportData, with the counts of every shard and the contents
+Input: a PackedFolder and its encoder. Output: ReportData, with the counts of every shard and the contents
 of a random sample of the packs. `facts`, `splits` and `warnings` turn it into settings, a table and sentences.
 """
 
@@ -101,7 +101,6 @@ class PackSize:
         return sum(self.lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """Content of the page of a dataset.
 
@@ -121,19 +120,49 @@ class ReportData:
         rejects: (reason, count, examples), most frequent first.
     """
 
-    path: Path
-    manifest: PackingManifest
-    is_counted: bool
-    encoder: ChatEncoder | None
-    packs: int
-    measured: Sequence[PackSize]
-    mapped: Sequence[PackView]
-    shown: Sequence[PackView]
-    image_sizes: Sequence[tuple[int, int]]
-    bad_images: int
-    not_encoded: str
-    wrong_shards: Sequence[str]
-    rejects: Sequence[tuple[str, int, list[Mapping[str, Any]]]]
+    def __init__(
+        self, folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0
+    ) -> None:
+        """Read the data.
+
+        Args:
+            folder: dataset.
+            encoder: encoder of the dataset, which computes the kinds of tokens; None leaves them unknown.
+            not_encoded: why there is no encoder.
+            seed: random seed of the sample of packs.
+
+        Raises:
+            FormatError: a shard is missing or damaged.
+            ConfigError: there is no shard.
+        """
+        self.path, self.encoder, self.not_encoded = folder.path, encoder, not_encoded
+        codec, self.is_counted = folder.codec, folder.manifest is None
+        manifest = folder.manifest or counted_manifest(folder.path, codec)
+        tars = [folder.path / shard.name for shard in manifest.shards]
+        reader = ShardReader(tars)
+        self.packs = len(reader)
+        rng = np.random.default_rng(seed)
+        contents = partial(_counted, encoder=encoder) if self.is_counted else recorded
+        self.measured = [
+            PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
+            for pack in _picked(rng, len(reader), _MAX_COUNTED if self.is_counted else _MAX_MEASURED)
+            for key, lengths, images in [contents(reader, pack, codec)]
+        ]
+        # Neither packing.json nor recorded lengths: the longest pack that was read is the width of the map.
+        if not manifest.seq_len:
+            manifest = replace(manifest, seq_len=max((pack.tokens for pack in self.measured), default=0))
+        self.manifest = manifest
+        # The order of the draws is fixed, so that a seed always results in the same page.
+        picked = _picked(rng, len(reader), _MAX_MAPPED)
+        self.mapped = [view_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in picked]
+        shown = _picked(rng, len(picked), _MAX_SHOWN)
+        self.shown = [_shown(reader[picked[place]], self.mapped[place]) for place in shown]
+        with_images = [pack.index for pack in self.measured if any(pack.images)]
+        drawn = rng.permutation(with_images)[:_MAX_MAPPED].tolist()
+        self.image_sizes, self.bad_images = _image_sizes(reader, drawn)
+        pairs = zip(manifest.shards, tars, strict=True)
+        self.wrong_shards = [shard.name for shard, tar in pairs if tar.stat().st_size != shard.bytes]
+        self.rejects = list(_rejects(folder.path.parent / "rejects.jsonl", manifest))
 
     @property
     def is_packed(self) -> bool:
@@ -154,64 +183,14 @@ class ReportData:
         return {kind: sum(tokens[kind] for tokens in counts) for kind in KINDS}
 
     @property
-    def audios(self) -> Sequence[AudioView]:
-        """Audio files in the packs of the map."""
-        return [audio for pack in self.mapped for sample in pack.samples for audio in sample.audios]
+    def audios(self) -> Sequence[AudioClip]:
+        """Samples of each audio file in the packs of the map."""
+        return [audio.clip for pack in self.mapped for sample in pack.samples for audio in sample.audios]
 
     @property
-    def videos(self) -> Sequence[VideoView]:
-        """Videos in the packs of the map."""
-        return [video for pack in self.mapped for sample in pack.samples for video in sample.videos]
-
-
-def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
-    """Read the data of a report.
-
-    Args:
-        folder: dataset.
-        encoder: encoder of the dataset, which computes the kinds of tokens; None leaves them unknown.
-        not_encoded: why there is no encoder.
-        seed: random seed of the sample of packs.
-
-    Raises:
-        FormatError: a shard is missing or damaged.
-        ConfigError: there is no shard.
-    """
-    codec, is_counted = folder.codec, folder.manifest is None
-    manifest = folder.manifest or counted_manifest(folder.path, codec)
-    tars = [folder.path / shard.name for shard in manifest.shards]
-    reader = ShardReader(tars)
-    rng = np.random.default_rng(seed)
-    contents = partial(_counted, encoder=encoder) if is_counted else recorded
-    measured = [
-        PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
-        for pack in _picked(rng, len(reader), _MAX_COUNTED if is_counted else _MAX_MEASURED)
-        for key, lengths, images in [contents(reader, pack, codec)]
-    ]
-    # Neither packing.json nor recorded lengths: the longest pack that was read is the width of the map.
-    if not manifest.seq_len:
-        manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
-    # The order of the draws is fixed, so that a seed always results in the same page.
-    picked = _picked(rng, len(reader), _MAX_MAPPED)
-    mapped = [view_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in picked]
-    shown = _picked(rng, len(picked), _MAX_SHOWN)
-    with_images = [pack.index for pack in measured if any(pack.images)]
-    sizes, bad_images = _image_sizes(reader, rng.permutation(with_images)[:_MAX_MAPPED].tolist())
-    return ReportData(
-        path=folder.path,
-        manifest=manifest,
-        is_counted=is_counted,
-        encoder=encoder,
-        packs=len(reader),
-        measured=measured,
-        mapped=mapped,
-        shown=[_shown(reader[picked[place]], mapped[place]) for place in shown],
-        image_sizes=sizes,
-        bad_images=bad_images,
-        not_encoded=not_encoded,
-        wrong_shards=[s.name for s, tar in zip(manifest.shards, tars, strict=True) if tar.stat().st_size != s.bytes],
-        rejects=list(_rejects(folder.path.parent / "rejects.jsonl", manifest)),
-    )
+    def videos(self) -> Sequence[FrameSelection]:
+        """Selected frames of each video in the packs of the map."""
+        return [video.selection for pack in self.mapped for sample in pack.samples for video in sample.videos]
 
 
 def _picked(rng: np.random.Generator, count: int, limit: int) -> list[int]:
@@ -297,7 +276,7 @@ def _player(data: bytes, audio: AudioView) -> ShownFile:
 
 def is_short(audio: AudioView) -> bool:
     """Whether the audio is decoded: the memory and time of a page do not grow with a file of many hours."""
-    return audio.start + audio.seconds <= _MAX_DRAWN
+    return (audio.clip.start + audio.clip.samples) / audio.clip.rate <= _MAX_DRAWN
 
 
 def playable(data: bytes, audio: AudioView, most: int) -> tuple[bytes, str, Samples]:
@@ -308,9 +287,8 @@ def playable(data: bytes, audio: AudioView, most: int) -> tuple[bytes, str, Samp
     Raises:
         EnergonPackedError: the file is damaged, or PyAV is not installed.
     """
-    start, samples, total = (round(value * audio.rate) for value in (audio.start, audio.seconds, audio.total_seconds))
-    clip = AudioClip(rate=audio.rate, start=start, samples=samples, total=total)
-    file, rate = MediaReference(data=data, name=audio.name), min(audio.rate, _PLAYED_RATE)
+    clip, rate = audio.clip, min(audio.clip.rate, _PLAYED_RATE)
+    file = MediaReference(data=data, name=audio.name)
     info = read_audio_info(file)
     decoded = decode_audio(file, clip, rate)
     kind = _PLAYABLE.get((info.container, info.codec)) if clip.is_whole and len(data) <= most else None
@@ -343,17 +321,17 @@ def _thumbnail(data: bytes) -> ShownFile:
 
 def _strip(raw: Mapping[str, Any], video: VideoView) -> ShownFile:
     """Decode some of the selected frames of a video."""
-    places = shown_frames(video)
+    places, times = shown_frames(video), video.selection.timestamps
     images = [_as_url(frame, _FRAME) for frame in decoded_frames(raw, video, places)]
-    return ShownFile(frames=[(video.timestamps[place], url) for place, url in zip(places, images, strict=True)])
+    return ShownFile(frames=[(times[place], url) for place, url in zip(places, images, strict=True)])
 
 
 def shown_frames(video: VideoView) -> list[int]:
     """Return the places of the frames that are shown, among the selected frames of a video."""
-    count = len(video.frames)
+    count = len(video.selection.indices)
     # Equal frames, which fill a temporal patch, are shown once.
     places = [step * count // _MAX_FRAMES for step in range(_MAX_FRAMES)]
-    return sorted({video.frames[place]: place for place in places}.values())
+    return sorted({video.selection.indices[place]: place for place in places}.values())
 
 
 def decoded_frames(raw: Mapping[str, Any], video: VideoView, places: Sequence[int]) -> Iterator[Image.Image]:
@@ -367,13 +345,9 @@ def decoded_frames(raw: Mapping[str, Any], video: VideoView, places: Sequence[in
     Raises:
         EnergonPackedError: the video is damaged, or PyAV is not installed.
     """
-    frames = FrameSelection(
-        indices=tuple(video.frames[i] for i in places),
-        timestamps=tuple(video.timestamps[i] for i in places),
-        fps=video.fps,
-        num_frames=video.num_frames,
-        height=video.height,
-        width=video.width,
+    indices, times = video.selection.indices, video.selection.timestamps
+    frames = replace(
+        video.selection, indices=tuple(indices[i] for i in places), timestamps=tuple(times[i] for i in places)
     )
     names = video.names if video.is_file else [video.names[i] for i in places]
     files = tuple(MediaReference(data=raw[name], name=name) for name in names)
@@ -544,7 +518,7 @@ def _video_facts(data: ReportData) -> str:
     return f"{listed}{durations}, {first} to {last} pixels, from {count:,} videos"
 
 
-def _audio_facts(clips: Sequence[AudioView]) -> str:
+def _audio_facts(clips: Sequence[AudioClip]) -> str:
     seconds, rates = sorted(clip.seconds for clip in clips), sorted({clip.rate for clip in clips})
     listed = f"{rates[0]:,} Hz" if len(rates) == 1 else f"{rates[0]:,} to {rates[-1]:,} Hz"
     return f"{seconds[0]:.4g} to {seconds[-1]:.4g} s, {listed}, from {len(clips):,} audio files"

@@ -25,7 +25,8 @@ def row_html(name: str, samples: Sequence[EncodedSample], width: int) -> str:
     views: list[SampleView] = []
     at = 0
     for sample in samples:
-        views.append(SampleView(id=sample.id, start=at, length=len(sample), runs=token_runs(sample)))
+        runs = token_runs(sample.input_ids, sample.labels, sample)
+        views.append(SampleView(id=sample.id, start=at, length=len(sample), runs=runs))
         at += len(sample)
     mapped = [PackView(key=name, samples=views)]
     rows = [

@@ -18,6 +18,7 @@ from energon_packed.errors import EnergonPackedError
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.seqlens import segment_ids_from_cu_seqlens
 
+Ids = npt.NDArray[np.int64]
 KINDS = ("other", "supervised", "image", "video", "audio")
 """Kinds of tokens. Tokens of media are never supervised; timestamps between video tokens are `other`."""
 
@@ -45,23 +46,21 @@ def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str
     return encoded
 
 
-def token_runs(encoded: EncodedSample) -> list[tuple[str, int, int]]:
-    """Return the runs of tokens of equal kind: (kind, index of the first token in the sample, tokens)."""
-    kinds = token_kinds(encoded)
+def token_runs(input_ids: Ids, labels: Ids, rules: Any) -> list[tuple[str, int, int]]:
+    """Return the runs of tokens of equal kind: (kind of `KINDS`, index of the first token in the sample, tokens).
+
+    Args:
+        input_ids, labels: int64 (L,).
+        rules: sample or rules of an encoder, whose `image_token_id`, `video_token_id` and `audio_token_id` are used.
+    """
+    kinds = (labels != IGNORE_INDEX).astype(np.int8)
+    kinds[:1] = 0  # the first token is never a target, as no token precedes it
+    for kind, name in enumerate(KINDS[2:], start=2):
+        if (token := getattr(rules, f"{name}_token_id")) is not None:
+            kinds[input_ids == token] = kind
     # The sentinels -1 at both ends make the first and the last run end at an edge.
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1)).tolist()
     return [(KINDS[kinds[a]], a, b - a) for a, b in pairwise(edges)]
-
-
-def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:
-    """Kind of each token: int8 (L,), index into `KINDS`."""
-    kinds: npt.NDArray[np.int8] = (sample.labels != IGNORE_INDEX).astype(np.int8)
-    kinds[:1] = 0  # the first token is never a target, as no token precedes it
-    tokens = {"image": sample.image_token_id, "video": sample.video_token_id, "audio": sample.audio_token_id}
-    for kind, token in tokens.items():
-        if token is not None:
-            kinds[sample.input_ids == token] = KINDS.index(kind)
-    return kinds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import chain, pairwise, repeat
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Measurement, Processor
@@ -41,29 +40,39 @@ from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_PLACEHOLDER
 
+_MARKS = {"image": IMAGE_PLACEHOLDER, "video": VIDEO_PLACEHOLDER, "audio": AUDIO_PLACEHOLDER}
 _TIMES = 3  # timestamps of a video that are shown, besides the last
 
 
-@dataclass(frozen=True, slots=True)
-class ImageView:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileView:
+    """What all media have.
+
+    Attributes:
+        bytes: size of the files.
+        problem: why it cannot be used, or None. Nothing but headers is decoded.
+        file: file with the content, if it is not in the tar; None if it is.
+        offset: its first byte in `file`.
+    """
+
+    bytes: int
+    problem: str | None = None
+    file: str | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageView(_FileView):
     """One image of a sample.
 
     Attributes:
         name: part name of the member.
-        bytes: size of the file.
         width, height: size in pixels after EXIF orientation; 0 if the header cannot be read.
-        problem: why the header cannot be read, or None.
-        file: file with the image, if it is not in the tar; None if it is.
-        offset: its first byte in `file`.
     """
 
     name: str
-    bytes: int
     width: int = 0
     height: int = 0
-    problem: str | None = None
-    file: str | None = None
-    offset: int | None = None
 
     @property
     def text(self) -> str:
@@ -72,41 +81,20 @@ class ImageView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoView:
+class VideoView(_FileView):
     """One video of a sample.
 
     Attributes:
         names: part name of the video file, or of the images of its frames.
         is_file: there is a video file; False for images of the selected frames (`pack --extract-frames`).
-        bytes: size of these files.
-        frames: indices of the selected frames.
-        timestamps: time of each of them in seconds after frame 0.
-        num_frames: frames of the video file.
-        fps: average frames per second of the video file.
-        width, height: size of a frame in pixels, upright.
-        resized: (width, height) that frames are resized to; None if they are resized as images are.
-        settings: settings that selected the frames.
+        selection: the selected frames.
         tokens: number of tokens of the video; None if it is unknown without an encoder.
-        problem: why it cannot be used, or None. The frames are not decoded.
-        file: file with the video, if it is not in the tar; None if it is.
-        offset: its first byte in `file`.
     """
 
     names: Sequence[str]
     is_file: bool
-    bytes: int
-    frames: Sequence[int]
-    timestamps: Sequence[float]
-    num_frames: int
-    fps: float
-    width: int
-    height: int
-    resized: tuple[int, int] | None
-    settings: Mapping[str, Any]
+    selection: FrameSelection
     tokens: int | None = None
-    problem: str | None = None
-    file: str | None = None
-    offset: int | None = None
 
     @property
     def name(self) -> str:
@@ -116,52 +104,42 @@ class VideoView:
     @property
     def text(self) -> str:
         """Values as one string: `6 of 36 frames at 0, 0.5, 1, ... 2.5 s, 12 fps, 160 x 112, 72 tokens`."""
-        times = [f"{time:.4g}" for time in self.timestamps]
+        video = self.selection
+        times = [f"{time:.4g}" for time in video.timestamps]
         listed = ", ".join(times if len(times) <= _TIMES + 1 else [*times[:_TIMES], f"... {times[-1]}"])
-        size = f"{self.width} x {self.height}"
-        if self.resized is not None:
-            size += f" resized to {self.resized[0]} x {self.resized[1]}"
-        values = [f"{len(self.frames):,} of {self.num_frames:,} frames at {listed} s", f"{self.fps:.4g} fps", size]
-        values += [] if self.tokens is None else [f"{self.tokens:,} tokens"]
-        return (f"{self.problem}; " if self.problem else "") + ", ".join(values)
+        size = f"{video.width} x {video.height}"
+        if video.resized is not None:
+            size += f" resized to {video.resized[1]} x {video.resized[0]}"
+        values = [f"{len(video.indices):,} of {video.num_frames:,} frames at {listed} s", f"{video.fps:.4g} fps", size]
+        return _joined(self, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AudioView:
+class AudioView(_FileView):
     """One audio file of a sample.
 
     Attributes:
         name: part name of the file.
-        bytes: size of the file.
-        rate: samples per second of the file.
-        start: second at which the part that the sample has starts.
-        seconds: duration of this part.
-        total_seconds: duration of the file.
+        clip: the samples of the file that the sample has.
         tokens: number of tokens; None if it is unknown without an encoder.
-        problem: why it cannot be used, or None. The file is not decoded.
-        file: file with the audio, if it is not in the tar; None if it is.
-        offset: its first byte in `file`.
     """
 
     name: str
-    bytes: int
-    rate: int
-    start: float
-    seconds: float
-    total_seconds: float
+    clip: AudioClip
     tokens: int | None = None
-    problem: str | None = None
-    file: str | None = None
-    offset: int | None = None
 
     @property
     def text(self) -> str:
         """Values as one string: `2.40 s from 1.00 s of 12.00 s, 16,000 Hz, 60 tokens`."""
-        part = f"{self.seconds:.2f} s"
-        if self.seconds != self.total_seconds:
-            part += f" from {self.start:.2f} s of {self.total_seconds:.2f} s"
-        values = [part, f"{self.rate:,} Hz"] + ([] if self.tokens is None else [f"{self.tokens:,} tokens"])
-        return (f"{self.problem}; " if self.problem else "") + ", ".join(values)
+        clip, part = self.clip, f"{self.clip.seconds:.2f} s"
+        if not clip.is_whole:
+            part += f" from {clip.start / clip.rate:.2f} s of {clip.total / clip.rate:.2f} s"
+        return _joined(self, [part, f"{clip.rate:,} Hz"])
+
+
+def _joined(file: VideoView | AudioView, values: Sequence[str]) -> str:
+    tokens = [] if file.tokens is None else [f"{file.tokens:,} tokens"]
+    return (f"{file.problem}; " if file.problem else "") + ", ".join([*values, *tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +222,16 @@ class SampleView:
         """Convert to plain types, for JSON; samples without videos, audio or a group have no such key."""
         hidden = {"kind", "runs", "problem"}
         hidden |= {name for name in ("videos", "audios", "group", "role", "label") if not getattr(self, name)}
-        return {name: value for name, value in asdict(self).items() if name not in hidden}
+        value = {name: item for name, item in asdict(self).items() if name not in hidden}
+        for video in value.get("videos", ()):
+            frames = video.pop("selection")
+            resized = frames.pop("resized")
+            video |= {"frames": frames.pop("indices"), **frames, "resized": resized and resized[::-1]}
+        for audio in value.get("audios", ()):
+            clip = audio.pop("clip")
+            seconds = {"start": clip["start"], "seconds": clip["samples"], "total_seconds": clip["total"]}
+            audio |= {"rate": clip["rate"]} | {name: count / clip["rate"] for name, count in seconds.items()}
+        return value
 
     @property
     def media(self) -> Iterator[tuple[str, int, Any]]:
@@ -263,11 +250,8 @@ class SampleView:
 
         Without a placeholder for each of them, as in samples of tokens, they are all before the first turn's content.
         """
-        media: dict[str, tuple[ImageView | VideoView | AudioView, ...]] = {IMAGE_PLACEHOLDER: self.images}
-        if self.videos:
-            media[VIDEO_PLACEHOLDER] = self.videos
-        if self.audios:
-            media[AUDIO_PLACEHOLDER] = self.audios
+        files: tuple[Sequence[ImageView | VideoView | AudioView], ...] = (self.images, self.videos, self.audios)
+        media = dict(zip(_MARKS.values(), files, strict=True))
         if any(sum(turn.text.count(mark) for turn in self.turns) != len(found) for mark, found in media.items()):
             return [
                 (turn, [*(self.images + self.videos + self.audios if turn is self.turns[0] else ()), turn.shown])
@@ -454,7 +438,7 @@ def _view(
         role=conversation.role,
         label=conversation.label,
         kind=conversation.kind,
-        runs=() if encoded is None else token_runs(encoded),
+        runs=() if encoded is None else token_runs(encoded.input_ids, encoded.labels, encoded),
         problem=outcome if isinstance(outcome, str) else None,
     )
 
@@ -479,29 +463,14 @@ def _turns(conversation: Conversation, encoded: EncodedSample | None, encoder: P
 
 def _token_turns(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Turn]:
     """Decode tokens, as a turn `context` or `target` for each run of tokens with or without loss."""
-    assert conversation.input_ids is not None
-    labels = conversation.input_ids if conversation.labels is None else conversation.labels
-    ids, is_target = conversation.input_ids, labels != IGNORE_INDEX
-    is_target[:1] = False  # no token precedes the first token
-    marks = {encoder.image_token_id: IMAGE_PLACEHOLDER, encoder.rules.video_token_id: VIDEO_PLACEHOLDER}
-    marks[encoder.rules.audio_token_id] = AUDIO_PLACEHOLDER
-    for start, stop in _runs(is_target):
-        texts = []
+    ids, labels = conversation.input_ids, conversation.labels
+    assert ids is not None
+    runs = token_runs(ids, ids if labels is None else labels, encoder.rules)
+    decode = partial(encoder.parts.backend.decode, skip_special_tokens=False)
+    for is_target, own in groupby(runs, lambda run: run[0] == "supervised"):
         # Each run of tokens of media becomes a placeholder.
-        kinds = np.where(
-            np.isin(ids[start:stop], [token for token in marks if token is not None]), ids[start:stop], -1
-        )
-        for first, last in _runs(kinds):
-            decode = encoder.parts.backend.decode
-            run = ids[start + first : start + last].tolist()
-            texts.append(marks[run[0]] if kinds[first] >= 0 else decode(run, skip_special_tokens=False))
-        yield Turn("target" if is_target[start] else "context", "".join(texts), bool(is_target[start]))
-
-
-def _runs(values: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of equal adjacent values."""
-    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
-    return pairwise(edges)
+        texts = [_MARKS.get(kind) or decode(ids[start : start + count].tolist()) for kind, start, count in own]
+        yield Turn("target" if is_target else "context", "".join(texts), is_target)
 
 
 def _json(value: Any) -> str:
@@ -549,14 +518,7 @@ def _video(
     return VideoView(
         names=[file.name or (name if video.file else f"{name}, frame {k}") for k, file in enumerate(video.files)],
         is_file=video.file is not None,
-        frames=frames.indices,
-        timestamps=frames.timestamps,
-        num_frames=frames.num_frames,
-        fps=frames.fps,
-        width=frames.width,
-        height=frames.height,
-        resized=None if frames.resized is None else (frames.resized[1], frames.resized[0]),
-        settings=frames.settings,
+        selection=frames,
         tokens=tokens,
         **_file(video.files, located, "video", lambda: _video_problem(video, frames)),
     )
@@ -589,10 +551,7 @@ def _audios(
     return tuple(
         AudioView(
             name=audio.file.name or f"audio {i}{of}",
-            rate=clip.rate,
-            start=clip.start / clip.rate,
-            seconds=clip.seconds,
-            total_seconds=clip.total / clip.rate,
+            clip=clip,
             tokens=count,
             **_file([audio.file], located, "audio file", partial(_audio_problem, audio.file, clip)),
         )

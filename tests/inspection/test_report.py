@@ -15,7 +15,7 @@ from energon_packed import ConfigError, pack
 from tests.browser import Browser
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import METADATASET_V2, damaged, edit_manifest
-from tests.internals import DemoDataset, PackedFolder, ShardReader, _zoomed, codec_for, gather
+from tests.internals import DemoDataset, PackedFolder, ReportData, ShardReader, _zoomed, codec_for
 from tests.printed import invoke
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>"
@@ -156,7 +156,7 @@ def test_the_least_utilized_packs_are_listed_and_the_chart_shows_the_others(pack
         for number in range(len(reader)):
             raw = reader[number]
             tokens[str(raw["__key__"]), shard.name] = sum(n or 0 for n in codec.lengths(raw))
-    data = gather(PackedFolder.open(result.shards), None)
+    data = ReportData(PackedFolder.open(result.shards), None)
     assert [(p.key, p.shard) for p in data.worst] == sorted(tokens, key=lambda name: (tokens[name], name))[:10]
     assert sum(p.tokens for p in data.measured) == result.manifest.tokens
     assert sum(sum(p.images) for p in data.measured) == result.manifest.images

@@ -14,7 +14,7 @@ from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.compare import compare
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
-from energon_packed.inspection.report_data import gather
+from energon_packed.inspection.report_data import ReportData
 from energon_packed.metadatasets import read_metadataset
 
 
@@ -67,7 +67,7 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
     else:
         folder = PackedFolder.open(path)
         encoder, reason = folder.encoder_or_reason(tokenizer)
-        data = gather(folder, encoder, not_encoded=as_options(reason), seed=seed)
+        data = ReportData(folder, encoder, not_encoded=as_options(reason), seed=seed)
         steps = _steps(path, encoder) if data.is_packed else ((), ())
         page = render_report(str(path), data, steps=steps, view=view and view.rstrip("/"))
     content = page.encode()

@@ -14,7 +14,7 @@ from energon_packed.errors import ConfigError, DataChangedError, FormatError
 from energon_packed.formats.references import MEDIA_PART, complete_parts, emptied, read_locators
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import map_paths, quoted, render_report, script_and_policy
-from energon_packed.inspection.report_data import gather, recorded
+from energon_packed.inspection.report_data import ReportData, recorded
 from energon_packed.inspection.search import first_found, matching_records, record_tests
 from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
@@ -89,7 +89,7 @@ class Viewer(Pages):
                 return self._rejects(query)
             case ["report"]:
                 encoder, reason = self._loaded()
-                data = gather(self._folder, encoder, not_encoded=reason)
+                data = ReportData(self._folder, encoder, not_encoded=reason)
                 text = render_report(self.name, data, view=self.base)
                 policy = script_and_policy(self._environment)[1]
                 return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE, policy)

@@ -162,7 +162,8 @@ class Pages(ABC):
             own = [count for name, _, count in sample.runs if name == "image"]
             tokens = own[number] if kind == "image" and len(own) == len(sample.images) else None
             if kind == "video":
-                frames = [(file.timestamps[at], f"{self.base}/media/frame/{place}/{at}") for at in shown_frames(file)]
+                times, url = file.selection.timestamps, f"{self.base}/media/frame/{place}"
+                frames = [(times[at], f"{url}/{at}") for at in shown_frames(file)]
                 return ShownFile(url=f"{self.base}/media/video/{place}" if _is_clip(file) else "", frames=frames)
             is_shown = kind == "image" or is_short(file)
             return ShownFile(url=f"{self.base}/media/{kind}/{place}" if is_shown else "", tokens=tokens)
@@ -184,7 +185,7 @@ class Pages(ABC):
                     content, subtype, _ = playable(self.contents(key, [found.name])[found.name], found, 1 << 62)
                     return Response(200, content, f"audio/{subtype}")
                 case VideoView() if kind == "frame":
-                    place = index_below(indices[2], len(found.frames), "frame")
+                    place = index_below(indices[2], len(found.selection.indices), "frame")
                     names = found.names if found.is_file else [found.names[place]]
                     return _encoded(next(decoded_frames(self.contents(key, names), found, [place])), "jpeg")
                 case VideoView() if _is_clip(found):
