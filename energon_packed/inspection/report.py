@@ -53,7 +53,7 @@ def page_environment(base: str | None) -> "Environment":
         # comes from the templates and stays as it is.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
-    environment.globals |= {"row_height": _ROW, "base": base, "linked": base is not None}
+    environment.globals |= {"row_height": _ROW, "base": base, "linked": base is not None, "map_paths": map_paths}
     environment.filters["number"] = _number
     environment.filters["each"] = lambda items, *columns: [[_cell(item, name) for name in columns] for item in items]
     environment.filters["percent"] = partial(_number, form=".2%")
@@ -88,7 +88,6 @@ def render_report(title: str, data: ReportData | None = None, *, view: str | Non
             "warnings": list(warnings(data)),
             "kinds": data.token_kinds,
             "most_shown": MOST_SHOWN,
-            "map_paths": map_paths(data.mapped, data.manifest.seq_len),
         }
     page = {"title": title, "data": data, "hrefs": (), "policy": policy, "script": script, "version": __version__}
     return environment.get_template("report.html.j2").render(page | values)
@@ -209,10 +208,7 @@ def log_integer_bins(values: Sequence[int] | npt.NDArray[np.integer[Any]], limit
 
 def even_bins(values: Sequence[float], count: int = 40) -> Edges:
     """Divide the range of the values into `count` equal bins; equal values result in one bin around them."""
-    low, high = min(values), max(values)
-    if low == high:
-        return np.array([low - 0.5, high + 0.5])
-    return np.linspace(low, high, count + 1)
+    return np.histogram_bin_edges(values, 1 if min(values) == max(values) else count)
 
 
 def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: str, *, log: bool = False) -> str:

@@ -20,7 +20,7 @@ from PIL import Image
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.audio.audio_file import Samples, decode_audio, read_audio_info
-from energon_packed.encoding.vision.images import load_image, read_header
+from energon_packed.encoding.vision.images import load_image
 from energon_packed.encoding.vision.media import video_frames
 from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.formats import Codec, codec_for
@@ -44,7 +44,6 @@ _MAX_COUNTED = 1_000  # packs whose lengths are read if no lengths are recorded,
 _MAX_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
 _MAX_SHOWN = 40  # packs in the gallery
 _MAX_WORST = 10  # packs in the list of least utilized packs
-_MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
 MOST_SHOWN = {"video": 2, "audio": 4}
 """Files of a pack in the gallery that are decoded, by kind: decoding is slower than all else."""
 _MAX_PLAYED = 1 << 18  # bytes of an audio file in the page
@@ -82,14 +81,12 @@ class PackSize:
     """Lengths and image counts of one pack.
 
     Attributes:
-        index: index of the pack in the dataset.
         key: key of its members in the tar.
         shard: file name of its tar.
         lengths: number of tokens of each sample.
         images: number of images of each sample.
     """
 
-    index: int
     key: str
     shard: str
     lengths: Sequence[int]
@@ -113,8 +110,8 @@ class ReportData:
         measured: packs that were read for the distributions.
         mapped: packs of the map.
         shown: packs of the gallery.
-        image_sizes: (width, height) in pixels of the images that were read.
-        bad_images: number of images whose size cannot be read.
+        image_sizes: (width, height) in pixels of the images in the packs of the map.
+        bad_images: number of these images whose size cannot be read.
         not_encoded: why there is no encoder, or an empty string.
         wrong_shards: names of shards whose size differs from packing.json.
         rejects: (reason, count, examples), most frequent first.
@@ -144,7 +141,7 @@ class ReportData:
         rng = np.random.default_rng(seed)
         contents = partial(_counted, encoder=encoder) if self.is_counted else recorded
         self.measured = [
-            PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
+            PackSize(key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
             for pack in _picked(rng, len(reader), _MAX_COUNTED if self.is_counted else _MAX_MEASURED)
             for key, lengths, images in [contents(reader, pack, codec)]
         ]
@@ -157,9 +154,9 @@ class ReportData:
         self.mapped = [view_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in picked]
         shown = _picked(rng, len(picked), _MAX_SHOWN)
         self.shown = [_shown(reader[picked[place]], self.mapped[place]) for place in shown]
-        with_images = [pack.index for pack in self.measured if any(pack.images)]
-        drawn = rng.permutation(with_images)[:_MAX_MAPPED].tolist()
-        self.image_sizes, self.bad_images = _image_sizes(reader, drawn)
+        images = [image for pack in self.mapped for sample in pack.samples for image in sample.images]
+        self.image_sizes = [(image.width, image.height) for image in images if image.problem is None]
+        self.bad_images = len(images) - len(self.image_sizes)
         pairs = zip(manifest.shards, tars, strict=True)
         self.wrong_shards = [shard.name for shard, tar in pairs if tar.stat().st_size != shard.bytes]
         self.rejects = list(_rejects(folder.path.parent / "rejects.jsonl", manifest))
@@ -226,25 +223,6 @@ def _counted(
     if None in lengths and encoder is not None:
         lengths = [measured.length for measured in encoder.measure([sample.conversation for sample in samples])]
     return raw["__key__"], [max(0, length or 0) for length in lengths], [len(sample.images) for sample in samples]
-
-
-def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Read (width, height) of at most `_MAX_IMAGES` images of these packs, and count unreadable images."""
-    sizes: list[tuple[int, int]] = []
-    bad = 0
-    for pack in packs:
-        for name, content in complete_parts(reader[pack], set()).items():
-            if len(sizes) + bad == _MAX_IMAGES:
-                return sizes, bad
-            if _IMAGE.fullmatch(name) is None:
-                continue
-            try:
-                # Only the header is decoded: images that fail later are found by `verify`.
-                header = read_header(MediaReference(data=content, name=name))
-                sizes.append((header.width, header.height))
-            except RecordError:
-                bad += 1
-    return sizes, bad
 
 
 def _shown(raw: Mapping[str, Any], view: PackView) -> PackView:

@@ -7,7 +7,7 @@ own styles.
 from collections.abc import Sequence
 
 from energon_packed.encoding import EncodedSample
-from energon_packed.inspection.report import map_paths, page_environment
+from energon_packed.inspection.report import page_environment
 from energon_packed.inspection.tokens import token_runs
 from energon_packed.inspection.view import PackView, SampleView
 
@@ -40,7 +40,6 @@ def row_html(name: str, samples: Sequence[EncodedSample], width: int) -> str:
         )
         for sample, view in zip(samples[:_MOST], views, strict=False)
     ]
-    return page_environment(None).get_template("row.html.j2").render(
-        name=name, mapped=mapped, rows=rows, width=max(width, at, 1), paths=map_paths(mapped, max(width, at, 1)),
-        samples=len(samples), tokens=at, height=min(180 + 32 * len(rows), 480),
-    )  # fmt: skip
+    values = {"name": name, "mapped": mapped, "rows": rows, "width": max(width, at, 1), "samples": len(samples)}
+    height = min(180 + 32 * len(rows), 480)
+    return page_environment(None).get_template("row.html.j2").render(values, tokens=at, height=height)

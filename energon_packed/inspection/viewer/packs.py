@@ -13,7 +13,7 @@ from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, DataChangedError, FormatError
 from energon_packed.formats.references import MEDIA_PART, complete_parts, emptied, read_locators
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.report import map_paths, quoted, render_report, script_and_policy
+from energon_packed.inspection.report import quoted, render_report, script_and_policy
 from energon_packed.inspection.report_data import ReportData, recorded
 from energon_packed.inspection.search import first_found, matching_records, record_tests
 from energon_packed.inspection.tokens import token_rows
@@ -69,6 +69,13 @@ class Viewer(Pages):
         self._shards = list(folder.shards)
         self._codec = folder.codec
         self._reader = ShardReader([folder.path / name for name in self._shards])
+        manifest = folder.manifest
+        self._environment.globals |= {
+            "manifest": manifest,
+            "packs": len(self._reader),
+            "reasons": sorted(manifest.rejects) if manifest else (),
+            "all_splits": sorted(set(folder.shards.values())),
+        }
         self._index = lru_cache(_CACHED)(self._find)
         self._view = lru_cache(_CACHED)(lambda pack: self._read_view(pack, self._loaded()[0]))
 
@@ -94,17 +101,6 @@ class Viewer(Pages):
                 policy = script_and_policy(self._environment)[1]
                 return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE, policy)
         return super().page(parts, query)
-
-    def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
-        """Render a template, with the values that all pages have."""
-        manifest = self._folder.manifest
-        common = {
-            "manifest": manifest,
-            "packs": len(self._reader),
-            "reasons": sorted(manifest.rejects) if manifest else (),
-            "all_splits": sorted(set(self._folder.shards.values())),
-        }
-        return super().render(name, query, **common, **values)
 
     def samples(self, key: str) -> Sequence[SampleView]:
         """Return the samples of a pack or record."""
@@ -137,11 +133,8 @@ class Viewer(Pages):
             left -= size
             rows.append((mapped, self._shards[self._reader.locate(pack)[0]]))
         width = self._width([mapped for mapped, _ in rows])
-        lines = [(mapped, shard, map_paths([mapped], width)) for mapped, shard in rows]
-        paths = map_paths([mapped for mapped, _ in rows], width)
-        return self.render("packs", query, rows=lines, width=width, paths=paths, page=page, pages=pages,
-                            problems=problems, splits=self._folder.shards, is_early=is_early,
-                           not_encoded=reason)  # fmt: skip
+        return self.render("packs", query, rows=rows, width=width, page=page, pages=pages, problems=problems,
+                           splits=self._folder.shards, is_early=is_early, not_encoded=reason)  # fmt: skip
 
     def _mapped(self, pack: int, encoder: ChatEncoder | None, most: int) -> tuple[PackView, int]:
         """Return the samples of a pack, without kinds of tokens if more than `most` bytes must be read."""
@@ -166,16 +159,15 @@ class Viewer(Pages):
     def _pack(self, key: str) -> Response:
         pack = self._index(key)
         view = self._view(pack)
-        width = self._width([view])
         near = {
             name: self._key(other)
             for name, other in (("previous", pack - 1), ("next", pack + 1))
             if 0 <= other < len(self._reader)
         }
         shard = self._shards[self._reader.locate(pack)[0]]
-        return self.render("pack", {}, pack=self.shown(view), width=width, paths=map_paths([view], width),
-                            near=near, groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
-                            page=pack // _PACKS + 1, not_encoded=self._loaded()[1])  # fmt: skip
+        return self.render("pack", {}, pack=self.shown(view), width=self._width([view]), near=near,
+                           groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
+                           page=pack // _PACKS + 1, not_encoded=self._loaded()[1])  # fmt: skip
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
         pack = self._index(key)

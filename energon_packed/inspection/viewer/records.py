@@ -94,6 +94,11 @@ class RecordsViewer(Pages):
         self._measurer = Measurer(reader=self._reader, encoder=options.encoder_loader, check_media=options.image_check)
         encoder = options.encoder_loader.load()  # the first page needs it, and its errors end the command
         self._encoder = None if isinstance(encoder, HeaderReader) else encoder
+        self._environment.globals |= {
+            "sources": [str(source.path) for source in self._reader.sources],
+            "reasons": [str(reason.value) for reason in Reason],
+            "measured": self._encoder is not None,
+        }
         self._record = lru_cache(_CACHED)(self._read)
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
@@ -101,20 +106,12 @@ class RecordsViewer(Pages):
         match parts:
             case [""]:
                 return self._records(query)
-            case ["record", source, address]:
-                row, conversation, measured = self._record(source, address)
-                shown = self._shown(int(source), [(row, conversation, measured)])
-                return self.render("raw", {}, records=shown, source=source, alone=True)
+            case ["record", key]:
+                source, *record = self._record(key)
+                return self.render("raw", {}, records=self._shown(source, [record]), source=str(source), alone=True)
             case ["tokens", key, sample]:
                 return self._tokens(key, sample, query)
         return super().page(parts, query)
-
-    def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
-        """Render a template, with the values that all pages have."""
-        names = [str(source.path) for source in self._reader.sources]
-        reasons = [str(reason.value) for reason in Reason]
-        measured = self._encoder is not None
-        return super().render(name, query, sources=names, reasons=reasons, measured=measured, **values)
 
     def samples(self, key: str) -> Sequence[SampleView]:
         """Return the samples of a pack or record."""
@@ -128,7 +125,7 @@ class RecordsViewer(Pages):
         return {name: files[name].read() for name in names}
 
     def _stored(self, key: str) -> Sequence[StoredSample]:
-        _, conversation, measured = self._record(*_place(key))
+        *_, conversation, measured = self._record(key)
         return () if conversation is None else record_samples(conversation, measured)
 
     def _records(self, query: Mapping[str, str]) -> Response:
@@ -156,7 +153,7 @@ class RecordsViewer(Pages):
         return self.results("raw", query, "/", (start, place, stop), **values)
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
-        row, conversation, _ = self._record(*_place(key))
+        source, row, conversation, _ = self._record(key)
         members = () if conversation is None else conversation.members or (conversation,)
         index = index_below(sample, len(members), "sample")
         if not isinstance(self._encoder, ChatEncoder):
@@ -164,8 +161,8 @@ class RecordsViewer(Pages):
         [encoded] = self._encoder.encode_many(members[index : index + 1])
         if isinstance(encoded, Reject):
             raise NotFoundError(f"sample {index} is rejected: {encoded}")
-        [place] = self._places(int(_place(key)[0]), [(row,)])
-        rows, link = sample_rows([encoded], self._encoder), f"{self.base}/record/{key.replace('-', '/')}"
+        [place] = self._places(source, [(row,)])
+        rows, link = sample_rows([encoded], self._encoder), f"{self.base}/record/{key}"
         return self.tokens(rows, query, key=place, sample=index, ident=encoded.id, link=link)
 
     def _matching(self, source: int, rows: Sequence[SourceRecord], query: Mapping[str, str]) -> list[Any]:
@@ -185,16 +182,18 @@ class RecordsViewer(Pages):
                 found.append((row, conversation, result))
         return found
 
-    def _read(self, source: str, address: str) -> tuple[SourceRecord, Conversation | None, Measurement]:
+    def _read(self, key: str) -> tuple[int, SourceRecord, Conversation | None, Measurement]:
+        """Index of the source, record and measurement by `SOURCE-ADDRESS`."""
+        source, _, address = key.partition("-")
         number = index_below(source, len(self._reader.sources), "source")
         at = index_below(address, self._reader.sources[number].extent(), "address")
         row = next(self._reader.sources[number].scan(at, at + 1), None)
         if row is None:
             raise NotFoundError(f"no record starts at {address}")
         [(conversation, result)] = self._measurer.records(number, [row])
-        return row, conversation, result
+        return number, row, conversation, result
 
-    def _shown(self, source: int, found: Sequence[tuple[SourceRecord, Conversation | None, Measurement]]) -> list[Any]:
+    def _shown(self, source: int, found: Sequence[Any]) -> list[Any]:
         """Values of the template for each record."""
         shown = []
         for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
@@ -206,7 +205,7 @@ class RecordsViewer(Pages):
                     views[index] = replace(views[index], supervised=own.supervised)
             view = PackView(key=key, samples=views)
             shown.append({
-                "url": f"{self.base}/record/{source}/{row.address}",
+                "url": f"{self.base}/record/{key}",
                 "place": place,
                 "id": conversation.id if conversation is not None else raw_id(row.record),
                 "format": self._reader.format_of(source, row),
@@ -240,11 +239,6 @@ class RecordsViewer(Pages):
             return self._encoder.renderer.render(conversation).text
         except EnergonPackedError:
             return ""
-
-
-def _place(key: str) -> tuple[str, str]:
-    source, _, address = key.partition("-")
-    return source, address
 
 
 def _address(source: Source, number: int) -> int:
