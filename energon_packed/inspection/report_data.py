@@ -6,6 +6,7 @@ of a random sample of the packs. `facts`, `splits` and `warnings` turn it into s
 
 import base64
 import io
+import math
 import re
 import wave
 from collections import Counter, defaultdict
@@ -470,14 +471,10 @@ def _supervised(data: ReportData) -> str:
 
 
 def _image_size_facts(data: ReportData) -> str:
-    sizes = np.array(data.image_sizes)
-    if not len(sizes):
+    sizes = sorted(data.image_sizes, key=math.prod)  # by area
+    if not sizes:
         return "no size could be read"
-    # Sorted by area; ties keep their order, so that the page does not change between runs.
-    pixels = sizes.prod(axis=1)
-    order = np.argsort(pixels, kind="stable")
-    ranks = {"smallest": 0, "median": len(order) // 2, "largest": -1}
-    chosen = {name: sizes[order[rank]].tolist() for name, rank in ranks.items()}
+    chosen = {"smallest": sizes[0], "median": sizes[len(sizes) // 2], "largest": sizes[-1]}
     listed = ", ".join(f"{name} {width} x {height}" for name, (width, height) in chosen.items())
     return f"{listed} pixels; from {len(sizes):,} of {data.manifest.images:,} images"
 
@@ -490,7 +487,7 @@ def _video_facts(data: ReportData) -> str:
     if not data.videos:
         return listed
     seconds = sorted(frames.num_frames / frames.fps for frames in data.videos if frames.fps)
-    sizes = sorted({(frames.width, frames.height) for frames in data.videos}, key=lambda size: size[0] * size[1])
+    sizes = sorted({(frames.width, frames.height) for frames in data.videos}, key=math.prod)
     (first, last), count = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1])), len(data.videos)
     durations = f"; {seconds[0]:.4g} to {seconds[-1]:.4g} s" if seconds else ""
     return f"{listed}{durations}, {first} to {last} pixels, from {count:,} videos"

@@ -26,11 +26,7 @@ from energon_packed.pipeline.run_reports import length_row, open_lengths, read_l
 from energon_packed.sources import JsonlSource
 
 _COLUMNS = ["source", "row", "line", "id", "length", "status", "pack", "sample", "shard"]
-_MEDIA = {
-    "image": "num_images",
-    "video": "num_videos",
-    "audio": "num_audios",
-}  # columns; the last two if there are any
+_MEDIA = {kind: f"num_{kind}s" for kind in ("image", "video", "audio")}  # columns; the last two if there are any
 T = TypeVar("T")
 _MAX_NAMES = 5  # inputs named in a message
 

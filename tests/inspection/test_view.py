@@ -162,11 +162,11 @@ def test_browse_filter_and_find_in_a_browser(server: ViewServer, tmp_path: Path)
             "a.png", "b.tif", "c.jpg",
         ]  # fmt: skip
         browser.open(site + "text?text=" + quote("What is 55?"))
-        assert browser.run("document.querySelectorAll('article').length") == 1
-        assert browser.run("document.querySelector('article a').innerText").startswith(f"{EVIL[:-1]}\\u202e55")
+        assert browser.run("document.querySelectorAll('tbody tr').length") == 1
+        assert browser.run("document.querySelector('td a').innerText").startswith(f"{EVIL[:-1]}\\u202e55")
         browser.open(site + "rejects?reason=bad_role&from=50")
-        assert browser.run("document.querySelectorAll('article').length") == 10
-        assert "line 144" in browser.run("document.querySelector('article').innerText")
+        assert browser.run("document.querySelectorAll('tbody tr').length") == 10
+        assert "line 144" in browser.run("document.querySelector('tbody tr').innerText")
         assert not browser.log
         assert "rejected records" in browser.run("document.title")  # markup of the records did not run
 
@@ -642,10 +642,10 @@ def test_hostile_keys_are_quoted(out: Path, tokenizer_dir: Path, tmp_path: Path)
 
 def test_rejected_records_continue_after_the_last(server: ViewServer) -> None:
     text, first = page(server.viewer, "/rejects"), 'href="/rejects?from=50" rel="next"'
-    assert text.count("<article") == 50
+    assert text.count("<tr><td") == 50
     assert first in text
     rest = page(server.viewer, "/rejects?from=50")
-    assert rest.count("<article") == 10
+    assert rest.count("<tr><td") == 10
     assert 'rel="next"' not in rest
 
 

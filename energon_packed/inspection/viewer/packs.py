@@ -15,7 +15,7 @@ from energon_packed.formats.references import MEDIA_PART, complete_parts, emptie
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import quoted, render_report, script_and_policy
 from energon_packed.inspection.report_data import ReportData, recorded
-from energon_packed.inspection.search import first_found, matching_records, record_tests
+from energon_packed.inspection.search import FoundRecord, first_found, matching_records, record_tests
 from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.inspection.viewer.pages import (
@@ -176,8 +176,11 @@ class Viewer(Pages):
         if encoder is None:
             raise ConfigError(f"tokens need the tokenizer of the dataset: {reason}")
         rows = [row for row in token_rows(self._reader[pack], encoder, self._codec) if row.segment == index]
-        link = f"{self.base}/pack/{quoted(key)}#sample-{index}"
-        return self.tokens(rows, query, key=key, sample=index, ident=self._view(pack).samples[index].id, link=link)
+        ident, link = self._view(pack).samples[index].id, self._href(key, index)
+        return self.tokens(rows, query, key=key, sample=index, ident=ident, link=link)
+
+    def _href(self, key: str, sample: int | None) -> str:
+        return f"{self.base}/pack/{quoted(key)}#sample-{sample}"
 
     def _find(self, key: str) -> int:
         """Index of the pack with this key: its number, else from index.sqlite. The tar must have the key there."""
@@ -218,8 +221,18 @@ class Viewer(Pages):
             found, place, rows = matching_records(table, tests, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
         except FileNotFoundError:
             problem = f"{table} does not exist, so records cannot be found by id, status, media, file or length."
-            return self.render("records", query, records=[], problem=problem)
-        return self.results("records", query, "/records", (first, place, rows), records=found)
+            return self.render("found", query, heading="Records", columns=(), rows=(), empty=problem)
+        columns = ("id", "tokens", "status", "place", "sample")
+        lines = [(each.id, each.length, each.status, each.place, self._sample_of(each)) for each in found]
+        values = {"heading": "Records", "columns": columns, "rows": lines, "empty": "No record matches here."}
+        return self.results("found", query, "/records", (first, place, rows), **values)
+
+    def _sample_of(self, record: FoundRecord) -> Any:
+        if record.pack is not None:
+            return {"text": f"{record.sample} of {record.pack}", "href": self._href(record.pack, record.sample)}
+        rejects = self._folder.manifest.rejects if self._folder.manifest else ()
+        href = f"{self.base}/rejects?reason={quoted(record.status)}"
+        return {"text": "why", "href": href} if record.status in rejects else "none"
 
     def _chosen(self, query: Mapping[str, str]) -> list[int]:
         """Indices of the shards of a split, or of the shards whose name has a string."""
@@ -233,8 +246,7 @@ class Viewer(Pages):
     def _text(self, query: Mapping[str, str]) -> Response:
         text, start, total = query.get("text", ""), number_in(query, "from", 0), len(self._reader)
         problems: list[str] = []
-        if not text:
-            return self.render("text", query, records=[], problems=problems)
+        total = total if text else 0
 
         def steps() -> Iterator[tuple[int, Any]]:
             for pack in range(start, total):
@@ -245,17 +257,20 @@ class Viewer(Pages):
                     problems.append(f"pack {pack:,}: {error}")
 
         packs, place = first_found(steps(), start, _ROWS, _SEARCH_SECONDS)
-        values = {"records": list(chain(*packs)), "problems": problems[:_ROWS]}
-        return self.results("text", query, "/text", (start, place, total), **values)
+        heading = f"Samples with {text}" if text else "Samples with a text"
+        values = {"columns": ("sample", "pack", "text"), "rows": list(chain(*packs)), "problems": problems[:_ROWS]}
+        return self.results("found", query, "/text", (start, place, total), heading=heading, empty="None.", **values)
 
-    def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
-        """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""
+    def _with_text(self, pack: int, text: str) -> Iterator[tuple[Any, str, str]]:
+        """Find the samples of a pack whose text has `text`: (link, key, text around). Media are not read."""
         raw = emptied(self._reader.parts(pack, only=_Texts()), lambda name: name not in _Texts())
         view = view_pack(raw, self._codec, self._loaded()[0] if self._codec.stores_tokens else None)
         for index, sample in enumerate(view.samples):
             for turn in sample.turns:
                 if (at := turn.shown.find(text)) >= 0:
-                    yield view.key, index, sample.id, turn.shown[max(0, at - _AROUND) : at + len(text) + _AROUND]
+                    name = f"sample {index}" if sample.id is None else sample.id
+                    around = turn.shown[max(0, at - _AROUND) : at + len(text) + _AROUND]
+                    yield {"text": name, "href": self._href(view.key, index)}, view.key, around
                     break
 
     def _rejects(self, query: Mapping[str, str]) -> Response:
@@ -266,6 +281,17 @@ class Viewer(Pages):
             steps = ((line, value if reason in ("", value["reason"]) else None) for line, value in lines)
             found, place = first_found(steps, start, _ROWS, _SEARCH_SECONDS)
         except FileNotFoundError:
-            return self.render("rejects", query, records=[], problem="" if manifest else f"{file} does not exist.")
+            found, place = [], None
         total = sum(manifest.rejects.values()) if manifest else (place or start + len(found))
-        return self.results("rejects", query, "/rejects", (start, place, total), records=found)
+        values = {"columns": ("id", "reason", "place", "detail"), "rows": [self._reject(value) for value in found]}
+        values |= {"heading": "Rejected records", "empty": "None." if manifest else f"{file} does not exist."}
+        return self.results("found", query, "/rejects", (start, place, total), **values)
+
+    def _reject(self, value: Mapping[str, Any]) -> tuple[Any, ...]:
+        href = f"{self.base}/records?status={quoted(value['reason'])}&id={quoted(value['id'])}"
+        place = (
+            f"{value['source']} line {value['line']}"
+            if value.get("line")
+            else f"{value['source']} row {value.get('row')}"
+        )
+        return {"text": value["id"], "href": href}, value["reason"], place, value["detail"]

@@ -6,7 +6,6 @@ rejects that a run would have. Some records are read at a time, from an address 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -65,14 +64,7 @@ def _spread(video: VideoReference) -> FrameSelection:
     assert video.file is not None  # a video of images has its frames
     info = read_video_info(video.file)
     places = np.unique(np.arange(_FRAMES) * info.num_frames // _FRAMES)
-    return FrameSelection(
-        indices=tuple(places.tolist()),
-        timestamps=tuple(info.timestamps[places].tolist()),
-        fps=info.fps,
-        num_frames=info.num_frames,
-        height=info.height,
-        width=info.width,
-    )
+    return info.selection(places)
 
 
 class RecordsViewer(Pages):
@@ -200,9 +192,6 @@ class RecordsViewer(Pages):
             key = f"{source}-{row.address}"
             stored = [] if conversation is None else record_samples(conversation, result)
             views = view_samples(stored, self._encoder)
-            for index, own in enumerate(result.members or [result] * len(views)):
-                if own.length > 0 and own.supervised >= 0:
-                    views[index] = replace(views[index], supervised=own.supervised)
             view = PackView(key=key, samples=views)
             shown.append({
                 "url": f"{self.base}/record/{key}",
