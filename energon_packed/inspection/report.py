@@ -80,17 +80,11 @@ def render_report(title: str, data: ReportData | None = None, *, view: str | Non
         raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
     environment = page_environment(view)
     script, policy = script_and_policy(environment)
-    if data is not None:
-        values |= {
-            "charts": list(_charts(data)),
-            "facts": list(facts(data)),
-            "splits": splits(data.manifest),
-            "warnings": list(warnings(data)),
-            "kinds": data.token_kinds,
-            "most_shown": MOST_SHOWN,
-        }
+    functions = {"charts": _charts, "facts": facts, "splits": splits, "warnings": warnings, "most_shown": MOST_SHOWN}
+    parts = {"compare": "comparison" in values, "blend": "blend" in values, "dataset": data is not None}
+    values["parts"] = parts | {"steps": any(values.get("steps", ()))}
     page = {"title": title, "data": data, "hrefs": (), "policy": policy, "script": script, "version": __version__}
-    return environment.get_template("report.html.j2").render(page | values)
+    return environment.get_template("report.html.j2").render(functions | page | values)
 
 
 def quoted(name: str) -> str:

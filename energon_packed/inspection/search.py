@@ -74,11 +74,8 @@ class FoundRecord:
     @property
     def place(self) -> str:
         """Place of the record in its file: `data.jsonl line 18 (row 17)`."""
-        return (
-            f"{self.source} row {self.row}"
-            if self.line is None
-            else f"{self.source} line {self.line} (row {self.row})"
-        )
+        number = f"row {self.row}" if self.line is None else f"line {self.line} (row {self.row})"
+        return f"{self.source} {number}"
 
 
 Test = tuple[Sequence[str], Callable[..., Any]]

@@ -529,9 +529,8 @@ def _video_problem(video: VideoReference, frames: FrameSelection) -> Mapping[str
     if not frames.indices:
         return {"problem": "its frames are not known"}
     if video.file is None:
-        is_packed = {(head.height, head.width) for head in map(read_header, video.images)} == {
-            (frames.height, frames.width)
-        }
+        sizes = {(head.height, head.width) for head in map(read_header, video.images)}
+        is_packed = sizes == {(frames.height, frames.width)}
     else:
         info = read_video_info(video.file)
         is_packed = (info.num_frames, info.height, info.width) == (frames.num_frames, frames.height, frames.width)

@@ -159,11 +159,8 @@ class Viewer(Pages):
     def _pack(self, key: str) -> Response:
         pack = self._index(key)
         view = self._view(pack)
-        near = {
-            name: self._key(other)
-            for name, other in (("previous", pack - 1), ("next", pack + 1))
-            if 0 <= other < len(self._reader)
-        }
+        others = {"previous": pack - 1, "next": pack + 1}.items()
+        near = {name: self._key(other) for name, other in others if 0 <= other < len(self._reader)}
         shard = self._shards[self._reader.locate(pack)[0]]
         return self.render("pack", {}, pack=self.shown(view), width=self._width([view]), near=near,
                            groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
@@ -237,11 +234,8 @@ class Viewer(Pages):
     def _chosen(self, query: Mapping[str, str]) -> list[int]:
         """Indices of the shards of a split, or of the shards whose name has a string."""
         split, part = query.get("split", ""), query.get("shard", "")
-        return [
-            index
-            for index, name in enumerate(self._shards)
-            if part in name and split in ("", self._folder.shards[name])
-        ]
+        shards = enumerate(self._folder.shards.items())
+        return [index for index, (name, own) in shards if part in name and split in ("", own)]
 
     def _text(self, query: Mapping[str, str]) -> Response:
         text, start, total = query.get("text", ""), number_in(query, "from", 0), len(self._reader)

@@ -89,9 +89,8 @@ class Pages(ABC):
                 source = self._environment.loader.get_source(self._environment, parts[0])[0]  # type: ignore[union-attr]
                 return Response(200, source.encode(), f"{_STATIC[parts[0]]}; charset=utf-8")
             with self._lock:
-                match parts:
-                    case ["media", kind, key, *indices]:
-                        return self._media(kind, key, tuple(indices))
+                if parts[0] == "media" and len(parts) > 2:
+                    return self._media(parts[1], parts[2], tuple(parts[3:]))
                 return self.page(parts, dict(parse_qsl(query)))
         except NotFoundError as error:
             return Response(404, f"error: {error}\n".encode(errors="backslashreplace"))

@@ -240,9 +240,7 @@ def _address(source: Source, number: int) -> int:
         for line in islice(stream, max(0, before)):
             at += len(line)
             if time.monotonic() > deadline:
-                raise NotFoundError(
-                    f"line {number:,} must be reached in {_SECONDS:g} s; enter a percentage of the file"
-                )
+                raise NotFoundError(f"line {number:,} must be reached in {_SECONDS:g} s; enter a percentage")
     return at
 
 

@@ -87,8 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(_refused("the token is missing; open the address that the command printed"))
         return self._send(self.server.viewer.respond(path + (f"?{query}" if query else "")))
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    do_HEAD = do_GET  # noqa: N815
 
     @property
     def _cookie(self) -> str:

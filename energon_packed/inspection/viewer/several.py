@@ -39,18 +39,15 @@ class Several(Pages):
         blend = read_blend(read_metadataset(path))
         entries = [(split.name, place, entry) for split in blend for place, entry in enumerate(split.entries)]
         hrefs = {f"{place}{split}": f"{base}/{index}/" for index, (split, place, _) in enumerate(entries)}
-        values = {"blend": blend, "hrefs": hrefs}
+        values = {"part": "blend.html.j2", "blend": blend, "hrefs": hrefs}
         return cls(str(path), values, [partial(opened, entry.path) for *_, entry in entries], base)
 
     @classmethod
     def of_two(cls, first: Path, second: Path, opened: Opener) -> "Several":
         """Show the differences of two datasets, as in the report about them. Raises as `compare`."""
         folders = [PackedFolder.open(path) for path in (first, second)]
-        values = {
-            "comparison": compare(*folders),
-            "names": [folder.path for folder in folders],
-            "hrefs": ("/0/", "/1/"),
-        }
+        values = {"part": "compare.html.j2", "comparison": compare(*folders), "hrefs": ("/0/", "/1/")}
+        values["names"] = tuple(str(folder.path) for folder in folders)
         return cls(f"{first} and {second}", values, [partial(opened, path) for path in (first, second)])
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
