@@ -68,8 +68,8 @@ def render_report(title: str, data: ReportData | None = None, *, view: str | Non
         title: page heading.
         data: data of a dataset, or None for a Metadataset or a comparison.
         view: as `base` of `page_environment`.
-        values: `blend`, splits of a Metadataset; `steps`, result of `steps_of_ranks`; or `comparison` and `names`,
-            differences of two datasets and their paths.
+        values: `blend` (splits of a Metadataset), `steps` (result of `steps_of_ranks`), or `comparison` and `names`
+            (differences of two datasets and their paths).
 
     Raises:
         ConfigError: matplotlib is not installed.

@@ -237,7 +237,9 @@ def _shown(raw: Mapping[str, Any], view: PackView) -> PackView:
         try:
             if kind == "video":
                 return _strip(raw, file)
-            return _player(raw[file.name], file) if kind == "audio" else _thumbnail(raw[file.name])
+            if kind == "audio":
+                return _player(raw[file.name], file)
+            return ShownFile(url=_as_url(load_image(MediaReference(data=raw[file.name])), _THUMBNAIL))
         except EnergonPackedError as error:  # damaged, or PyAV is not installed
             return ShownFile(problem=error.detail if isinstance(error, RecordError) else str(error))
 
@@ -292,10 +294,6 @@ def _wave(samples: Samples) -> str:
     width = _PEAKS / len(starts)
     bars = zip(np.arange(len(starts)) * width, tops, bottoms, strict=True)
     return "".join(f"M{x:.4g} {top:.1f}h{width:.4g}v{bottom - top + 0.5:.1f}h-{width:.4g}z" for x, top, bottom in bars)
-
-
-def _thumbnail(data: bytes) -> ShownFile:
-    return ShownFile(url=_as_url(load_image(MediaReference(data=data)), _THUMBNAIL))
 
 
 def _strip(raw: Mapping[str, Any], video: VideoView) -> ShownFile:
@@ -370,7 +368,8 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     if data.audios:
         yield "audio files", _audio_facts(data.audios)
     if not data.is_counted:
-        yield "tokenizer", _tokenizer(m)
+        named = m.encoder.get("tokenizer") or m.encoder.get("processor_class") or "unknown"
+        yield "tokenizer", f"{named} (fingerprint {m.tokenizer_fingerprint[:_DIGITS] or 'none'})"
     if not data.is_counted or data.encoder is not None:
         yield "chat template", _template(data)
         yield "image settings", _vision(data)
@@ -497,11 +496,6 @@ def _audio_facts(clips: Sequence[AudioClip]) -> str:
     seconds, rates = sorted(clip.seconds for clip in clips), sorted({clip.rate for clip in clips})
     listed = f"{rates[0]:,} Hz" if len(rates) == 1 else f"{rates[0]:,} to {rates[-1]:,} Hz"
     return f"{seconds[0]:.4g} to {seconds[-1]:.4g} s, {listed}, from {len(clips):,} audio files"
-
-
-def _tokenizer(m: PackingManifest) -> str:
-    named = m.encoder.get("tokenizer") or m.encoder.get("processor_class") or "unknown"
-    return f"{named} (fingerprint {m.tokenizer_fingerprint[:_DIGITS] or 'none'})"
 
 
 def _template(data: ReportData) -> str:

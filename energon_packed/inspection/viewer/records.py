@@ -6,6 +6,7 @@ rejects that a run would have. Some records are read at a time, from an address 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -192,7 +193,10 @@ class RecordsViewer(Pages):
             key = f"{source}-{row.address}"
             stored = [] if conversation is None else record_samples(conversation, result)
             views = view_samples(stored, self._encoder)
-            view = PackView(key=key, samples=views)
+            view, rendered = PackView(key=key, samples=views), ""
+            if conversation is not None and conversation.messages and isinstance(self._encoder, ChatEncoder):
+                with suppress(EnergonPackedError):
+                    rendered = self._encoder.renderer.render(conversation).text
             shown.append({
                 "url": f"{self.base}/record/{key}",
                 "place": place,
@@ -203,7 +207,7 @@ class RecordsViewer(Pages):
                 "unused": () if conversation is None else conversation.unused_fields,
                 "pack": self.shown(view),
                 "groups": in_groups(views),
-                "rendered": self._rendered(conversation),
+                "rendered": rendered,
                 "raw": _json(row.record),
             })  # fmt: skip
         return shown
@@ -219,15 +223,6 @@ class RecordsViewer(Pages):
         rows = opened.row_numbers(addresses.tolist())
         return [f"{opened.path} line {line:,}" if line else f"{opened.path} row {row:,}"
                 for line, row in zip(lines, rows, strict=True)]  # fmt: skip
-
-    def _rendered(self, conversation: Conversation | None) -> str:
-        """Text of the chat template; "" if there is none, or it cannot be rendered."""
-        if conversation is None or not conversation.messages or not isinstance(self._encoder, ChatEncoder):
-            return ""
-        try:
-            return self._encoder.renderer.render(conversation).text
-        except EnergonPackedError:
-            return ""
 
 
 def _address(source: Source, number: int) -> int:
