@@ -2,7 +2,7 @@
 
 folder.py       path -> PackedFolder: tars, manifest, packs by key, encoder of packing.json
 view.py         raw parts of a pack -> PackView: turns and images; or the members as files
-search.py       id, or file and line, or a Filter -> a FoundRecord for each sample of the records
+search.py       id, or file and line, or tests of rows -> a FoundRecord for each sample of the records
 supervision.py  conversation and its encoder -> a flag per turn, whether it has a target
 tokens.py       raw parts and an encoder -> a TokenRow for each token; kinds of tokens
 lengths.py      sample lengths -> drop rate, utilization and attention span of each candidate seq_len

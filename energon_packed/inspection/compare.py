@@ -1,7 +1,6 @@
 """Compare two packed datasets: two PackedFolders in, the differences of their counts and settings out."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from energon_packed.errors import ConfigError
@@ -22,54 +21,29 @@ _FOLDERS = ("tokenizer", "processor")
 _DIGITS = 12  # characters shown of a fingerprint
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Value of two runs.
-
-    Attributes:
-        name: name of the value.
-        first, second: the values as text.
-        change: second - first as text, with the relative change of counts; "" if they are equal, or not numbers.
-    """
-
-    name: str
-    first: str
-    second: str
-    change: str = ""
+Rows = list[tuple[str, ...]]
+"""(name, value of the first, value of the second run), and the change of numbers; "" if they are equal or unknown."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Differences of two runs.
-
-    Attributes:
-        names: paths of both datasets.
-        tables: by heading: all counts that are not 0 in both, the rejected records by reason, the unused fields, the
-            notes, the records and packed records of each source, and the settings that differ.
-    """
-
-    names: tuple[str, str]
-    tables: Mapping[str, list[Difference]]
-
-
-def compare(one: PackedFolder, other: PackedFolder) -> Comparison:
+def compare(one: PackedFolder, other: PackedFolder) -> dict[str, Rows]:
     """Compare the manifests of two runs.
+
+    Returns:
+        By heading, all counts that are not 0 in both, the rejected records by reason, the records and packed records
+        of each source, the unused fields, the notes, and the settings that differ.
 
     Raises:
         ConfigError: a third-party tool packed one of the datasets.
     """
     first, second = _manifest(one), _manifest(other)
-    return Comparison(
-        (str(one.path), str(other.path)),
-        {
-            "Counts": list(_differences(_counts(first), _counts(second))),
-            "Rejected records": list(_differences(first.rejects, second.rejects)),
-            "Sources": list(_differences(_sources(first), _sources(second))),
-            "Fields not used": list(_differences(first.unused_fields, second.unused_fields)),
-            "Notes": list(_differences(first.notes, second.notes)),
-            "Settings that differ": list(_settings(first, second)),
-        },
-    )
+    return {
+        "Counts": list(_differences(_counts(first), _counts(second))),
+        "Rejected records": list(_differences(first.rejects, second.rejects)),
+        "Sources": list(_differences(_sources(first), _sources(second))),
+        "Fields not used": list(_differences(first.unused_fields, second.unused_fields)),
+        "Notes": list(_differences(first.notes, second.notes)),
+        "Settings that differ": list(_settings(first, second)),
+    }
 
 
 def _manifest(folder: PackedFolder) -> PackingManifest:
@@ -99,23 +73,23 @@ def _sources(manifest: PackingManifest) -> dict[str, int]:
     return counts
 
 
-def _differences(first: Mapping[str, float | None], second: Mapping[str, float | None]) -> Iterator[Difference]:
+def _differences(first: Mapping[str, float | None], second: Mapping[str, float | None]) -> Iterator[tuple[str, ...]]:
     """Yield the numbers that are not 0 in both; None is unknown."""
     for name in dict.fromkeys([*first, *second]):
         before, after = first.get(name, 0), second.get(name, 0)
         if before is None or after is None:
             values = ("unknown" if value is None else f"{value:,}" for value in (before, after))
-            yield Difference(name, *values)
+            yield name, *values, ""
         elif name == "utilization":
             change = f"{100 * (after - before):+.2f} points" if after != before else ""
-            yield Difference(name, f"{before:.2%}", f"{after:.2%}", change)
+            yield name, f"{before:.2%}", f"{after:.2%}", change
         elif before or after:
             shown = ",.2f" if isinstance(before + after, float) else ","
             change = f"{after - before:+{shown}}" + (f" ({(after - before) / before:+.2%})" if before else "")
-            yield Difference(name, f"{before:{shown}}", f"{after:{shown}}", change if after != before else "")
+            yield name, f"{before:{shown}}", f"{after:{shown}}", change if after != before else ""
 
 
-def _settings(first: PackingManifest, second: PackingManifest) -> Iterator[Difference]:
+def _settings(first: PackingManifest, second: PackingManifest) -> Iterator[tuple[str, ...]]:
     pairs = [(name, getattr(first, name), getattr(second, name)) for name in _SETTINGS]
     pairs += [(name, _of_sources(first, name), _of_sources(second, name)) for name in _OF_SOURCES]
     names = dict.fromkeys([*first.encoder, *second.encoder])
@@ -129,7 +103,7 @@ def _settings(first: PackingManifest, second: PackingManifest) -> Iterator[Diffe
         ]
     for name, before, after in pairs:
         if before != after:
-            yield Difference(name, *(_shown(name, value) for value in (before, after)))
+            yield name, _shown(name, before), _shown(name, after)
 
 
 def _of_sources(manifest: PackingManifest, name: str) -> str:

@@ -18,16 +18,13 @@ import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import visible
-from energon_packed.inspection.blend import BlendSplit
-from energon_packed.inspection.compare import Comparison
 from energon_packed.inspection.report_data import MOST_SHOWN, ReportData, facts, splits, warnings
-from energon_packed.inspection.tokens import KINDS, MappedPack
+from energon_packed.inspection.tokens import KINDS
+from energon_packed.inspection.view import PackView
 from energon_packed.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
-
-    from energon_packed.inspection.steps import ExpectedSteps  # needs Energon
 
 Edges = npt.NDArray[np.float64]
 """Edges of the bins of a histogram, float64 (bins + 1,)."""
@@ -56,32 +53,23 @@ def page_environment(base: str | None) -> "Environment":
         # comes from the templates and stays as it is.
         finalize=lambda value: visible(value) if type(value) is str else value,
     )
-    environment.globals |= {"row_height": _ROW, "base": base, "linked": base is not None}
+    environment.globals |= {"row_height": _ROW, "base": base, "linked": base is not None, "map_paths": map_paths}
     environment.filters["number"] = _number
     environment.filters["each"] = lambda items, *columns: [[_cell(item, name) for name in columns] for item in items]
     environment.filters["percent"] = partial(_number, form=".2%")
-    # Keys and ids come from the dataset: all of their characters but letters, digits and `_.-~` are escaped in a link.
-    environment.filters["quoted"] = partial(quote, safe="", errors="surrogateescape")
+    environment.filters["quoted"] = quoted
     return environment
 
 
-def render_report(
-    title: str,
-    data: ReportData | None,
-    blend: Sequence[BlendSplit] = (),
-    steps: tuple[Sequence["ExpectedSteps"], Sequence[str]] = ((), ()),
-    comparison: Comparison | None = None,
-    view: str | None = None,
-) -> str:
+def render_report(title: str, data: ReportData | None = None, *, view: str | None = None, **values: Any) -> str:
     """Render the HTML page.
 
     Args:
         title: page heading.
         data: data of a dataset, or None for a Metadataset or a comparison.
-        blend: splits of a Metadataset.
-        steps: result of `steps_of_ranks`.
-        comparison: differences of two datasets.
         view: as `base` of `page_environment`.
+        values: `blend` (splits of a Metadataset), `steps` (result of `steps_of_ranks`), or `comparison` and `names`
+            (differences of two datasets and their paths).
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -92,19 +80,16 @@ def render_report(
         raise ConfigError("reports require matplotlib. Run pip install 'energon-packed[report]'.") from error
     environment = page_environment(view)
     script, policy = script_and_policy(environment)
-    variables = {} if data is None else _dataset_variables(data)
-    return environment.get_template("report.html.j2").render(
-        title=title,
-        data=data,
-        blend=blend,
-        steps=steps,
-        comparison=comparison,
-        hrefs=(),
-        policy=policy,
-        script=script,
-        version=__version__,
-        **variables,
-    )
+    functions = {"charts": _charts, "facts": facts, "splits": splits, "warnings": warnings, "most_shown": MOST_SHOWN}
+    parts = {"compare": "comparison" in values, "blend": "blend" in values, "dataset": data is not None}
+    values["parts"] = parts | {"steps": any(values.get("steps", ()))}
+    page = {"title": title, "data": data, "hrefs": (), "policy": policy, "script": script, "version": __version__}
+    return environment.get_template("report.html.j2").render(functions | page | values)
+
+
+def quoted(name: str) -> str:
+    """Escape a key or an id of the dataset for a link: all characters but letters, digits and `_.-~`."""
+    return quote(name, safe="", errors="surrogateescape")
 
 
 def _cell(item: Any, column: str) -> Any:
@@ -127,19 +112,6 @@ def script_and_policy(environment: "Environment") -> tuple[str, str]:
     return script, (
         f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     )
-
-
-def _dataset_variables(data: ReportData) -> dict[str, object]:
-    """Variables of the template `dataset.html.j2` besides `data`."""
-    return {
-        "charts": list(_charts(data)),
-        "facts": list(facts(data)),
-        "splits": splits(data.manifest),
-        "warnings": list(warnings(data)),
-        "kinds": data.token_kinds,
-        "most_shown": MOST_SHOWN,
-        "map_paths": map_paths(data.mapped, data.manifest.seq_len),
-    }
 
 
 def _charts(data: ReportData) -> Iterator[tuple[str, str]]:
@@ -190,20 +162,21 @@ def _zoomed(used: Sequence[float]) -> tuple[list[float], int]:
     return inside, len(used) - len(inside)
 
 
-def map_paths(mapped: Sequence[MappedPack], seq_len: int) -> dict[str, str]:
+def map_paths(mapped: Sequence[PackView], seq_len: int) -> dict[str, str]:
     """Draw the rows of the map as SVG paths: one path for each kind of token, or of sample if kinds are unknown.
 
     A token is one unit wide, and a row is `_ROW` units high.
     """
     # A rectangle for each run would make the page many times larger.
     paths: dict[str, list[str]] = {"free": []}
-    known = any(segment.runs for pack in mapped for segment in pack.segments)
+    known = any(sample.runs for pack in mapped for sample in pack.samples)
     paths |= {name: [] for name in (KINDS if known else ("text", "image", "video", "audio"))}
     for row, pack in enumerate(mapped):
         runs = [("free", 0, seq_len)]
-        for segment in pack.segments:
-            whole = "unknown" if known else segment.media
-            runs += segment.runs or [(whole, segment.start, segment.length)]
+        for sample in pack.samples:
+            whole = "unknown" if known else sample.kind
+            own = sample.runs or [(whole, 0, sample.length or 0)]
+            runs += [(kind, (sample.start or 0) + first, count) for kind, first, count in own]
         for name, start, length in runs:
             shape = f"M{start} {row * _ROW}h{length}v{_ROW - 1}h-{length}z"
             paths.setdefault(name, []).append(shape)
@@ -229,10 +202,7 @@ def log_integer_bins(values: Sequence[int] | npt.NDArray[np.integer[Any]], limit
 
 def even_bins(values: Sequence[float], count: int = 40) -> Edges:
     """Divide the range of the values into `count` equal bins; equal values result in one bin around them."""
-    low, high = min(values), max(values)
-    if low == high:
-        return np.array([low - 0.5, high + 0.5])
-    return np.linspace(low, high, count + 1)
+    return np.histogram_bin_edges(values, 1 if min(values) == max(values) else count)
 
 
 def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: str, *, log: bool = False) -> str:

@@ -1,15 +1,16 @@
 """Gather the data of a report from a dataset, and describe it in words.
 
-Input: a PackedFolder and its encoder. Output of `gather`: ReportData, with the counts of every shard and the contents
+Input: a PackedFolder and its encoder. Output: ReportData, with the counts of every shard and the contents
 of a random sample of the packs. `facts`, `splits` and `warnings` turn it into settings, a table and sentences.
 """
 
 import base64
 import io
+import math
 import re
 import wave
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,20 +21,21 @@ from PIL import Image
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.encoding.audio.audio_file import Samples, decode_audio, read_audio_info
-from energon_packed.encoding.vision.images import load_image, read_header
+from energon_packed.encoding.vision.images import load_image
 from energon_packed.encoding.vision.media import video_frames
 from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.tokens import KINDS, MappedPack, map_pack
-from energon_packed.inspection.view import AudioView, PackView, VideoView, view_pack
+from energon_packed.inspection.tokens import KINDS
+from energon_packed.inspection.view import AudioView, PackView, ShownFile, VideoView, view_pack
 from energon_packed.pipeline.chunks import WEIGHTED
 from energon_packed.pipeline.rejects import MOST_DETAIL
 from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.records import AudioClip, FrameSelection, MediaReference, VideoReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest
+from energon_packed.shards.manifest import ShardEntry
 from energon_packed.shards.reader import ShardReader
 
 # Limits on what is read and shown: the time and size of a report do not grow with the dataset. The page shows how many
@@ -43,14 +45,13 @@ _MAX_COUNTED = 1_000  # packs whose lengths are read if no lengths are recorded,
 _MAX_MAPPED = 120  # packs in the packing map, whose tokens are counted by kind
 _MAX_SHOWN = 40  # packs in the gallery
 _MAX_WORST = 10  # packs in the list of least utilized packs
-_MAX_IMAGES = 1_000  # images whose size is read, from at most `_MAX_MAPPED` packs
 MOST_SHOWN = {"video": 2, "audio": 4}
 """Files of a pack in the gallery that are decoded, by kind: decoding is slower than all else."""
 _MAX_PLAYED = 1 << 18  # bytes of an audio file in the page
 _MAX_DRAWN = 600  # seconds of an audio file that are decoded for the page, from its start
 _PLAYED_RATE = 16_000  # highest rate of audio that is converted for the page, which is enough for speech
 _PEAKS = 240  # bars of a waveform
-_HEIGHT = 32  # of a waveform, in units of the SVG
+_HEIGHT = 32  # of a waveform, in units of the SVG; both as in the template
 # Type of a data URL by the containers and codecs of FFmpeg that Chromium, Firefox and Safari play.
 _PLAYABLE = {
     ("wav", "pcm_u8"): "wav",
@@ -81,14 +82,12 @@ class PackSize:
     """Lengths and image counts of one pack.
 
     Attributes:
-        index: index of the pack in the dataset.
         key: key of its members in the tar.
         shard: file name of its tar.
         lengths: number of tokens of each sample.
         images: number of images of each sample.
     """
 
-    index: int
     key: str
     shard: str
     lengths: Sequence[int]
@@ -100,55 +99,6 @@ class PackSize:
         return sum(self.lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownFile:
-    """Content of an image, video or audio file, for a page.
-
-    Attributes:
-        url: URL of the file; "" if it is not shown, such as audio that is too long.
-        frames: (time in seconds, URL) of some selected frames of a video.
-        wave: path of the waveform of audio, in `box`; "" if the audio is not decoded.
-        problem: why it cannot be decoded, or None.
-        tokens: number of tokens of an image, if it is known.
-    """
-
-    url: str = ""
-    frames: Sequence[tuple[float, str]] = ()
-    wave: str = ""
-    problem: str | None = None
-    tokens: int | None = None
-
-    @property
-    def box(self) -> str:
-        """`viewBox` of the waveform."""
-        return f"0 0 {_PEAKS} {_HEIGHT}"
-
-
-@dataclass(frozen=True, slots=True)
-class ShownPack:
-    """One pack of the gallery, or of the page of `view`.
-
-    Attributes:
-        view: its samples.
-        files: content of their images, videos and audio files, by name, as far as it is shown.
-    """
-
-    view: PackView
-    files: Mapping[str, ShownFile]
-
-    @classmethod
-    def of(cls, view: PackView, show: Callable[[str, int, int, Any], ShownFile | None]) -> "ShownPack":
-        """Show the files of a pack by `show`: kind, indices of sample and file, and view of the file -> content."""
-        files = {
-            file.name: shown
-            for index, sample in enumerate(view.samples)
-            for kind, number, file in sample.media
-            if file.problem is None and (shown := show(kind, index, number, file)) is not None
-        }
-        return cls(view, files)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReportData:
     """Content of the page of a dataset.
 
@@ -161,26 +111,56 @@ class ReportData:
         measured: packs that were read for the distributions.
         mapped: packs of the map.
         shown: packs of the gallery.
-        image_sizes: (width, height) in pixels of the images that were read.
-        bad_images: number of images whose size cannot be read.
+        image_sizes: (width, height) in pixels of the images in the packs of the map.
+        bad_images: number of these images whose size cannot be read.
         not_encoded: why there is no encoder, or an empty string.
         wrong_shards: names of shards whose size differs from packing.json.
         rejects: (reason, count, examples), most frequent first.
     """
 
-    path: Path
-    manifest: PackingManifest
-    is_counted: bool
-    encoder: ChatEncoder | None
-    packs: int
-    measured: Sequence[PackSize]
-    mapped: Sequence[MappedPack]
-    shown: Sequence["ShownPack"]
-    image_sizes: Sequence[tuple[int, int]]
-    bad_images: int
-    not_encoded: str
-    wrong_shards: Sequence[str]
-    rejects: Sequence[tuple[str, int, list[Mapping[str, Any]]]]
+    def __init__(
+        self, folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0
+    ) -> None:
+        """Read the data.
+
+        Args:
+            folder: dataset.
+            encoder: encoder of the dataset, which computes the kinds of tokens; None leaves them unknown.
+            not_encoded: why there is no encoder.
+            seed: random seed of the sample of packs.
+
+        Raises:
+            FormatError: a shard is missing or damaged.
+            ConfigError: there is no shard.
+        """
+        self.path, self.encoder, self.not_encoded = folder.path, encoder, not_encoded
+        codec, self.is_counted = folder.codec, folder.manifest is None
+        manifest = folder.manifest or counted_manifest(folder.path, codec)
+        tars = [folder.path / shard.name for shard in manifest.shards]
+        reader = ShardReader(tars)
+        self.packs = len(reader)
+        rng = np.random.default_rng(seed)
+        contents = partial(_counted, encoder=encoder) if self.is_counted else recorded
+        self.measured = [
+            PackSize(key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
+            for pack in _picked(rng, len(reader), _MAX_COUNTED if self.is_counted else _MAX_MEASURED)
+            for key, lengths, images in [contents(reader, pack, codec)]
+        ]
+        # Neither packing.json nor recorded lengths: the longest pack that was read is the width of the map.
+        if not manifest.seq_len:
+            manifest = replace(manifest, seq_len=max((pack.tokens for pack in self.measured), default=0))
+        self.manifest = manifest
+        # The order of the draws is fixed, so that a seed always results in the same page.
+        picked = _picked(rng, len(reader), _MAX_MAPPED)
+        self.mapped = [view_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in picked]
+        shown = _picked(rng, len(picked), _MAX_SHOWN)
+        self.shown = [_shown(reader[picked[place]], self.mapped[place]) for place in shown]
+        images = [image for pack in self.mapped for sample in pack.samples for image in sample.images]
+        self.image_sizes = [(image.width, image.height) for image in images if image.problem is None]
+        self.bad_images = len(images) - len(self.image_sizes)
+        pairs = zip(manifest.shards, tars, strict=True)
+        self.wrong_shards = [shard.name for shard, tar in pairs if tar.stat().st_size != shard.bytes]
+        self.rejects = list(_rejects(folder.path.parent / "rejects.jsonl", manifest))
 
     @property
     def is_packed(self) -> bool:
@@ -197,67 +177,18 @@ class ReportData:
         """Number of tokens of each kind in the packs of the map; empty without an encoder."""
         if self.encoder is None:
             return {}
-        counts = [segment.tokens for pack in self.mapped for segment in pack.segments if segment.tokens]
+        counts = [sample.tokens for pack in self.mapped for sample in pack.samples if sample.runs]
         return {kind: sum(tokens[kind] for tokens in counts) for kind in KINDS}
 
     @property
     def audios(self) -> Sequence[AudioClip]:
         """Samples of each audio file in the packs of the map."""
-        return [clip for pack in self.mapped for segment in pack.segments for clip in segment.audios]
+        return [audio.clip for pack in self.mapped for sample in pack.samples for audio in sample.audios]
 
     @property
     def videos(self) -> Sequence[FrameSelection]:
         """Selected frames of each video in the packs of the map."""
-        return [frames for pack in self.mapped for segment in pack.segments for frames in segment.videos]
-
-
-def gather(folder: PackedFolder, encoder: ChatEncoder | None, *, not_encoded: str = "", seed: int = 0) -> ReportData:
-    """Read the data of a report.
-
-    Args:
-        folder: dataset.
-        encoder: encoder of the dataset, which computes the kinds of tokens; None leaves them unknown.
-        not_encoded: why there is no encoder.
-        seed: random seed of the sample of packs.
-
-    Raises:
-        FormatError: a shard is missing or damaged.
-        ConfigError: there is no shard.
-    """
-    codec, is_counted = folder.codec, folder.manifest is None
-    manifest = folder.manifest or counted_manifest(folder.path, codec)
-    tars = [folder.path / shard.name for shard in manifest.shards]
-    reader = ShardReader(tars)
-    rng = np.random.default_rng(seed)
-    contents = partial(_counted, encoder=encoder) if is_counted else recorded
-    measured = [
-        PackSize(pack, key, reader.tars[reader.locate(pack)[0]].name, lengths, images)
-        for pack in _picked(rng, len(reader), _MAX_COUNTED if is_counted else _MAX_MEASURED)
-        for key, lengths, images in [contents(reader, pack, codec)]
-    ]
-    # Neither packing.json nor recorded lengths: the longest pack that was read is the width of the map.
-    if not manifest.seq_len:
-        manifest = replace(manifest, seq_len=max((pack.tokens for pack in measured), default=0))
-    # The order of the draws is fixed, so that a seed always results in the same page.
-    mapped = _picked(rng, len(reader), _MAX_MAPPED)
-    shown = _picked(rng, len(reader), _MAX_SHOWN)
-    with_images = [pack.index for pack in measured if any(pack.images)]
-    sizes, bad_images = _image_sizes(reader, rng.permutation(with_images)[:_MAX_MAPPED].tolist())
-    return ReportData(
-        path=folder.path,
-        manifest=manifest,
-        is_counted=is_counted,
-        encoder=encoder,
-        packs=len(reader),
-        measured=measured,
-        mapped=[map_pack(reader[pack], codec, encoder, multiple=manifest.pad_multiple) for pack in mapped],
-        shown=[_shown(reader[pack], codec, encoder) for pack in shown],
-        image_sizes=sizes,
-        bad_images=bad_images,
-        not_encoded=not_encoded,
-        wrong_shards=[s.name for s, tar in zip(manifest.shards, tars, strict=True) if tar.stat().st_size != s.bytes],
-        rejects=list(_rejects(folder.path.parent / "rejects.jsonl", manifest)),
-    )
+        return [video.selection for pack in self.mapped for sample in pack.samples for video in sample.videos]
 
 
 def _picked(rng: np.random.Generator, count: int, limit: int) -> list[int]:
@@ -295,27 +226,7 @@ def _counted(
     return raw["__key__"], [max(0, length or 0) for length in lengths], [len(sample.images) for sample in samples]
 
 
-def _image_sizes(reader: ShardReader, packs: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
-    """Read (width, height) of at most `_MAX_IMAGES` images of these packs, and count unreadable images."""
-    sizes: list[tuple[int, int]] = []
-    bad = 0
-    for pack in packs:
-        for name, content in complete_parts(reader[pack], set()).items():
-            if len(sizes) + bad == _MAX_IMAGES:
-                return sizes, bad
-            if _IMAGE.fullmatch(name) is None:
-                continue
-            try:
-                # Only the header is decoded: images that fail later are found by `verify`.
-                header = read_header(MediaReference(data=content, name=name))
-                sizes.append((header.width, header.height))
-            except RecordError:
-                bad += 1
-    return sizes, bad
-
-
-def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) -> ShownPack:
-    view = view_pack(raw, codec, encoder)
+def _shown(raw: Mapping[str, Any], view: PackView) -> PackView:
     raw = complete_parts(raw, set())  # missing files are shown as missing
     counts: Counter[str] = Counter()
 
@@ -326,11 +237,13 @@ def _shown(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None) ->
         try:
             if kind == "video":
                 return _strip(raw, file)
-            return _player(raw[file.name], file) if kind == "audio" else _thumbnail(raw[file.name])
+            if kind == "audio":
+                return _player(raw[file.name], file)
+            return ShownFile(url=_as_url(load_image(MediaReference(data=raw[file.name])), _THUMBNAIL))
         except EnergonPackedError as error:  # damaged, or PyAV is not installed
             return ShownFile(problem=error.detail if isinstance(error, RecordError) else str(error))
 
-    return ShownPack.of(view, show)
+    return view.with_files(show)
 
 
 def _player(data: bytes, audio: AudioView) -> ShownFile:
@@ -344,7 +257,7 @@ def _player(data: bytes, audio: AudioView) -> ShownFile:
 
 def is_short(audio: AudioView) -> bool:
     """Whether the audio is decoded: the memory and time of a page do not grow with a file of many hours."""
-    return audio.start + audio.seconds <= _MAX_DRAWN
+    return (audio.clip.start + audio.clip.samples) / audio.clip.rate <= _MAX_DRAWN
 
 
 def playable(data: bytes, audio: AudioView, most: int) -> tuple[bytes, str, Samples]:
@@ -355,9 +268,8 @@ def playable(data: bytes, audio: AudioView, most: int) -> tuple[bytes, str, Samp
     Raises:
         EnergonPackedError: the file is damaged, or PyAV is not installed.
     """
-    start, samples, total = (round(value * audio.rate) for value in (audio.start, audio.seconds, audio.total_seconds))
-    clip = AudioClip(rate=audio.rate, start=start, samples=samples, total=total)
-    file, rate = MediaReference(data=data, name=audio.name), min(audio.rate, _PLAYED_RATE)
+    clip, rate = audio.clip, min(audio.clip.rate, _PLAYED_RATE)
+    file = MediaReference(data=data, name=audio.name)
     info = read_audio_info(file)
     decoded = decode_audio(file, clip, rate)
     kind = _PLAYABLE.get((info.container, info.codec)) if clip.is_whole and len(data) <= most else None
@@ -384,23 +296,19 @@ def _wave(samples: Samples) -> str:
     return "".join(f"M{x:.4g} {top:.1f}h{width:.4g}v{bottom - top + 0.5:.1f}h-{width:.4g}z" for x, top, bottom in bars)
 
 
-def _thumbnail(data: bytes) -> ShownFile:
-    return ShownFile(url=_as_url(load_image(MediaReference(data=data)), _THUMBNAIL))
-
-
 def _strip(raw: Mapping[str, Any], video: VideoView) -> ShownFile:
     """Decode some of the selected frames of a video."""
-    places = shown_frames(video)
+    places, times = shown_frames(video), video.selection.timestamps
     images = [_as_url(frame, _FRAME) for frame in decoded_frames(raw, video, places)]
-    return ShownFile(frames=[(video.timestamps[place], url) for place, url in zip(places, images, strict=True)])
+    return ShownFile(frames=[(times[place], url) for place, url in zip(places, images, strict=True)])
 
 
 def shown_frames(video: VideoView) -> list[int]:
     """Return the places of the frames that are shown, among the selected frames of a video."""
-    count = len(video.frames)
+    count = len(video.selection.indices)
     # Equal frames, which fill a temporal patch, are shown once.
     places = [step * count // _MAX_FRAMES for step in range(_MAX_FRAMES)]
-    return sorted({video.frames[place]: place for place in places}.values())
+    return sorted({video.selection.indices[place]: place for place in places}.values())
 
 
 def decoded_frames(raw: Mapping[str, Any], video: VideoView, places: Sequence[int]) -> Iterator[Image.Image]:
@@ -414,13 +322,9 @@ def decoded_frames(raw: Mapping[str, Any], video: VideoView, places: Sequence[in
     Raises:
         EnergonPackedError: the video is damaged, or PyAV is not installed.
     """
-    frames = FrameSelection(
-        indices=tuple(video.frames[i] for i in places),
-        timestamps=tuple(video.timestamps[i] for i in places),
-        fps=video.fps,
-        num_frames=video.num_frames,
-        height=video.height,
-        width=video.width,
+    indices, times = video.selection.indices, video.selection.timestamps
+    frames = replace(
+        video.selection, indices=tuple(indices[i] for i in places), timestamps=tuple(times[i] for i in places)
     )
     names = video.names if video.is_file else [video.names[i] for i in places]
     files = tuple(MediaReference(data=raw[name], name=name) for name in names)
@@ -453,18 +357,6 @@ def _rejects(file: Path, manifest: PackingManifest) -> Iterator[tuple[str, int, 
         yield reason, count, examples[reason]
 
 
-@dataclass(frozen=True, slots=True)
-class SplitRow:
-    """Requested share and actual counts of a split; `requested` is None if it is not recorded."""
-
-    name: str
-    requested: float | None
-    shards: int
-    packs: int
-    samples: int
-    tokens: int
-
-
 def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     """Describe the settings and measures that are not plain counts: (name, value)."""
     m = data.manifest
@@ -476,7 +368,8 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     if data.audios:
         yield "audio files", _audio_facts(data.audios)
     if not data.is_counted:
-        yield "tokenizer", _tokenizer(m)
+        named = m.encoder.get("tokenizer") or m.encoder.get("processor_class") or "unknown"
+        yield "tokenizer", f"{named} (fingerprint {m.tokenizer_fingerprint[:_DIGITS] or 'none'})"
     if not data.is_counted or data.encoder is not None:
         yield "chat template", _template(data)
         yield "image settings", _vision(data)
@@ -507,14 +400,10 @@ def facts(data: ReportData) -> Iterator[tuple[str, str]]:
     yield "input fingerprint", m.input_fingerprint[:_DIGITS] or "none"
 
 
-def splits(manifest: PackingManifest) -> list[SplitRow]:
-    """List every split that was requested or has a shard."""
-    rows = []
-    for name in dict.fromkeys([*manifest.split, *(shard.split for shard in manifest.shards)]):
-        shards = [shard for shard in manifest.shards if shard.split == name]
-        counts = [sum(getattr(shard, count) for shard in shards) for count in ("packs", "samples", "tokens")]
-        rows.append(SplitRow(name, manifest.split.get(name), len(shards), *counts))
-    return rows
+def splits(manifest: PackingManifest) -> dict[str, list[ShardEntry]]:
+    """Shards of every split that was requested or has a shard."""
+    names = dict.fromkeys([*manifest.split, *(shard.split for shard in manifest.shards)])
+    return {name: [shard for shard in manifest.shards if shard.split == name] for name in names}
 
 
 def warnings(data: ReportData) -> Iterator[str]:
@@ -526,10 +415,10 @@ def warnings(data: ReportData) -> Iterator[str]:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count, _ in data.rejects)
         share = _percent(rejected, m.records)
         yield f"{rejected:,} of {m.records:,} records ({share}) were rejected: {reasons}"
-    for row in splits(m):
+    for name, shards in splits(m).items():
         # A split with share 0 has no packs on purpose.
-        if not row.packs and row.requested != 0:
-            yield f"split {row.name} has no pack; its share is {row.requested or 0:g} of {m.packs:,} packs"
+        if not sum(shard.packs for shard in shards) and m.split.get(name) != 0:
+            yield f"split {name} has no pack; its share is {m.split.get(name, 0):g} of {m.packs:,} packs"
     yield from _about_tokens(data)
     if m.unused_fields:
         yield f"not used: {_named(list(m.unused_fields), 'field')} of the records; see Fields not used"
@@ -543,11 +432,11 @@ def warnings(data: ReportData) -> Iterator[str]:
     if data.bad_images:
         total = data.bad_images + len(data.image_sizes)
         yield f"{data.bad_images:,} of {total:,} images that were read are damaged"
-    samples = [(pack, sample) for pack in data.shown for sample in pack.view.samples]
+    samples = [(pack, sample) for pack in data.shown for sample in pack.samples]
     for noun, used in (("video", "shown"), ("audio file", "played")):
         read = [(pack, file) for pack, sample in samples for kind, _, file in sample.media if noun.startswith(kind)]
         problems = [
-            f"{file.name} of {pack.view.key}: {problem}"
+            f"{file.name} of {pack.key}: {problem}"
             for pack, file in read
             if (problem := file.problem or pack.files.get(file.name, ShownFile()).problem) is not None
         ]
@@ -558,10 +447,10 @@ def warnings(data: ReportData) -> Iterator[str]:
 
 
 def _about_tokens(data: ReportData) -> Iterator[str]:
-    problems = [(s, pack.key) for pack in data.mapped for s in pack.segments if s.problem is not None]
+    problems = [(sample, pack.key) for pack in data.mapped for sample in pack.samples if sample.problem is not None]
     if problems:
-        segment, key = problems[0]
-        example = f"{segment.id} in {key}: {segment.problem}"
+        sample, key = problems[0]
+        example = f"{sample.id} in {key}: {sample.problem}"
         yield f"{len(problems):,} samples in the map cannot be encoded, such as {example}"
     if bare := [pack.key for pack in data.mapped if pack.supervised == 0]:
         yield f"{_named(bare, 'pack')} of the {len(data.mapped):,} in the map have no supervised token"
@@ -581,14 +470,10 @@ def _supervised(data: ReportData) -> str:
 
 
 def _image_size_facts(data: ReportData) -> str:
-    sizes = np.array(data.image_sizes)
-    if not len(sizes):
+    sizes = sorted(data.image_sizes, key=math.prod)  # by area
+    if not sizes:
         return "no size could be read"
-    # Sorted by area; ties keep their order, so that the page does not change between runs.
-    pixels = sizes.prod(axis=1)
-    order = np.argsort(pixels, kind="stable")
-    ranks = {"smallest": 0, "median": len(order) // 2, "largest": -1}
-    chosen = {name: sizes[order[rank]].tolist() for name, rank in ranks.items()}
+    chosen = {"smallest": sizes[0], "median": sizes[len(sizes) // 2], "largest": sizes[-1]}
     listed = ", ".join(f"{name} {width} x {height}" for name, (width, height) in chosen.items())
     return f"{listed} pixels; from {len(sizes):,} of {data.manifest.images:,} images"
 
@@ -601,7 +486,7 @@ def _video_facts(data: ReportData) -> str:
     if not data.videos:
         return listed
     seconds = sorted(frames.num_frames / frames.fps for frames in data.videos if frames.fps)
-    sizes = sorted({(frames.width, frames.height) for frames in data.videos}, key=lambda size: size[0] * size[1])
+    sizes = sorted({(frames.width, frames.height) for frames in data.videos}, key=math.prod)
     (first, last), count = (f"{width} x {height}" for width, height in (sizes[0], sizes[-1])), len(data.videos)
     durations = f"; {seconds[0]:.4g} to {seconds[-1]:.4g} s" if seconds else ""
     return f"{listed}{durations}, {first} to {last} pixels, from {count:,} videos"
@@ -611,11 +496,6 @@ def _audio_facts(clips: Sequence[AudioClip]) -> str:
     seconds, rates = sorted(clip.seconds for clip in clips), sorted({clip.rate for clip in clips})
     listed = f"{rates[0]:,} Hz" if len(rates) == 1 else f"{rates[0]:,} to {rates[-1]:,} Hz"
     return f"{seconds[0]:.4g} to {seconds[-1]:.4g} s, {listed}, from {len(clips):,} audio files"
-
-
-def _tokenizer(m: PackingManifest) -> str:
-    named = m.encoder.get("tokenizer") or m.encoder.get("processor_class") or "unknown"
-    return f"{named} (fingerprint {m.tokenizer_fingerprint[:_DIGITS] or 'none'})"
 
 
 def _template(data: ReportData) -> str:

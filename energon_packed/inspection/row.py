@@ -7,8 +7,9 @@ own styles.
 from collections.abc import Sequence
 
 from energon_packed.encoding import EncodedSample
-from energon_packed.inspection.report import map_paths, page_environment
-from energon_packed.inspection.tokens import MappedPack, segment_of
+from energon_packed.inspection.report import page_environment
+from energon_packed.inspection.tokens import token_runs
+from energon_packed.inspection.view import PackView, SampleView
 
 _MOST = 64  # samples in the table
 
@@ -21,23 +22,24 @@ def row_html(name: str, samples: Sequence[EncodedSample], width: int) -> str:
         samples: samples of the row.
         width: tokens of the row, with padding.
     """
-    segments, at = [], 0
+    views: list[SampleView] = []
+    at = 0
     for sample in samples:
-        segments.append(segment_of(sample, at))
+        runs = token_runs(sample.input_ids, sample.labels, sample)
+        views.append(SampleView(id=sample.id, start=at, length=len(sample), runs=runs))
         at += len(sample)
-    mapped = [MappedPack(key=name, segments=segments)]
+    mapped = [PackView(key=name, samples=views)]
     rows = [
         (
-            "" if sample.id is None else sample.id,
-            segment.start,
-            segment.length,
-            segment.tokens["supervised"],
-            segment.tokens["image"] + segment.tokens["video"] + segment.tokens["audio"],
+            sample.id or "",
+            view.start,
+            view.length,
+            view.tokens["supervised"],
+            sum(view.tokens[kind] for kind in ("image", "video", "audio")),
             " ".join(filter(None, (sample.group, sample.role))),
         )
-        for sample, segment in zip(samples[:_MOST], segments, strict=False)
+        for sample, view in zip(samples[:_MOST], views, strict=False)
     ]
-    return page_environment(None).get_template("row.html.j2").render(
-        name=name, mapped=mapped, rows=rows, width=max(width, at, 1), paths=map_paths(mapped, max(width, at, 1)),
-        samples=len(samples), tokens=at, height=min(180 + 32 * len(rows), 480),
-    )  # fmt: skip
+    values = {"name": name, "mapped": mapped, "rows": rows, "width": max(width, at, 1), "samples": len(samples)}
+    height = min(180 + 32 * len(rows), 480)
+    return page_environment(None).get_template("row.html.j2").render(values, tokens=at, height=height)

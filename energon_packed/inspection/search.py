@@ -1,7 +1,7 @@
 """Find the sample of a record in a packed dataset: an id, or a file and a line, in; FoundRecords out.
 
 `lengths.parquet` has the place of every sample, and `rejects.jsonl` the reason of every rejected record.
-`matching_records` finds the records of a Filter, some at a time.
+`matching_records` finds the records that match `record_tests`, some at a time.
 """
 
 import math
@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,11 +26,7 @@ from energon_packed.pipeline.run_reports import length_row, open_lengths, read_l
 from energon_packed.sources import JsonlSource
 
 _COLUMNS = ["source", "row", "line", "id", "length", "status", "pack", "sample", "shard"]
-_MEDIA = {
-    "image": "num_images",
-    "video": "num_videos",
-    "audio": "num_audios",
-}  # columns; the last two if there are any
+_MEDIA = {kind: f"num_{kind}s" for kind in ("image", "video", "audio")}  # columns; the last two if there are any
 T = TypeVar("T")
 _MAX_NAMES = 5  # inputs named in a message
 
@@ -78,65 +74,49 @@ class FoundRecord:
     @property
     def place(self) -> str:
         """Place of the record in its file: `data.jsonl line 18 (row 17)`."""
-        return (
-            f"{self.source} row {self.row}"
-            if self.line is None
-            else f"{self.source} line {self.line} (row {self.row})"
-        )
+        number = f"row {self.row}" if self.line is None else f"line {self.line} (row {self.row})"
+        return f"{self.source} {number}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Filter:
-    """What records must have.
+Test = tuple[Sequence[str], Callable[..., Any]]
+"""Names of columns, and a function of these columns: whether each row matches, a boolean array; null is false."""
 
-    Attributes:
+
+def record_tests(
+    *,
+    ident: str = "",
+    status: str = "",
+    media: str = "",
+    shortest: int | None = None,
+    longest: int | None = None,
+    file: str = "",
+    line: int | None = None,
+    shards: Sequence[str] | None = None,
+) -> list[Test]:
+    """Return what records must have as tests of the rows of lengths.parquet.
+
+    Args:
         ident: part of the id; "" for any.
         status: status in lengths.parquet; "" for any.
-        media: `text`, `image`, `video` or `audio`; "" for any.
+        media: `text`, `image`, `video` or `audio`; anything else for any.
         shortest, longest: first and last length in tokens; None for any.
         file: part of the path of the input file; "" for any.
         line: line of the file, from 1, or its row if records are not lines; None for any.
         shards: file names of the tars; None for any, and for records in no pack.
     """
-
-    ident: str = ""
-    status: str = ""
-    media: str = ""
-    shortest: int | None = None
-    longest: int | None = None
-    file: str = ""
-    line: int | None = None
-    shards: Sequence[str] | None = None
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns that `mask` needs, besides the columns of media, which a table may lack."""
-        given = {"id": self.ident, "status": self.status, "length": (self.shortest, self.longest) != (None, None)}
-        given |= {"source": self.file, "line": self.line is not None, "row": self.line is not None}
-        return [name for name, value in (given | {"shard": self.shards is not None}).items() if value]
-
-    def mask(self, rows: Any) -> Any:
-        """Whether each row of a record batch matches, a boolean array; null is false."""
-        tests = [pc.match_substring(rows["id"], self.ident)] if self.ident else []
-        if self.status:
-            tests.append(pc.equal(rows["status"].cast(pa.string()), self.status))
-        if self.file:
-            tests.append(pc.match_substring(rows["source"].cast(pa.string()), self.file))
-        if self.line is not None:
-            tests.append(pc.equal(pc.coalesce(rows["line"], rows["row"]), self.line))
-        if self.shards is not None:
-            tests.append(pc.is_in(rows["shard"].cast(pa.string()), pa.array(self.shards, pa.string())))
-        if self.shortest is not None:
-            tests.append(pc.greater_equal(rows["length"], self.shortest))
-        if self.longest is not None:
-            tests.append(pc.less_equal(rows["length"], self.longest))
-        if self.media == "text":
-            counts = [pc.greater(rows[name], 0) for name in _MEDIA.values() if name in rows.schema.names]
-            tests += [pc.invert(count) for count in counts]
-        elif self.media:
-            has = _MEDIA[self.media] in rows.schema.names
-            tests.append(pc.greater(rows[_MEDIA[self.media]], 0) if has else pa.nulls(len(rows), pa.bool_()))
-        return reduce(pc.and_, tests, pa.array(np.ones(len(rows), dtype=bool)))
+    names = _MEDIA.values() if media == "text" else [_MEDIA.get(media, "")]
+    tests: list[tuple[Any, Sequence[str], Callable[..., Any]]] = [
+        (ident, ["id"], lambda ids: pc.match_substring(ids, ident)),
+        (status, ["status"], lambda values: pc.equal(values, status)),
+        (file, ["source"], lambda files: pc.match_substring(files, file)),
+        (line is not None, ["line", "row"], lambda lines, rows: pc.equal(pc.coalesce(lines, rows), line)),
+        (shards is not None, ["shard"], lambda tars: pc.is_in(tars, pa.array(shards, pa.string()))),
+        (shortest is not None, ["length"], lambda lengths: pc.greater_equal(lengths, shortest)),
+        (longest is not None, ["length"], lambda lengths: pc.less_equal(lengths, longest)),
+        (media == "text", [*names], lambda *counts: pc.less_equal(pc.max_element_wise(*counts), 0)),
+        (media in _MEDIA, [*names], lambda counts: pc.greater(counts, 0)),
+    ]
+    return [(columns, test) for is_wanted, columns, test in tests if is_wanted]
 
 
 def first_found(
@@ -161,13 +141,13 @@ def first_found(
 
 
 def matching_records(
-    table: Path, wanted: Filter, *, start: int, limit: int, seconds: float = math.inf
+    table: Path, tests: Sequence[Test], *, start: int, limit: int, seconds: float = math.inf
 ) -> tuple[list[FoundRecord], int | None, int]:
     """Find the first records from a row of lengths.parquet that match.
 
     Args:
         table: lengths.parquet.
-        wanted: the filter.
+        tests: result of `record_tests`.
         start: index of the first row in the table.
         limit, seconds: as of `first_found`.
 
@@ -179,18 +159,16 @@ def matching_records(
         FormatError: it cannot be read, or has no places.
     """
     with open_lengths(table) as file:
-        media = [name for name in _MEDIA.values() if wanted.media and name in file.schema_arrow.names]
-        steps = _matching(file, [*(wanted.columns or ["id"]), *media], wanted.mask, start)
-        return *first_found(steps, start, limit, seconds), file.metadata.num_rows
+        return *first_found(_matching(file, tests, start), start, limit, seconds), file.metadata.num_rows
 
 
-def _matching(
-    file: Any, columns: Sequence[str], mask: Callable[[Any], Any], start: int = 0
-) -> Iterator[tuple[int, FoundRecord | None]]:
-    """Yield the row and the record of each row from `start` for which `mask(rows)` is true, as `first_found` needs.
+def _matching(file: Any, tests: Sequence[Test], start: int = 0) -> Iterator[tuple[int, FoundRecord | None]]:
+    """Yield the row and the record of each row from `start` that all tests match, as `first_found` needs.
 
-    These columns are read by row groups, and the others only where a row matches.
+    The columns of the tests are read by row groups, and the others only where a row matches.
     """
+    names = dict.fromkeys(name for own, _ in tests for name in own) or ["id"]
+    columns = [name for name in names if name in file.schema_arrow.names or name not in _MEDIA.values()]
     first = 0
     for group in range(file.num_row_groups):
         if first + file.metadata.row_group(group).num_rows <= start:
@@ -199,12 +177,20 @@ def _matching(
         whole = enumerate(read_lengths(file, _COLUMNS, group))
         for number, rows in enumerate(read_lengths(file, columns, group)):
             yield max(first, start), None
-            matched = pc.indices_nonzero(pc.fill_null(mask(rows), False)).to_numpy()
+            masks = [test(*[_column(rows, name) for name in own]) for own, test in tests]
+            mask = reduce(pc.and_, masks, pa.array(np.ones(len(rows), dtype=bool)))
+            matched = pc.indices_nonzero(pc.fill_null(mask, False)).to_numpy()
             if len(matched := matched[matched + first >= start]):
                 complete = next(batch for place, batch in whole if place == number)
                 for row, values in zip(matched.tolist(), complete.take(pa.array(matched)).to_pylist(), strict=True):
                     yield first + row, FoundRecord(**length_row(values))
             first += len(rows)
+
+
+def _column(rows: Any, name: str) -> Any:
+    if name not in rows.schema.names:  # a table of records without videos or audio
+        return pa.nulls(len(rows), pa.int64())
+    return rows[name].dictionary_decode() if pa.types.is_dictionary(rows[name].type) else rows[name]
 
 
 def find_records(
@@ -230,10 +216,12 @@ def find_records(
             if location is not None:
                 found = _at_location(file, location)
             else:
-                found = _records(file, ["id"], lambda rows: pc.equal(rows["id"], ident))
-            if split := [partial(_is_at, "row", each.source, each.row) for each in found if each.status == SPLIT]:
+                found = _records(file, (["id"], lambda ids: pc.equal(ids, ident)))
+            if split := [each for each in found if each.status == SPLIT]:
                 # Their fragments, in one pass for all of them.
-                rows = _records(file, ["source", "row"], lambda rows: reduce(pc.or_, [own(rows) for own in split]))
+                rows = _records(
+                    file, (["source", "row"], lambda *rows: reduce(pc.or_, [_is_at(each, *rows) for each in split]))
+                )
                 found += [record for record in rows if record not in found]
     except FileNotFoundError as error:
         raise ConfigError(
@@ -248,14 +236,12 @@ def find_records(
     return packed
 
 
-def _records(file: Any, columns: Sequence[str], mask: Callable[[Any], Any]) -> list[FoundRecord]:
-    return [record for _, record in _matching(file, columns, mask) if record is not None]
+def _records(file: Any, *tests: Test) -> list[FoundRecord]:
+    return [record for _, record in _matching(file, tests) if record is not None]
 
 
-def _is_at(column: str, source: str, number: int, rows: Any) -> Any:
-    """Whether each row is of this source, with this number in the column `row`, or in `line` of files with lines."""
-    place = rows["row"] if column == "row" else pc.coalesce(rows["line"], rows["row"])
-    return pc.and_(pc.equal(rows["source"].cast(pa.string()), source), pc.equal(place, number))
+def _is_at(record: FoundRecord, sources: Any, rows: Any) -> Any:
+    return pc.and_(pc.equal(sources, record.source), pc.equal(rows, record.row))
 
 
 def _at_location(file: Any, location: str) -> list[FoundRecord]:
@@ -268,7 +254,7 @@ def _at_location(file: Any, location: str) -> list[FoundRecord]:
         )
     source = _source_of(file, path)
     # The lines of a file are known for all of its records, or for none.
-    found = _records(file, ["source", "line", "row"], partial(_is_at, "line", source, int(number)))
+    found = _records(file, (["source"], lambda files: pc.equal(files, source)), *record_tests(line=int(number)))
     if not found:
         raise ConfigError(
             f"`location` must be the place of a record, got {location}. The line is blank, or after the "

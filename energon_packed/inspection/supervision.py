@@ -1,4 +1,4 @@
-"""`supervised_turns`: a conversation and its encoder -> a flag per turn, whether it has a target.
+"""`supervised_turns`: a conversation and its tokens -> a flag per turn, whether it has a target.
 
 The flags are computed from the labels that training uses, not from roles, so that reports show what is trained.
 """
@@ -17,35 +17,16 @@ from energon_packed.errors import EnergonPackedError
 from energon_packed.records import Conversation
 
 
-def supervised_turns(
-    encoder: ChatEncoder, conversation: Conversation, truncate: int | None = None
-) -> list[bool] | None:
+def supervised_turns(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSample) -> list[bool]:
     """Whether each turn has a target.
 
     Args:
         encoder: encoder that the sample was packed with.
         conversation: messages, or a document, which counts as a single turn.
-        truncate: tokens that the sample was truncated to, or None.
-
-    Returns:
-        A flag per turn. None for tokens, and for a conversation that cannot be encoded.
+        sample: its tokens, which may be truncated.
     """
-    if conversation.input_ids is not None:
-        return None
-    try:
-        (measured,) = encoder.measure([conversation], keep_tokens=True)
-        sample = measured.sample
-        if sample is None:
-            return None
-        sample = sample if truncate is None else sample.truncated(truncate)
-    except EnergonPackedError:
-        return None
     if conversation.text is not None:
         return [bool(sample.num_supervised)]
-    return _by_turn(encoder, conversation, sample)
-
-
-def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSample) -> list[bool]:
     if conversation.objects is not None and encoder.vision is not None:
         conversation = measure_media(encoder.vision, conversation).spelled or conversation
     escaped = encoder.renderer.escaped(conversation)
@@ -55,12 +36,11 @@ def _by_turn(encoder: ChatEncoder, conversation: Conversation, sample: EncodedSa
     spans = renderer.with_placeholders(turns, escaped).spans or ()
     text = encoder.renderer.render(conversation).text
     targets = _without_runs(sample)
-    flags = []
-    for span in spans:
-        covered = encoder.text_tokenizer.encode([text], [[span]]).covered[: len(targets)]
-        # A truncated sample has fewer targets than the text has tokens; a turn after its end has none.
-        flags.append(bool((covered & targets[: len(covered)]).any()))
-    return flags
+    # The number of its turn is the weight of a token. A truncated sample has fewer targets than the text has tokens.
+    numbers = encoder.text_tokenizer.encode([text], [spans], weights=[[*range(1, len(spans) + 1)]]).weights
+    assert numbers is not None
+    supervised = set(numbers[: len(targets)][targets[: len(numbers)]].tolist())
+    return [number in supervised for number in range(1, len(spans) + 1)]
 
 
 def _turns(renderer: Renderer, conversation: Conversation, text: str) -> list[Span]:

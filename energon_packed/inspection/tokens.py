@@ -1,12 +1,12 @@
 """Classify the tokens of a pack, from its raw parts and the encoder that it was packed with.
 
-`map_pack` returns the position of each sample in its row and the runs of tokens of equal kind (image, video,
-supervised, other), for the packing map of a report. `token_rows` returns every token with text, label and position,
-for `inspect --tokens`. Both use the ids and labels that training uses, never the roles of the turns.
+`token_runs` returns the runs of tokens of equal kind (image, video, supervised, other) of a sample. `token_rows`
+returns every token with text, label and position. Both use the ids and labels that training uses, never the roles of
+the turns.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,90 +16,14 @@ import numpy.typing as npt
 from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Measurement
 from energon_packed.errors import EnergonPackedError
 from energon_packed.formats import Codec, StoredSample, codec_of
-from energon_packed.formats.references import complete_parts
-from energon_packed.records import AudioClip, FrameSelection
-from energon_packed.seqlens import round_up, segment_ids_from_cu_seqlens
+from energon_packed.seqlens import segment_ids_from_cu_seqlens
 
+Ids = npt.NDArray[np.int64]
 KINDS = ("other", "supervised", "image", "video", "audio")
 """Kinds of tokens. Tokens of media are never supervised; timestamps between video tokens are `other`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
-    """One sample of a row.
-
-    Attributes:
-        id: sample id, or None.
-        start: index of its first token in the row.
-        length: number of tokens.
-        media: content of the sample: `text`, `image`, `video` or `audio`.
-        videos: selected frames of each of its videos.
-        audios: samples of each of its audio files.
-        runs: (kind, first token in the row, tokens) of runs of equal kind; empty if the kinds are unknown.
-        tokens: number of tokens of each kind; empty if the kinds are unknown.
-        problem: why the kinds are unknown although an encoder was passed, or None.
-    """
-
-    id: str | None
-    start: int
-    length: int
-    media: str
-    videos: Sequence[FrameSelection] = ()
-    audios: Sequence[AudioClip] = ()
-    runs: Sequence[tuple[str, int, int]] = ()
-    tokens: Mapping[str, int] = field(default_factory=dict)
-    problem: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MappedPack:
-    """One row of the packing map: pack key and samples."""
-
-    key: str
-    segments: Sequence[Segment]
-
-    @property
-    def supervised(self) -> int | None:
-        """Number of supervised tokens; None if the kinds of a sample are unknown."""
-        if not all(segment.tokens for segment in self.segments):
-            return None
-        return sum(segment.tokens["supervised"] for segment in self.segments)
-
-
-def map_pack(raw: Mapping[str, Any], codec: Codec, encoder: ChatEncoder | None, *, multiple: int = 1) -> MappedPack:
-    """Compute the position of each sample of a pack in its row, and the kinds of its tokens.
-
-    Args:
-        raw: parts of the pack.
-        codec: codec of the flavor.
-        encoder: encoder of the dataset; None leaves the kinds unknown.
-        multiple: samples start at multiples of this many tokens, as planned with `pad_multiple`.
-
-    Raises:
-        FormatError: the parts are damaged.
-    """
-    # Media that are missing are empty here.
-    samples = codec.read(complete_parts(raw, set()))
-    # A sample that cannot be encoded stays in the map, with its recorded length and the reason.
-    outcomes = _encoded(samples, encoder) if encoder is not None else [None] * len(samples)
-    segments, start = [], 0
-    for sample, outcome in zip(samples, outcomes, strict=True):
-        segments.append(_segment(sample, outcome, start))
-        # Padding after the last sample belongs to no segment, and is drawn as free space.
-        start += int(round_up(np.array([segments[-1].length]), multiple)[0])
-    return MappedPack(key=str(raw["__key__"]), segments=segments)
-
-
-def supervised_spans(mapped: MappedPack, sample: int) -> list[tuple[int, int]] | None:
-    """Spans [start, stop) of the supervised tokens of a sample, counted from its first token; None if unknown."""
-    segment = mapped.segments[sample]
-    if not segment.tokens:
-        return None
-    starts = [(start - segment.start, length) for kind, start, length in segment.runs if kind == "supervised"]
-    return [(start, start + length) for start, length in starts]
-
-
-def _encoded(samples: Sequence[StoredSample], encoder: ChatEncoder) -> list[EncodedSample | str]:
+def encoded_samples(samples: Sequence[StoredSample], encoder: ChatEncoder) -> list[EncodedSample | str]:
     """Encode each sample without pixels; a string is the reason why a sample cannot be encoded."""
     try:
         # `measure` reads only the headers of images, and returns the same tokens as `encode`.
@@ -122,42 +46,21 @@ def _checked(sample: StoredSample, measured: Measurement) -> EncodedSample | str
     return encoded
 
 
-def _segment(sample: StoredSample, encoded: EncodedSample | str | None, start: int) -> Segment:
-    conversation = sample.conversation
-    segment = Segment(
-        id=conversation.id,
-        start=start,
-        length=sample.length or 0,
-        media=conversation.kind,
-        videos=[video.frames for video in sample.videos],
-        audios=[audio.clip for audio in sample.audios],
-    )
-    if not isinstance(encoded, EncodedSample):
-        return replace(segment, problem=encoded)
-    own = segment_of(encoded, start)
-    return replace(segment, length=own.length, runs=own.runs, tokens=own.tokens)
+def token_runs(input_ids: Ids, labels: Ids, rules: Any) -> list[tuple[str, int, int]]:
+    """Return the runs of tokens of equal kind: (kind of `KINDS`, index of the first token in the sample, tokens).
 
-
-def segment_of(encoded: EncodedSample, start: int) -> Segment:
-    """Return the kinds of the tokens of an encoded sample, which starts at a token of its row."""
-    kinds = token_kinds(encoded)
-    # The sentinels -1 at both ends make the first and the last run end at an edge.
-    edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
-    runs = [(KINDS[kinds[a]], start + int(a), int(b - a)) for a, b in pairwise(edges)]
-    tokens = dict(zip(KINDS, np.bincount(kinds, minlength=len(KINDS)).tolist(), strict=True))
-    media = next((kind for kind in ("image", "video", "audio") if tokens[kind]), "text")
-    return Segment(id=encoded.id, start=start, length=len(encoded), media=media, runs=runs, tokens=tokens)
-
-
-def token_kinds(sample: EncodedSample) -> npt.NDArray[np.int8]:
-    """Kind of each token: int8 (L,), index into `KINDS`."""
-    kinds: npt.NDArray[np.int8] = (sample.labels != IGNORE_INDEX).astype(np.int8)
+    Args:
+        input_ids, labels: int64 (L,).
+        rules: sample or rules of an encoder, whose `image_token_id`, `video_token_id` and `audio_token_id` are used.
+    """
+    kinds = (labels != IGNORE_INDEX).astype(np.int8)
     kinds[:1] = 0  # the first token is never a target, as no token precedes it
-    tokens = {"image": sample.image_token_id, "video": sample.video_token_id, "audio": sample.audio_token_id}
-    for kind, token in tokens.items():
-        if token is not None:
-            kinds[sample.input_ids == token] = KINDS.index(kind)
-    return kinds
+    for kind, name in enumerate(KINDS[2:], start=2):
+        if (token := getattr(rules, f"{name}_token_id")) is not None:
+            kinds[input_ids == token] = kind
+    # The sentinels -1 at both ends make the first and the last run end at an edge.
+    edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1)).tolist()
+    return [(KINDS[kinds[a]], a, b - a) for a, b in pairwise(edges)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, pairwise, repeat
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import orjson
 
-from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, Measurement, Processor
+from energon_packed.encoding import IGNORE_INDEX, ChatEncoder, EncodedSample, Measurement, Processor
 from energon_packed.encoding.audio.audio_file import read_audio_info, resampled_length
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.media import video_runs
@@ -28,6 +27,7 @@ from energon_packed.files import atomic_write
 from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.inspection.supervision import supervised_turns
+from energon_packed.inspection.tokens import KINDS, encoded_samples, token_runs
 from energon_packed.records import (
     AudioClip,
     AudioReference,
@@ -40,29 +40,39 @@ from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.video import VIDEO_PLACEHOLDER
 
+_MARKS = {"image": IMAGE_PLACEHOLDER, "video": VIDEO_PLACEHOLDER, "audio": AUDIO_PLACEHOLDER}
 _TIMES = 3  # timestamps of a video that are shown, besides the last
 
 
-@dataclass(frozen=True, slots=True)
-class ImageView:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FileView:
+    """What all media have.
+
+    Attributes:
+        bytes: size of the files.
+        problem: why it cannot be used, or None. Nothing but headers is decoded.
+        file: file with the content, if it is not in the tar; None if it is.
+        offset: its first byte in `file`.
+    """
+
+    bytes: int
+    problem: str | None = None
+    file: str | None = None
+    offset: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageView(_FileView):
     """One image of a sample.
 
     Attributes:
         name: part name of the member.
-        bytes: size of the file.
         width, height: size in pixels after EXIF orientation; 0 if the header cannot be read.
-        problem: why the header cannot be read, or None.
-        file: file with the image, if it is not in the tar; None if it is.
-        offset: its first byte in `file`.
     """
 
     name: str
-    bytes: int
     width: int = 0
     height: int = 0
-    problem: str | None = None
-    file: str | None = None
-    offset: int | None = None
 
     @property
     def text(self) -> str:
@@ -71,41 +81,20 @@ class ImageView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VideoView:
+class VideoView(_FileView):
     """One video of a sample.
 
     Attributes:
         names: part name of the video file, or of the images of its frames.
         is_file: there is a video file; False for images of the selected frames (`pack --extract-frames`).
-        bytes: size of these files.
-        frames: indices of the selected frames.
-        timestamps: time of each of them in seconds after frame 0.
-        num_frames: frames of the video file.
-        fps: average frames per second of the video file.
-        width, height: size of a frame in pixels, upright.
-        resized: (width, height) that frames are resized to; None if they are resized as images are.
-        settings: settings that selected the frames.
+        selection: the selected frames.
         tokens: number of tokens of the video; None if it is unknown without an encoder.
-        problem: why it cannot be used, or None. The frames are not decoded.
-        file: file with the video, if it is not in the tar; None if it is.
-        offset: its first byte in `file`.
     """
 
     names: Sequence[str]
     is_file: bool
-    bytes: int
-    frames: Sequence[int]
-    timestamps: Sequence[float]
-    num_frames: int
-    fps: float
-    width: int
-    height: int
-    resized: tuple[int, int] | None
-    settings: Mapping[str, Any]
+    selection: FrameSelection
     tokens: int | None = None
-    problem: str | None = None
-    file: str | None = None
-    offset: int | None = None
 
     @property
     def name(self) -> str:
@@ -115,52 +104,42 @@ class VideoView:
     @property
     def text(self) -> str:
         """Values as one string: `6 of 36 frames at 0, 0.5, 1, ... 2.5 s, 12 fps, 160 x 112, 72 tokens`."""
-        times = [f"{time:.4g}" for time in self.timestamps]
+        video = self.selection
+        times = [f"{time:.4g}" for time in video.timestamps]
         listed = ", ".join(times if len(times) <= _TIMES + 1 else [*times[:_TIMES], f"... {times[-1]}"])
-        size = f"{self.width} x {self.height}"
-        if self.resized is not None:
-            size += f" resized to {self.resized[0]} x {self.resized[1]}"
-        values = [f"{len(self.frames):,} of {self.num_frames:,} frames at {listed} s", f"{self.fps:.4g} fps", size]
-        values += [] if self.tokens is None else [f"{self.tokens:,} tokens"]
-        return (f"{self.problem}; " if self.problem else "") + ", ".join(values)
+        size = f"{video.width} x {video.height}"
+        if video.resized is not None:
+            size += f" resized to {video.resized[1]} x {video.resized[0]}"
+        values = [f"{len(video.indices):,} of {video.num_frames:,} frames at {listed} s", f"{video.fps:.4g} fps", size]
+        return _joined(self, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AudioView:
+class AudioView(_FileView):
     """One audio file of a sample.
 
     Attributes:
         name: part name of the file.
-        bytes: size of the file.
-        rate: samples per second of the file.
-        start: second at which the part that the sample has starts.
-        seconds: duration of this part.
-        total_seconds: duration of the file.
+        clip: the samples of the file that the sample has.
         tokens: number of tokens; None if it is unknown without an encoder.
-        problem: why it cannot be used, or None. The file is not decoded.
-        file: file with the audio, if it is not in the tar; None if it is.
-        offset: its first byte in `file`.
     """
 
     name: str
-    bytes: int
-    rate: int
-    start: float
-    seconds: float
-    total_seconds: float
+    clip: AudioClip
     tokens: int | None = None
-    problem: str | None = None
-    file: str | None = None
-    offset: int | None = None
 
     @property
     def text(self) -> str:
         """Values as one string: `2.40 s from 1.00 s of 12.00 s, 16,000 Hz, 60 tokens`."""
-        part = f"{self.seconds:.2f} s"
-        if self.seconds != self.total_seconds:
-            part += f" from {self.start:.2f} s of {self.total_seconds:.2f} s"
-        values = [part, f"{self.rate:,} Hz"] + ([] if self.tokens is None else [f"{self.tokens:,} tokens"])
-        return (f"{self.problem}; " if self.problem else "") + ", ".join(values)
+        clip, part = self.clip, f"{self.clip.seconds:.2f} s"
+        if not clip.is_whole:
+            part += f" from {clip.start / clip.rate:.2f} s of {clip.total / clip.rate:.2f} s"
+        return _joined(self, [part, f"{clip.rate:,} Hz"])
+
+
+def _joined(file: VideoView | AudioView, values: Sequence[str]) -> str:
+    tokens = [] if file.tokens is None else [f"{file.tokens:,} tokens"]
+    return (f"{file.problem}; " if file.problem else "") + ", ".join([*values, *tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +184,17 @@ class SampleView:
         group: index of its group in the pack, or None.
         role: its role in the group, or None.
         label: its label, or None.
+        kind: its content: `text`, `image`, `video` or `audio`.
+        runs: (kind, index of the first token in the sample, tokens) of runs of tokens of equal kind; empty if the
+            kinds are unknown.
+        problem: why the kinds are unknown although an encoder was passed, or None.
     """
 
     id: str | None
     start: int | None
     length: int | None
-    turns: tuple[Turn, ...]
-    images: tuple[ImageView, ...]
+    turns: tuple[Turn, ...] = ()
+    images: tuple[ImageView, ...] = ()
     supervised: int | None = None
     video: bool = False
     videos: tuple[VideoView, ...] = ()
@@ -220,6 +203,35 @@ class SampleView:
     group: str | None = None
     role: str | None = None
     label: tuple[float, ...] | None = None
+    kind: str = "text"
+    runs: Sequence[tuple[str, int, int]] = ()
+    problem: str | None = None
+
+    @property
+    def tokens(self) -> dict[str, int]:
+        """Number of tokens of each kind; empty if the kinds are unknown."""
+        return {name: sum(count for kind, _, count in self.runs if kind == name) for name in KINDS if self.runs}
+
+    @property
+    def supervised_spans(self) -> list[tuple[int, int]] | None:
+        """Spans [start, stop) of the supervised tokens, counted from its first token; None if unknown."""
+        spans = [(start, start + count) for kind, start, count in self.runs if kind == "supervised"]
+        return spans if self.runs else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain types, for JSON; samples without videos, audio or a group have no such key."""
+        hidden = {"kind", "runs", "problem"}
+        hidden |= {name for name in ("videos", "audios", "group", "role", "label") if not getattr(self, name)}
+        value = {name: item for name, item in asdict(self).items() if name not in hidden}
+        for video in value.get("videos", ()):
+            frames = video.pop("selection")
+            resized = frames.pop("resized")
+            video |= {"frames": frames.pop("indices"), **frames, "resized": resized and resized[::-1]}
+        for audio in value.get("audios", ()):
+            clip = audio.pop("clip")
+            seconds = {"start": clip["start"], "seconds": clip["samples"], "total_seconds": clip["total"]}
+            audio |= {"rate": clip["rate"]} | {name: count / clip["rate"] for name, count in seconds.items()}
+        return value
 
     @property
     def media(self) -> Iterator[tuple[str, int, Any]]:
@@ -228,16 +240,18 @@ class SampleView:
             yield from ((kind, number, file) for number, file in enumerate(files))
 
     @property
+    def file_names(self) -> list[str]:
+        """Names of its files, in the order of `Conversation.media_files`."""
+        return [name for _, _, file in self.media for name in getattr(file, "names", (file.name,))]
+
+    @property
     def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView | AudioView]]]:
         """Each turn with its content in order: strings, and media in place of their placeholders.
 
         Without a placeholder for each of them, as in samples of tokens, they are all before the first turn's content.
         """
-        media: dict[str, tuple[ImageView | VideoView | AudioView, ...]] = {IMAGE_PLACEHOLDER: self.images}
-        if self.videos:
-            media[VIDEO_PLACEHOLDER] = self.videos
-        if self.audios:
-            media[AUDIO_PLACEHOLDER] = self.audios
+        files: tuple[Sequence[ImageView | VideoView | AudioView], ...] = (self.images, self.videos, self.audios)
+        media = dict(zip(_MARKS.values(), files, strict=True))
         if any(sum(turn.text.count(mark) for turn in self.turns) != len(found) for mark, found in media.items()):
             return [
                 (turn, [*(self.images + self.videos + self.audios if turn is self.turns[0] else ()), turn.shown])
@@ -254,6 +268,25 @@ class SampleView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShownFile:
+    """Content of an image, video or audio file, for a page.
+
+    Attributes:
+        url: URL of the file; "" if it is not shown, such as audio that is too long.
+        frames: (time in seconds, URL) of some selected frames of a video.
+        wave: path of the waveform of audio; "" if the audio is not decoded.
+        problem: why it cannot be decoded, or None.
+        tokens: number of tokens of an image, if it is known.
+    """
+
+    url: str = ""
+    frames: Sequence[tuple[float, str]] = ()
+    wave: str = ""
+    problem: str | None = None
+    tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PackView:
     """One pack.
 
@@ -263,13 +296,15 @@ class PackView:
         parts: size in bytes of each member, by part name.
         shapes: dtype and shape of each .npy member, by part name.
         samples: samples in order.
+        files: content of their images, videos and audio files by name, as far as a page shows it.
     """
 
     key: str
-    sample_class: str
-    parts: Mapping[str, int]
-    shapes: Mapping[str, str]
+    sample_class: str = ""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    shapes: Mapping[str, str] = field(default_factory=dict)
     samples: Sequence[SampleView]
+    files: Mapping[str, ShownFile] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int | None:
@@ -277,23 +312,38 @@ class PackView:
         lengths = [sample.length for sample in self.samples]
         return None if None in lengths else sum(length for length in lengths if length is not None)
 
+    @property
+    def supervised(self) -> int | None:
+        """Number of supervised tokens; None if the kinds of a sample are unknown."""
+        counts = [sample.tokens.get("supervised") for sample in self.samples]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    def with_files(self, show: Callable[[str, int, int, Any], ShownFile | None]) -> "PackView":
+        """Show its files by `show`: kind, indices of sample and file, and view of the file -> content."""
+        files = {
+            file.name: shown
+            for index, sample in enumerate(self.samples)
+            for kind, number, file in sample.media
+            if file.problem is None and (shown := show(kind, index, number, file)) is not None
+        }
+        return replace(self, files=files)
+
     def as_dict(self) -> dict[str, Any]:
-        """Convert to plain types, for JSON; samples without videos, audio or a group have no such key."""
-        value = asdict(self) | {"tokens": self.tokens, "sample_count": len(self.samples)}
-        for sample in value["samples"]:
-            for name in ("videos", "audios", "group", "role", "label"):
-                if not sample[name]:
-                    del sample[name]
-        return value
+        """Convert to plain types, for JSON, with the samples as `SampleView.as_dict`."""
+        value = {name: getattr(self, name) for name in ("key", "sample_class", "parts", "shapes", "tokens")}
+        return value | {"samples": [sample.as_dict() for sample in self.samples], "sample_count": len(self.samples)}
 
 
-def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Processor | None = None) -> PackView:
+def view_pack(
+    raw: Mapping[str, Any], codec: Codec | None = None, encoder: Processor | None = None, *, multiple: int = 1
+) -> PackView:
     """Read a pack from its raw parts.
 
     Args:
         raw: `__key__` and bytes by part name, as `ShardReader` returns them.
         codec: codec of the flavor; None detects it from the parts.
         encoder: encoder of the dataset, which marks the supervised turns; None leaves them unknown.
+        multiple: samples start at multiples of this many tokens, as planned with `pad_multiple`.
 
     Raises:
         FormatError: the parts match no flavor, or are damaged.
@@ -307,7 +357,7 @@ def view_pack(raw: Mapping[str, Any], codec: Codec | None = None, encoder: Proce
         sample_class=codec.sample_class,
         parts={part: len(content) for part, content in raw.items() if not part.startswith("__")},
         shapes={part: _shape(content) for part, content in raw.items() if part.endswith(".npy")},
-        samples=view_samples(samples, encoder, located),
+        samples=view_samples(samples, encoder, located, multiple=multiple),
     )
 
 
@@ -315,68 +365,60 @@ def record_samples(conversation: Conversation, measured: Measurement) -> list[St
     """Return a record as packs store it, with its media in their files: a sample, or the samples of a group.
 
     Args:
-        conversation: the record. Its media get names by kind and index, such as `image 0`.
+        conversation: the record.
         measured: its measurement, which selects the frames of videos and the samples of audio.
     """
-    samples = []
-    members, lengths = conversation.members or (conversation,), measured.members or repeat(measured)
-    for place, (member, own) in enumerate(zip(members, lengths, strict=False)):
-        of = f" of sample {place}" if conversation.members else ""
-        selected = zip(member.videos, chain(own.frames, repeat(None)), strict=False)
-        heard = zip(member.audios, chain(own.clips, repeat(None)), strict=False)
-        sample = replace(
-            member,
-            id=member.id or conversation.id,
-            group=str(conversation.id) if of else member.group,
-            images=_named(member.images, "image", of),
-            videos=tuple(
-                replace(
-                    video,
-                    frames=video.frames or frames,
-                    file=video.file and replace(video.file, name=f"video {i}{of}"),
-                    images=_named(video.images, f"video {i}, frame", of),
-                )
-                for i, (video, frames) in enumerate(selected)
-            ),
-            audios=tuple(
-                replace(audio, file=replace(audio.file, name=f"audio {i}{of}"), clip=audio.clip or clip)
-                for i, (audio, clip) in enumerate(heard)
-            ),
-        )
-        samples.append(StoredSample(sample, own.length if own.length > 0 else None))
-    return samples
-
-
-def _named(images: Sequence[MediaReference], name: str, of: str) -> tuple[MediaReference, ...]:
-    return tuple(replace(image, name=f"{name} {i}{of}") for i, image in enumerate(images))
-
-
-def media_files(conversation: Conversation) -> dict[str, MediaReference]:
-    """Return the media files of a sample, by the names in its view."""
-    files = chain(conversation.images, *(video.files for video in conversation.videos))
-    return {file.name or "?": file for file in chain(files, (audio.file for audio in conversation.audios))}
+    members, lengths = [conversation], [measured.length]
+    if conversation.members:  # without videos and audio
+        group = str(conversation.id)
+        members = [replace(each, id=each.id or conversation.id, group=group) for each in conversation.members]
+        lengths = [each.length for each in measured.members or repeat(measured, len(members))]
+    elif conversation.videos or conversation.audios:
+        videos = zip(conversation.videos, chain(measured.frames, repeat(None)), strict=False)
+        audios = zip(conversation.audios, chain(measured.clips, repeat(None)), strict=False)
+        selected = tuple(replace(video, frames=video.frames or frames) for video, frames in videos)
+        heard = tuple(replace(audio, clip=audio.clip or clip) for audio, clip in audios)
+        members = [replace(conversation, videos=selected, audios=heard)]
+    pairs = zip(members, lengths, strict=True)
+    return [StoredSample(member, length if length > 0 else None) for member, length in pairs]
 
 
 def view_samples(
-    samples: Sequence[StoredSample], encoder: Processor | None, located: Mapping[str, MediaReference] | None = None
+    samples: Sequence[StoredSample],
+    encoder: Processor | None,
+    located: Mapping[str, MediaReference] | None = None,
+    *,
+    multiple: int = 1,
 ) -> list[SampleView]:
     """Describe the samples of a row.
 
     Args:
-        samples: the samples, with names for their media.
-        encoder: as in `view_pack`.
+        samples: the samples. Media without a name get one of their kind and index, such as `image 0`.
+        encoder, multiple: as in `view_pack`.
         located: media that are in no tar, by name.
     """
-    lengths = [sample.length for sample in samples]
-    # One unknown length makes the start of every later sample unknown, so no start is shown then.
-    starts = repeat(None) if None in lengths else accumulate((length or 0 for length in lengths), initial=0)
-    return [_view(sample, start, encoder, located or {}) for sample, start in zip(samples, starts, strict=False)]
+    # A sample that cannot be encoded has its recorded length, and the reason.
+    outcomes = encoded_samples(samples, encoder) if isinstance(encoder, ChatEncoder) else repeat(None)
+    views: list[SampleView] = []
+    start: int | None = 0
+    for sample, outcome in zip(samples, outcomes, strict=False):
+        of = f" of sample {len(views)}" if len(samples) > 1 else ""
+        views.append(view := _view(sample, outcome, start, encoder, located or {}, of))
+        # An unknown length makes the start of every later sample unknown.
+        start = None if start is None or view.length is None else start + -(-view.length // multiple) * multiple
+    return views
 
 
 def _view(
-    sample: StoredSample, start: int | None, encoder: Processor | None, located: Mapping[str, MediaReference]
+    sample: StoredSample,
+    outcome: EncodedSample | str | None,
+    start: int | None,
+    encoder: Processor | None,
+    located: Mapping[str, MediaReference],
+    of: str,
 ) -> SampleView:
     conversation = sample.conversation
+    encoded = outcome if isinstance(outcome, EncodedSample) else None
     supervised = None
     if conversation.input_ids is not None:
         labels = conversation.input_ids if conversation.labels is None else conversation.labels
@@ -384,30 +426,32 @@ def _view(
     return SampleView(
         id=conversation.id,
         start=start,
-        length=sample.length,
-        turns=_turns(sample, encoder),
-        images=tuple(_image(image, located) for image in conversation.images),
+        length=sample.length if encoded is None else len(encoded),
+        turns=_turns(conversation, encoded, encoder),
+        images=tuple(_image(image, f"image {i}{of}", located) for i, image in enumerate(conversation.images)),
         supervised=supervised,
         video=conversation.video,
-        videos=tuple(_video(video, encoder, located) for video in conversation.videos),
-        audios=_audios(conversation.audios, encoder, located),
+        videos=tuple(_video(video, f"video {i}{of}", encoder, located) for i, video in enumerate(conversation.videos)),
+        audios=_audios(conversation.audios, of, encoder, located),
         truncated_to=sample.truncate if sample.is_truncated else None,
         group=conversation.group,
         role=conversation.role,
         label=conversation.label,
+        kind=conversation.kind,
+        runs=() if encoded is None else token_runs(encoded.input_ids, encoded.labels, encoded),
+        problem=outcome if isinstance(outcome, str) else None,
     )
 
 
-def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
-    conversation = sample.conversation
+def _turns(conversation: Conversation, encoded: EncodedSample | None, encoder: Processor | None) -> tuple[Turn, ...]:
     if conversation.input_ids is not None:
         # Token flavors store no turns.
         if isinstance(encoder, ChatEncoder):
             return tuple(_token_turns(conversation, encoder))
         return (Turn("tokens", f"{len(conversation.input_ids)} tokens", None),)
     known = None
-    if isinstance(encoder, ChatEncoder):
-        known = supervised_turns(encoder, conversation, sample.truncate)
+    if isinstance(encoder, ChatEncoder) and encoded is not None:
+        known = supervised_turns(encoder, conversation, encoded)
     # A document (plain text) has no messages, but one flag.
     flags: Sequence[bool | None] = known or [None] * max(len(conversation.messages), 1)
     if conversation.text is not None:
@@ -419,29 +463,14 @@ def _turns(sample: StoredSample, encoder: Processor | None) -> tuple[Turn, ...]:
 
 def _token_turns(conversation: Conversation, encoder: ChatEncoder) -> Iterator[Turn]:
     """Decode tokens, as a turn `context` or `target` for each run of tokens with or without loss."""
-    assert conversation.input_ids is not None
-    labels = conversation.input_ids if conversation.labels is None else conversation.labels
-    ids, is_target = conversation.input_ids, labels != IGNORE_INDEX
-    is_target[:1] = False  # no token precedes the first token
-    marks = {encoder.image_token_id: IMAGE_PLACEHOLDER, encoder.rules.video_token_id: VIDEO_PLACEHOLDER}
-    marks[encoder.rules.audio_token_id] = AUDIO_PLACEHOLDER
-    for start, stop in _runs(is_target):
-        texts = []
+    ids, labels = conversation.input_ids, conversation.labels
+    assert ids is not None
+    runs = token_runs(ids, ids if labels is None else labels, encoder.rules)
+    decode = partial(encoder.parts.backend.decode, skip_special_tokens=False)
+    for is_target, own in groupby(runs, lambda run: run[0] == "supervised"):
         # Each run of tokens of media becomes a placeholder.
-        kinds = np.where(
-            np.isin(ids[start:stop], [token for token in marks if token is not None]), ids[start:stop], -1
-        )
-        for first, last in _runs(kinds):
-            decode = encoder.parts.backend.decode
-            run = ids[start + first : start + last].tolist()
-            texts.append(marks[run[0]] if kinds[first] >= 0 else decode(run, skip_special_tokens=False))
-        yield Turn("target" if is_target[start] else "context", "".join(texts), bool(is_target[start]))
-
-
-def _runs(values: npt.NDArray[Any]) -> Iterator[tuple[int, int]]:
-    """Ranges [start, stop) of equal adjacent values."""
-    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
-    return pairwise(edges)
+        texts = [_MARKS.get(kind) or decode(ids[start : start + count].tolist()) for kind, start, count in own]
+        yield Turn("target" if is_target else "context", "".join(texts), is_target)
 
 
 def _json(value: Any) -> str:
@@ -468,16 +497,18 @@ def _file(
         return values
 
 
-def _image(image: MediaReference, located: Mapping[str, MediaReference]) -> ImageView:
+def _image(image: MediaReference, name: str, located: Mapping[str, MediaReference]) -> ImageView:
     # The header is enough for the size, and cheap for damaged or huge images. Messages are shown after the name.
     def size() -> Mapping[str, Any]:
         header = read_header(replace(image, name=None))
         return {"width": header.width, "height": header.height}
 
-    return ImageView(name=image.name or "?", **_file([image], located, "image", size))
+    return ImageView(name=image.name or name, **_file([image], located, "image", size))
 
 
-def _video(video: VideoReference, encoder: Processor | None, located: Mapping[str, MediaReference]) -> VideoView:
+def _video(
+    video: VideoReference, name: str, encoder: Processor | None, located: Mapping[str, MediaReference]
+) -> VideoView:
     vision = encoder.vision if isinstance(encoder, ChatEncoder) else None
     frames = video.frames or FrameSelection(indices=(), timestamps=(), fps=0.0, num_frames=0, height=0, width=0)
     tokens = None
@@ -485,16 +516,9 @@ def _video(video: VideoReference, encoder: Processor | None, located: Mapping[st
         with suppress(RecordError, ConfigError):  # another encoder than the encoder that packed the video
             tokens = sum(run.length for run in video_runs(vision, frames))
     return VideoView(
-        names=[file.name or "?" for file in video.files],
+        names=[file.name or (name if video.file else f"{name}, frame {k}") for k, file in enumerate(video.files)],
         is_file=video.file is not None,
-        frames=frames.indices,
-        timestamps=frames.timestamps,
-        num_frames=frames.num_frames,
-        fps=frames.fps,
-        width=frames.width,
-        height=frames.height,
-        resized=None if frames.resized is None else (frames.resized[1], frames.resized[0]),
-        settings=frames.settings,
+        selection=frames,
         tokens=tokens,
         **_file(video.files, located, "video", lambda: _video_problem(video, frames)),
     )
@@ -505,9 +529,8 @@ def _video_problem(video: VideoReference, frames: FrameSelection) -> Mapping[str
     if not frames.indices:
         return {"problem": "its frames are not known"}
     if video.file is None:
-        is_packed = {(head.height, head.width) for head in map(read_header, video.images)} == {
-            (frames.height, frames.width)
-        }
+        sizes = {(head.height, head.width) for head in map(read_header, video.images)}
+        is_packed = sizes == {(frames.height, frames.width)}
     else:
         info = read_video_info(video.file)
         is_packed = (info.num_frames, info.height, info.width) == (frames.num_frames, frames.height, frames.width)
@@ -515,7 +538,7 @@ def _video_problem(video: VideoReference, frames: FrameSelection) -> Mapping[str
 
 
 def _audios(
-    audios: Sequence[AudioReference], encoder: Processor | None, located: Mapping[str, MediaReference]
+    audios: Sequence[AudioReference], of: str, encoder: Processor | None, located: Mapping[str, MediaReference]
 ) -> tuple[AudioView, ...]:
     """Return the audio files of a sample; the tokens of some families depend on the longest of them."""
     clips = [audio.clip or AudioClip(rate=1, start=0, samples=0, total=0) for audio in audios]
@@ -526,15 +549,12 @@ def _audios(
             tokens = tokens if 0 in sizes else [family.run(size, max(sizes)).length for size in sizes]
     return tuple(
         AudioView(
-            name=audio.file.name or "?",
-            rate=clip.rate,
-            start=clip.start / clip.rate,
-            seconds=clip.seconds,
-            total_seconds=clip.total / clip.rate,
+            name=audio.file.name or f"audio {i}{of}",
+            clip=clip,
             tokens=count,
             **_file([audio.file], located, "audio file", partial(_audio_problem, audio.file, clip)),
         )
-        for audio, clip, count in zip(audios, clips, tokens, strict=True)
+        for i, (audio, clip, count) in enumerate(zip(audios, clips, tokens, strict=True))
     )
 
 

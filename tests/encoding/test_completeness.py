@@ -8,7 +8,8 @@ import pytest
 
 from energon_packed import ChatEncoder, Conversation, EncoderSettings, Message, RecordError, StoredSample
 from tests.encoding.semantics import LLAMA
-from tests.internals import CHATML_TEMPLATE, IGNORE_INDEX, codec_for, supervised_turns
+from tests.internals import CHATML_TEMPLATE, IGNORE_INDEX, codec_for
+from tests.turns import supervised_turns
 
 WITHOUT_CALLS = CHATML_TEMPLATE.replace(
     "{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}", ""

@@ -28,8 +28,9 @@ from tests.encoding.real_templates import (
     tokenizer_of,
     twin_runs,
 )
-from tests.internals import ChatTemplate, content_places, supervised_turns
+from tests.internals import ChatTemplate, content_places
 from tests.internals import turns as turns_module
+from tests.turns import supervised_turns
 
 FAMILIES = families()
 EXAMPLES = min(int(os.environ.get("ENERGON_PACKED_FUZZ", "30")), 2000)  # conversations of each family

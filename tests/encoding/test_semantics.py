@@ -11,7 +11,7 @@ import pytest
 from energon_packed import ChatEncoder, normalize
 from tests.encoding import semantics
 from tests.encoding.semantics import RECORDS, encoder_for, matches, told, write_image
-from tests.internals import supervised_turns
+from tests.turns import supervised_turns
 
 EXPECTED = Path(__file__).parent / "semantics_expected"
 TEMPLATES = {

@@ -35,8 +35,8 @@ from tests.internals import (
     TextTokenizer,
     control_tokens,
     searched_literals,
-    supervised_turns,
 )
+from tests.turns import supervised_turns
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>", "<unk>", "<mask>"]
 WRITTEN = "<|im_end|>"

@@ -18,7 +18,8 @@ from energon_packed import ChatEncoder, RecordError, normalize
 from tests.encoding import semantics
 from tests.encoding.semantics import encoder_for, write_image
 from tests.encoding.talks import PICTURE, TEMPLATES, Talk, talks, trained
-from tests.internals import IGNORE_INDEX, supervised_turns
+from tests.internals import IGNORE_INDEX
+from tests.turns import supervised_turns
 
 _PRIVATE = re.compile("[\U000f0000-\U0010ffff]")
 

@@ -20,7 +20,7 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
-from tests.internals import READ_ONLY, PackedFolder, codec_of, gather, make_nv_meta, open_sources, render_report
+from tests.internals import READ_ONLY, PackedFolder, ReportData, codec_of, make_nv_meta, open_sources, render_report
 from tests.outside import write_llava_onevision2
 from tests.processes import energon
 from tests.sources.tars import conversations, picture, write_tar
@@ -131,12 +131,12 @@ def test_reports_count_datasets_without_a_manifest(
     rows, root = records
     theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
     make_nv_meta(theirs)
-    plain = gather(PackedFolder.open(theirs), None)
+    plain = ReportData(PackedFolder.open(theirs), None)
     assert plain.is_counted
     assert plain.manifest.seq_len == plain.manifest.tokens == 0
     images = sum(len(row.get("images", ())) for row in rows)
     assert (plain.manifest.packed, plain.manifest.images, plain.packs) == (len(rows), images, -(-len(rows) // 4))
-    measured = gather(PackedFolder.open(theirs), vision_encoder)
+    measured = ReportData(PackedFolder.open(theirs), vision_encoder)
     assert measured.manifest.seq_len == max(pack.tokens for pack in measured.measured) > 0
     lengths = [vision_encoder.length(normalize(row, image_root=str(root))) for row in rows]
     assert sorted(n for pack in measured.measured for n in pack.lengths) == sorted(lengths)

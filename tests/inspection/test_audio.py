@@ -14,7 +14,7 @@ import pytest
 from energon_packed import ChatEncoder, pack
 from tests.audio import KINDS, qwen2_audio, signal, write
 from tests.browser import Browser
-from tests.internals import PackedFolder, gather, render_report, write_audio
+from tests.internals import PackedFolder, ReportData, render_report, write_audio
 
 EVIL = "<script>document.title='run'</script><img src=x>"
 PLAYED = {"wav16": "wav", "wav8": "wav", "wav24": "wav", "float": "wav", "flac": "flac", "mp3": "mpeg", "m4a": "mp4"}
@@ -59,19 +59,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Any:
     tokenizer = qwen2_audio(folder / "tokenizer")
     pack(folder / "data.jsonl", output_dir=folder / "out", tokenizer=tokenizer, seq_len=512, workers=1,
          max_samples_per_pack=4)  # fmt: skip
-    return gather(PackedFolder.open(folder / "out"), ChatEncoder.from_pretrained(tokenizer))
+    return ReportData(PackedFolder.open(folder / "out"), ChatEncoder.from_pretrained(tokenizer))
 
 
 @pytest.fixture(scope="module")
 def page(data: Any) -> str:
-    return str(render_report("audio", data, ()))
+    return str(render_report("audio", data))
 
 
 def by_id(data: Any) -> dict[str, tuple[Any, Any]]:
     """View and player of the audio file of each sample."""
     found = {}
     for shown in data.shown:
-        for sample in shown.view.samples:
+        for sample in shown.samples:
             (audio,) = sample.audios
             found[str(sample.id)] = (audio, shown.files[audio.name])
     return found
@@ -108,7 +108,7 @@ def test_formats_that_browsers_do_not_play_are_converted(data: Any) -> None:
         if kind not in PLAYED:
             with wave.open(io.BytesIO(content)) as file:
                 assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, 16_000)
-                assert file.getnframes() == round(players[kind][0].seconds * 16_000)
+                assert file.getnframes() == round(players[kind][0].clip.seconds * 16_000)
 
 
 def test_parts_and_large_files_are_converted_and_long_files_only_drawn(data: Any) -> None:

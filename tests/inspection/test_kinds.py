@@ -7,7 +7,7 @@ import pytest
 
 from energon_packed import ChatEncoder
 from tests.conftest import FLAVORS, Packer
-from tests.internals import KINDS, ShardReader, codec_for, map_pack, token_rows
+from tests.internals import KINDS, ShardReader, codec_for, token_rows, view_pack
 
 
 @pytest.mark.parametrize("flavor", FLAVORS)
@@ -21,15 +21,16 @@ def test_kinds_of_tokens_follow_the_labels_of_the_training_batch(
     reader = ShardReader([result.shards / shard.name for shard in result.manifest.shards])
     supervised = 0
     for number in range(len(reader)):
-        mapped = map_pack(reader[number], codec, encoder, multiple=multiple)
+        mapped = view_pack(reader[number], codec, encoder, multiple=multiple)
         kinds: list[list[str]] = []
-        for segment in mapped.segments:
+        for segment in mapped.samples:
             assert segment.problem is None
+            assert segment.start is not None
             assert segment.start % multiple == 0
-            assert segment.runs[0][1] == segment.start
+            assert segment.runs[0][1] == 0
             kinds.append([kind for kind, _, length in segment.runs for _ in range(length)])
             assert segment.tokens == {kind: kinds[-1].count(kind) for kind in KINDS}
-        expected: list[list[str]] = [[] for _ in mapped.segments]
+        expected: list[list[str]] = [[] for _ in mapped.samples]
         for row in token_rows(reader[number], encoder, codec):
             is_target = row.label >= 0 and len(expected[row.segment]) > 0
             kind = "image" if row.token == encoder.image_token_id else "supervised" if is_target else "other"
@@ -48,6 +49,7 @@ def test_a_sample_that_encodes_differently_has_no_kinds(pack_demo: Packer, encod
     raw = ShardReader([result.shards / result.manifest.shards[0].name])[0]
     value = json.loads(raw["json"])
     value["samples"][0]["length"] += 1
-    segments = map_pack({**raw, "json": json.dumps(value).encode()}, codec, encoder).segments
+    segments = view_pack({**raw, "json": json.dumps(value).encode()}, codec, encoder).samples
     assert "tokens, but" in str(segments[0].problem)
     assert (segments[0].runs, segments[1].problem) == ((), None)
+    assert not any(turn.supervised for turn in segments[0].turns)

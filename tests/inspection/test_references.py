@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from energon_packed import ChatEncoder, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader
-from tests.internals import PackedFolder, gather, verify
+from tests.internals import PackedFolder, ReportData, verify
 from tests.media import bmp, pack_media, write_files, write_tar
 from tests.processes import energon_packed
 
@@ -107,14 +107,14 @@ def test_inspect_shows_the_location_of_images_that_are_not_there(data: Datasets)
 
 
 def test_a_report_counts_and_shows_referenced_images(data: Datasets, encoder: ChatEncoder) -> None:
-    reports = [gather(PackedFolder.open(out), encoder) for out in (data.out, data.copied)]
+    reports = [ReportData(PackedFolder.open(out), encoder) for out in (data.out, data.copied)]
     assert [size.images for size in reports[0].measured] == [size.images for size in reports[1].measured]
     assert sum(sum(size.images) for size in reports[0].measured) == 24
     assert reports[0].image_sizes == reports[1].image_sizes
     assert [pack.files for pack in reports[0].shown] == [pack.files for pack in reports[1].shown]
     assert all(pack.files for pack in reports[0].shown)
     (data.out / "webdataset" / ".nv-meta" / "packing.json").unlink()
-    counted = gather(PackedFolder.open(data.out), encoder)
+    counted = ReportData(PackedFolder.open(data.out), encoder)
     assert counted.is_counted
     assert counted.manifest.images == 24
     (data.source / "tar.tar").unlink()

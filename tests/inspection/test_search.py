@@ -13,7 +13,7 @@ from click.testing import Result
 from energon_packed import pack
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import copied_output
-from tests.internals import Filter, PackedFolder, find_records, matching_records, run_reports
+from tests.internals import PackedFolder, find_records, matching_records, record_tests, run_reports
 from tests.printed import invoke
 
 TEXT = "the quick brown fox jumps over the lazy dog " * 9
@@ -106,7 +106,9 @@ def test_a_search_without_time_gets_further(out: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(run_reports, "_BATCH_ROWS", 2)
     start, places = 0, list[int | None]()
     while start is not None:
-        _, start, _ = matching_records(out / "lengths.parquet", Filter(ident="p1"), start=start, limit=1, seconds=-1)
+        _, start, _ = matching_records(
+            out / "lengths.parquet", record_tests(ident="p1"), start=start, limit=1, seconds=-1
+        )
         assert start is None or not places or start > (places[-1] or 0)
         places.append(start)
         assert len(places) < 50

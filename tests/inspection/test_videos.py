@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from energon_packed import ChatEncoder, pack
-from tests.internals import PackedFolder, gather, render_report
+from tests.internals import PackedFolder, ReportData, render_report
 from tests.printed import invoke
 from tests.videos import decoded, make_video, number_of
 
@@ -81,7 +81,7 @@ def test_tokens_of_a_video_are_its_video_tokens_in_the_batch(packed: Path, encod
     rows = [json.loads(line) for line in shown.output.splitlines() if '"token"' in line]
     counts = Counter(row["segment"] for row in rows if row["text"] == "<|video_pad|>")
     assert sorted(counts.values()) == sorted(expected.values())
-    kinds = gather(PackedFolder.open(packed), encoder).token_kinds
+    kinds = ReportData(PackedFolder.open(packed), encoder).token_kinds
     assert kinds["video"] == sum(expected.values())
     assert sum(kinds.values()) == len(rows)
 
@@ -110,19 +110,19 @@ def test_extracted_videos_are_the_files_of_the_records(packed: Path, source: Pat
 
 
 def test_a_report_shows_the_frames_at_their_times(packed: Path, encoder: ChatEncoder) -> None:
-    data = gather(PackedFolder.open(packed), encoder)
+    data = ReportData(PackedFolder.open(packed), encoder)
     assert data.manifest.videos == len(data.videos) == len(FILES)
     (shown,) = data.shown
-    videos = [video for sample in shown.view.samples for video in sample.videos]
+    videos = [video for sample in shown.samples for video in sample.videos]
     assert len(shown.files) == 2  # of four
     for video in videos:
         if (strip := shown.files.get(video.name)) is None:
             continue
-        index = dict(zip(video.timestamps, video.frames, strict=True))
+        index = dict(zip(video.selection.timestamps, video.selection.indices, strict=True))
         assert strip.frames
         for time, url in strip.frames:
             assert number_of(_image(url)) == index[time]
-    page = render_report("videos", data, ())
+    page = render_report("videos", data)
     assert page.count('class="strip"') == page.count("; frames not shown") == 2
     assert "Frames are shown of the first 2 videos of each pack." in page
     assert f"{len(FILES)}</dd>" in page
@@ -150,8 +150,8 @@ def test_missing_and_replaced_videos_are_shown_as_such(
     assert problems == dict.fromkeys(("plain.mp4", "vp9.webm"), "missing, or not the packed video")
     text = invoke("inspect", out).output
     assert "missing, or not the packed video; 8 of 40 frames at 0, 0.5, 1, ... 3.5 s, 10 fps, 64 x 48" in text
-    data = gather(PackedFolder.open(out), encoder)
-    page = render_report("videos", data, ())
+    data = ReportData(PackedFolder.open(out), encoder)
+    page = render_report("videos", data)
     problem = r"vid\S+ of \S+: missing, or not the packed video"
     assert re.search(rf"2 videos \({problem}, {problem}\) of the 4 that were read cannot be used or shown", page)
 
@@ -170,7 +170,7 @@ def test_a_damaged_video_of_a_tar_is_shown_with_its_damage(packed: Path, encoder
     )
     shutil.copytree(packed / "webdataset", tmp_path / "all", ignore=shutil.ignore_patterns("*.tar"))
     copy.rename(tmp_path / "all" / tar.name)
-    page = render_report("videos", gather(PackedFolder.open(tmp_path / "all"), encoder), ())
+    page = render_report("videos", ReportData(PackedFolder.open(tmp_path / "all"), encoder))
     assert re.search(
         r"1 video \(vid\d_0\.(mkv|webm) of \S+: .*\) of the \d+ that were read cannot be used or shown", page
     )
@@ -185,7 +185,7 @@ def test_frames_of_extracted_videos_are_shown_as_those_of_the_files(
         assert len(video["names"]) == len(video["frames"])
         same = ("frames", "timestamps", "num_frames", "fps", "width", "height", "resized", "settings", "tokens")
         assert {key: video[key] for key in same} == {key: files[name][key] for key in same}
-    data = gather(PackedFolder.open(out), encoder)
-    for video in [video for sample in data.shown[0].view.samples for video in sample.videos]:
+    data = ReportData(PackedFolder.open(out), encoder)
+    for video in [video for sample in data.shown[0].samples for video in sample.videos]:
         for time, url in data.shown[0].files[video.name].frames if video.name in data.shown[0].files else ():
-            assert number_of(_image(url)) == video.frames[video.timestamps.index(time)]
+            assert number_of(_image(url)) == video.selection.indices[video.selection.timestamps.index(time)]

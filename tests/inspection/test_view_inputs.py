@@ -20,12 +20,12 @@ from tests.browser import Browser
 from tests.inspection.test_view import CLIPPED, CONTRAST, EVIL, SIZE, page, press, send, served, until, viewer_of
 from tests.internals import (
     AudioFamily,
-    Filter,
     HeaderReader,
     InputOptions,
     Pages,
     RecordsViewer,
     matching_records,
+    record_tests,
     records_pages,
     view_command,
 )
@@ -169,10 +169,10 @@ def test_records_of_tables(tmp_path: Path) -> None:
     text = page(viewer, "/?from=20")
     assert "data.parquet row 20" in text
     assert '<progress max="50" value="40">' in text
-    assert "What is 7?" in page(viewer, "/record/0/7")
-    response = viewer.respond("/record/0/50")
+    assert "What is 7?" in page(viewer, "/record/0-7")
+    response = viewer.respond("/record/0-50")
     assert (response.status, response.content) == (404, b"error: the address must be an index below 50, got '50'\n")
-    link = re.findall(r'href="(/record/0/7)#sample-0"', page(viewer, "/"))  # the page has the sample of the link
+    link = re.findall(r'href="(/record/0-7)#sample-0"', page(viewer, "/"))  # the page has the sample of the link
     assert 'id="sample-0"' in page(viewer, link[0])
 
 
@@ -184,7 +184,7 @@ def test_tokens_of_records_are_those_of_packs(data: Path, tokenizer_dir: Path, t
     pack(source, output_dir=tmp_path / "out", seq_len=512, workers=1, max_reject_rate=1, **options)
     packs, viewer = viewer_of(tmp_path / "out"), records_viewer(source, tmp_path, **options)
     titles = re.compile(r'class="supervised" title="|title="token \d+, (id \d+, label -?\d+)')
-    rows, *_ = matching_records(tmp_path / "out" / "lengths.parquet", Filter(), start=0, limit=1000)
+    rows, *_ = matching_records(tmp_path / "out" / "lengths.parquet", record_tests(), start=0, limit=1000)
     links = {}
     for article in articles(page(viewer, "/")):
         place = re.findall(r"line (\d+)<", article)[0]
@@ -199,7 +199,7 @@ def test_tokens_of_records_are_those_of_packs(data: Path, tokenizer_dir: Path, t
         assert page(viewer, re.findall(r'of <a href="(.*?)"', text)[0])
     for path in ("/tokens/0-0/1", "/tokens/0-1/0", "/tokens/x/0", "/tokens/1-0/0"):
         assert viewer.respond(path).status == 404
-    missing = re.findall(r'href="/record/0/(\d+)"', articles(page(viewer, "/"))[2])[0]
+    missing = re.findall(r'href="/record/0-(\d+)"', articles(page(viewer, "/"))[2])[0]
     assert b"sample 0 is rejected: missing_image" in viewer.respond(f"/tokens/0-{missing}/0").content
     response = records_viewer(source, tmp_path).respond("/tokens/0-0/0")
     assert (response.status, response.content) == (500, b"error: tokens need --tokenizer\n")
@@ -245,7 +245,7 @@ def test_media_of_records_are_images_in_their_folder(tmp_path: Path) -> None:
     assert ["rejected, " in text for text in shown] == [True, True, True, False]
     assert [text.count("<img") for text in shown] == [0, 0, 0, 1]
     assert "<script" not in "".join(shown)
-    places = [re.findall(r'href="/record/0/(\d+)"', text)[0] for text in shown]
+    places = [re.findall(r'href="/record/0-(\d+)"', text)[0] for text in shown]
     found = [viewer.respond(f"/media/image/0-{place}/0/0") for place in places]
     assert [response.status for response in found] == [404, 404, 404, 200]
     assert found[3].kind == "image/png"
@@ -269,7 +269,7 @@ def test_records_are_found_in_the_row_groups_from_the_start(tmp_path: Path, monk
 
     monkeypatch.setattr(pq.ParquetFile, "iter_batches", counted)
     found, start, total = matching_records(
-        tmp_path / "lengths.parquet", Filter(file="95", line=957), start=700, limit=5
+        tmp_path / "lengths.parquet", record_tests(file="95", line=957), start=700, limit=5
     )
     assert ([record.id for record in found], start, total) == (["957"], None, rows)
     assert {group for group, _ in read} == {7, 8, 9}
@@ -384,7 +384,7 @@ def test_keys_on_pages_of_inputs(what: str, data: Path, outputs: Path, tmp_path:
         press(browser, "j")
         browser.run("document.activeElement.click()")
         until(browser, "location.pathname !== '/'")
-        assert browser.run("location.pathname") == ("/record/0/0" if what == "records" else "/0/")
+        assert browser.run("location.pathname") == ("/record/0-0" if what == "records" else "/0/")
         if what == "records":
             browser.open(server.url.partition("?")[0])
             send(browser, "n")

@@ -15,14 +15,13 @@ from rich.text import Text
 from energon_packed.cli.display import shown_path, turn_text
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import SafeConsole, echo_json
-from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import format_bytes, visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.search import FoundRecord, find_records
-from energon_packed.inspection.tokens import map_pack, supervised_spans, token_rows
+from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import (
     PackView,
     SampleView,
@@ -112,7 +111,7 @@ def command(
         if tokens:
             _show_tokens(console, raw, encoder, view, as_json, record)
         elif record is not None:
-            _show_found(console, raw, encoder, view, record, as_json)
+            _show_found(console, view, record, as_json)
         elif as_json:
             echo_json(view.as_dict())
         else:
@@ -186,15 +185,11 @@ def _show_pack(console: Console, view: PackView, seq_len: int | None) -> None:
     console.print()
 
 
-def _show_found(
-    console: Console, raw: Mapping[str, Any], encoder: Any, view: PackView, record: FoundRecord, as_json: bool
-) -> None:
+def _show_found(console: Console, view: PackView, record: FoundRecord, as_json: bool) -> None:
     sample, index = record.sample_in(view), int(record.sample or 0)
-    spans = None
-    if isinstance(encoder, ChatEncoder):
-        spans = supervised_spans(map_pack(raw, codec_for(view.sample_class), encoder), index)
+    spans = sample.supervised_spans
     if as_json:
-        echo_json(asdict(record) | {"supervised_spans": spans, "content": asdict(sample)})
+        echo_json(asdict(record) | {"supervised_spans": spans, "content": sample.as_dict()})
         return
     console.print(f"{record.place}, {record.status}", style="bold", markup=False, soft_wrap=True)
     console.print(f"sample {index} of {len(view.samples)} in {view.key}, {record.shard}", markup=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.compare import compare
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.report import render_report
-from energon_packed.inspection.report_data import gather
+from energon_packed.inspection.report_data import ReportData
 from energon_packed.metadatasets import read_metadataset
 
 
@@ -49,23 +49,24 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
     if other is not None and tokenizer is not None:
         raise click.UsageError("--tokenizer must be omitted with two datasets, whose tokens are not read.")
     if other is not None:
-        comparison = compare(PackedFolder.open(path), PackedFolder.open(other))
-        for each in comparison.tables["Settings that differ"]:
-            echo(f"{each.name}: {each.first} -> {each.second}")
-        for each in comparison.tables["Counts"] + comparison.tables["Rejected records"]:
-            if each.change:
-                echo(f"{each.name}: {each.first} -> {each.second}, {each.change}")
-        page = render_report(f"{path} and {other}", None, comparison=comparison)
+        folders = [PackedFolder.open(each) for each in (path, other)]
+        comparison = compare(*folders)
+        for name, first, second in comparison["Settings that differ"]:
+            echo(f"{name}: {first} -> {second}")
+        for name, first, second, change in comparison["Counts"] + comparison["Rejected records"]:
+            if change:
+                echo(f"{name}: {first} -> {second}, {change}")
+        page = render_report(f"{path} and {other}", comparison=comparison, names=[each.path for each in folders])
     elif path.is_file():
         metadataset = read_metadataset(path)
         # A page with totals of only some datasets would look complete.
         if problems := metadataset.all_leaves()[1]:
             raise ConfigError("; ".join(problems))
-        page = render_report(path.name, None, read_blend(metadataset), _steps(path))
+        page = render_report(path.name, blend=read_blend(metadataset), steps=_steps(path))
     else:
         folder = PackedFolder.open(path)
         encoder, reason = folder.encoder_or_reason(tokenizer)
-        data = gather(folder, encoder, not_encoded=as_options(reason), seed=seed)
+        data = ReportData(folder, encoder, not_encoded=as_options(reason), seed=seed)
         steps = _steps(path, encoder) if data.is_packed else ((), ())
         page = render_report(str(path), data, steps=steps, view=view and view.rstrip("/"))
     content = page.encode()

@@ -347,16 +347,7 @@ class VisionFamily(ABC):
             index = indices[is_second][0]
             detail = f"frames {index - 1} and {index} have the same time, {times[index]:.3f} s"
             raise RecordError(Reason.UNSUPPORTED_VIDEO, f"{detail}. Convert the video to a constant frame rate")
-        return FrameSelection(
-            indices=tuple(indices.tolist()),
-            timestamps=tuple(times[indices].tolist()),
-            fps=info.fps,
-            num_frames=info.num_frames,
-            height=info.height,
-            width=info.width,
-            resized=resized,
-            settings=resolved.plain(),
-        )
+        return replace(info.selection(indices), resized=resized, settings=resolved.plain())
 
     def media_problem(self, conversation: Conversation) -> str:
         """Reason why the media of a conversation cannot be in the same sample, or ""."""

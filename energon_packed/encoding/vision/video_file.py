@@ -120,6 +120,18 @@ class VideoInfo:
     decoded: bool
     by_time: bool = True
 
+    def selection(self, indices: NDArray[np.int64]) -> FrameSelection:
+        """Select frames by their indices, int64 (frames,), not decreasing."""
+        times = np.asarray(self.timestamps, dtype=np.float64)
+        return FrameSelection(
+            indices=tuple(indices.tolist()),
+            timestamps=tuple(times[indices].tolist()),
+            fps=self.fps,
+            num_frames=self.num_frames,
+            height=self.height,
+            width=self.width,
+        )
+
 
 def read_video_info(reference: MediaReference) -> VideoInfo:
     """Count the frames of a video file and read their times without decoding them.

@@ -6,17 +6,17 @@ with the dataset.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any
 
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError, DataChangedError, FormatError
 from energon_packed.formats.references import MEDIA_PART, complete_parts, emptied, read_locators
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.report import map_paths, render_report, script_and_policy
-from energon_packed.inspection.report_data import gather, recorded
-from energon_packed.inspection.search import Filter, first_found, matching_records
-from energon_packed.inspection.tokens import MappedPack, Segment, map_pack, token_rows
+from energon_packed.inspection.report import quoted, render_report, script_and_policy
+from energon_packed.inspection.report_data import ReportData, recorded
+from energon_packed.inspection.search import FoundRecord, first_found, matching_records, record_tests
+from energon_packed.inspection.tokens import token_rows
 from energon_packed.inspection.view import PackView, SampleView, view_pack
 from energon_packed.inspection.viewer.pages import (
     PAGE_TYPE,
@@ -27,7 +27,6 @@ from energon_packed.inspection.viewer.pages import (
     index_below,
     index_in,
     number_in,
-    quoted,
 )
 from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.shards.reader import ShardReader
@@ -70,8 +69,15 @@ class Viewer(Pages):
         self._shards = list(folder.shards)
         self._codec = folder.codec
         self._reader = ShardReader([folder.path / name for name in self._shards])
+        manifest = folder.manifest
+        self._environment.globals |= {
+            "manifest": manifest,
+            "packs": len(self._reader),
+            "reasons": sorted(manifest.rejects) if manifest else (),
+            "all_splits": sorted(set(folder.shards.values())),
+        }
         self._index = lru_cache(_CACHED)(self._find)
-        self._view = lru_cache(_CACHED)(self._read_view)
+        self._view = lru_cache(_CACHED)(lambda pack: self._read_view(pack, self._loaded()[0]))
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
         """Answer with a page."""
@@ -90,22 +96,11 @@ class Viewer(Pages):
                 return self._rejects(query)
             case ["report"]:
                 encoder, reason = self._loaded()
-                data = gather(self._folder, encoder, not_encoded=reason)
+                data = ReportData(self._folder, encoder, not_encoded=reason)
                 text = render_report(self.name, data, view=self.base)
                 policy = script_and_policy(self._environment)[1]
                 return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE, policy)
         return super().page(parts, query)
-
-    def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
-        """Render a template, with the values that all pages have."""
-        manifest = self._folder.manifest
-        common = {
-            "manifest": manifest,
-            "packs": len(self._reader),
-            "reasons": sorted(manifest.rejects) if manifest else (),
-            "all_splits": sorted(set(self._folder.shards.values())),
-        }
-        return super().render(name, query, **common, **values)
 
     def samples(self, key: str) -> Sequence[SampleView]:
         """Return the samples of a pack or record."""
@@ -138,51 +133,38 @@ class Viewer(Pages):
             left -= size
             rows.append((mapped, self._shards[self._reader.locate(pack)[0]]))
         width = self._width([mapped for mapped, _ in rows])
-        lines = [(mapped, shard, map_paths([mapped], width)) for mapped, shard in rows]
-        paths = map_paths([mapped for mapped, _ in rows], width)
-        return self.render("packs", query, rows=lines, width=width, paths=paths, page=page, pages=pages,
-                            problems=problems, splits=self._folder.shards, is_early=is_early,
-                           not_encoded=reason)  # fmt: skip
+        return self.render("packs", query, rows=rows, width=width, page=page, pages=pages, problems=problems,
+                           splits=self._folder.shards, is_early=is_early, not_encoded=reason)  # fmt: skip
 
-    def _mapped(self, pack: int, encoder: ChatEncoder | None, most: int) -> tuple[MappedPack, int]:
-        """Return the segments of a pack, without kinds of tokens if more than `most` bytes must be read."""
+    def _mapped(self, pack: int, encoder: ChatEncoder | None, most: int) -> tuple[PackView, int]:
+        """Return the samples of a pack, without kinds of tokens if more than `most` bytes must be read."""
         _, start, end = self._reader.locate(pack)
         parts = self._reader.parts(pack, only=(MEDIA_PART,))
         located = read_locators(parts).values() if MEDIA_PART in parts else ()
         size = end - start + sum(locator.size for locator in located if locator is not None)
         if size <= most:
-            multiple = self._folder.manifest.pad_multiple if self._folder.manifest else 1
-            return map_pack(self._reader[pack], self._codec, encoder, multiple=multiple), size
+            return self._read_view(pack, encoder), size
         key, lengths, images = recorded(self._reader, pack, self._codec)
-        segments, at = [], 0
-        for length, count in zip(lengths, images, strict=True):
-            segments.append(Segment(id=None, start=at, length=length, media="image" if count else "text"))
-            at += length
-        return MappedPack(key=key, segments=segments), 0
+        starts, kinds = accumulate(lengths, initial=0), ["image" if count else "text" for count in images]
+        values = zip(starts, lengths, kinds, strict=False)
+        samples = [SampleView(id=None, start=at, length=length, kind=kind) for at, length, kind in values]
+        return PackView(key=key, samples=samples), 0
 
-    def _width(self, mapped: Sequence[MappedPack]) -> int:
+    def _width(self, mapped: Sequence[PackView]) -> int:
         """Tokens of a row; without packing.json, of the longest pack on the page."""
         if self._folder.manifest is not None and self._folder.manifest.seq_len:
             return self._folder.manifest.seq_len
-        return max((segment.start + segment.length for each in mapped for segment in each.segments), default=0) or 1
+        return max((each.tokens or 0 for each in mapped), default=0) or 1
 
     def _pack(self, key: str) -> Response:
         pack = self._index(key)
         view = self._view(pack)
-        encoder, reason = self._loaded()
-        mapped, _ = self._mapped(pack, encoder, _MOST_MAPPED)
-        width = self._width([mapped])
-        runs = enumerate([[size for kind, _, size in s.runs if kind == "image"] for s in mapped.segments])
-        shown = self.shown(view, dict(runs))
-        near = {
-            name: self._key(other)
-            for name, other in (("previous", pack - 1), ("next", pack + 1))
-            if 0 <= other < len(self._reader)
-        }
+        others = {"previous": pack - 1, "next": pack + 1}.items()
+        near = {name: self._key(other) for name, other in others if 0 <= other < len(self._reader)}
         shard = self._shards[self._reader.locate(pack)[0]]
-        return self.render("pack", {}, pack=shown, mapped=mapped, width=width, paths=map_paths([mapped], width),
-                            near=near, groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
-                            page=pack // _PACKS + 1, not_encoded=reason)  # fmt: skip
+        return self.render("pack", {}, pack=self.shown(view), width=self._width([view]), near=near,
+                           groups=in_groups(view.samples), shard=shard, split=self._folder.shards[shard],
+                           page=pack // _PACKS + 1, not_encoded=self._loaded()[1])  # fmt: skip
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
         pack = self._index(key)
@@ -191,8 +173,11 @@ class Viewer(Pages):
         if encoder is None:
             raise ConfigError(f"tokens need the tokenizer of the dataset: {reason}")
         rows = [row for row in token_rows(self._reader[pack], encoder, self._codec) if row.segment == index]
-        link = f"{self.base}/pack/{quoted(key)}#sample-{index}"
-        return self.tokens(rows, query, key=key, sample=index, ident=self._view(pack).samples[index].id, link=link)
+        ident, link = self._view(pack).samples[index].id, self._href(key, index)
+        return self.tokens(rows, query, key=key, sample=index, ident=ident, link=link)
+
+    def _href(self, key: str, sample: int | None) -> str:
+        return f"{self.base}/pack/{quoted(key)}#sample-{sample}"
 
     def _find(self, key: str) -> int:
         """Index of the pack with this key: its number, else from index.sqlite. The tar must have the key there."""
@@ -210,17 +195,18 @@ class Viewer(Pages):
     def _key(self, pack: int) -> str:
         return str(self._reader.part(pack, "")["__key__"])
 
-    def _read_view(self, pack: int) -> PackView:
-        return view_pack(self._reader[pack], self._codec, self._loaded()[0])
+    def _read_view(self, pack: int, encoder: ChatEncoder | None) -> PackView:
+        multiple = self._folder.manifest.pad_multiple if self._folder.manifest else 1
+        return view_pack(self._reader[pack], self._codec, encoder, multiple=multiple)
 
     # Records
 
     def _records(self, query: Mapping[str, str]) -> Response:
         shards = self._chosen(query)
-        wanted = Filter(
+        tests = record_tests(
             ident=query.get("id", ""),
             status=query.get("status", ""),
-            media=query.get("media", "") if query.get("media") in ("text", "image", "video", "audio") else "",
+            media=query.get("media", ""),
             shortest=number_in(query, "min", None),
             longest=number_in(query, "max", None),
             file=query.get("file", ""),
@@ -229,26 +215,32 @@ class Viewer(Pages):
         )
         table, first = self._folder.path.parent / "lengths.parquet", number_in(query, "from", 0)
         try:
-            found, place, rows = matching_records(table, wanted, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
+            found, place, rows = matching_records(table, tests, start=first, limit=_ROWS, seconds=_SEARCH_SECONDS)
         except FileNotFoundError:
             problem = f"{table} does not exist, so records cannot be found by id, status, media, file or length."
-            return self.render("records", query, records=[], problem=problem)
-        return self.results("records", query, "/records", found, span=(first, place, rows))
+            return self.render("found", query, heading="Records", columns=(), rows=(), empty=problem)
+        columns = ("id", "tokens", "status", "place", "sample")
+        lines = [(each.id, each.length, each.status, each.place, self._sample_of(each)) for each in found]
+        values = {"heading": "Records", "columns": columns, "rows": lines, "empty": "No record matches here."}
+        return self.results("found", query, "/records", (first, place, rows), **values)
+
+    def _sample_of(self, record: FoundRecord) -> Any:
+        if record.pack is not None:
+            return {"text": f"{record.sample} of {record.pack}", "href": self._href(record.pack, record.sample)}
+        rejects = self._folder.manifest.rejects if self._folder.manifest else ()
+        href = f"{self.base}/rejects?reason={quoted(record.status)}"
+        return {"text": "why", "href": href} if record.status in rejects else "none"
 
     def _chosen(self, query: Mapping[str, str]) -> list[int]:
         """Indices of the shards of a split, or of the shards whose name has a string."""
         split, part = query.get("split", ""), query.get("shard", "")
-        return [
-            index
-            for index, name in enumerate(self._shards)
-            if part in name and split in ("", self._folder.shards[name])
-        ]
+        shards = enumerate(self._folder.shards.items())
+        return [index for index, (name, own) in shards if part in name and split in ("", own)]
 
     def _text(self, query: Mapping[str, str]) -> Response:
         text, start, total = query.get("text", ""), number_in(query, "from", 0), len(self._reader)
         problems: list[str] = []
-        if not text:
-            return self.render("text", query, records=[], problems=problems)
+        total = total if text else 0
 
         def steps() -> Iterator[tuple[int, Any]]:
             for pack in range(start, total):
@@ -259,17 +251,20 @@ class Viewer(Pages):
                     problems.append(f"pack {pack:,}: {error}")
 
         packs, place = first_found(steps(), start, _ROWS, _SEARCH_SECONDS)
-        found, span = list(chain(*packs)), (start, place, total)
-        return self.results("text", query, "/text", found, span=span, problems=problems[:_ROWS])
+        heading = f"Samples with {text}" if text else "Samples with a text"
+        values = {"columns": ("sample", "pack", "text"), "rows": list(chain(*packs)), "problems": problems[:_ROWS]}
+        return self.results("found", query, "/text", (start, place, total), heading=heading, empty="None.", **values)
 
-    def _with_text(self, pack: int, text: str) -> Iterator[tuple[str, int, str | None, str]]:
-        """Find the samples of a pack whose text has `text`: (key, sample, id, text around). Media are not read."""
+    def _with_text(self, pack: int, text: str) -> Iterator[tuple[Any, str, str]]:
+        """Find the samples of a pack whose text has `text`: (link, key, text around). Media are not read."""
         raw = emptied(self._reader.parts(pack, only=_Texts()), lambda name: name not in _Texts())
         view = view_pack(raw, self._codec, self._loaded()[0] if self._codec.stores_tokens else None)
         for index, sample in enumerate(view.samples):
             for turn in sample.turns:
                 if (at := turn.shown.find(text)) >= 0:
-                    yield view.key, index, sample.id, turn.shown[max(0, at - _AROUND) : at + len(text) + _AROUND]
+                    name = f"sample {index}" if sample.id is None else sample.id
+                    around = turn.shown[max(0, at - _AROUND) : at + len(text) + _AROUND]
+                    yield {"text": name, "href": self._href(view.key, index)}, view.key, around
                     break
 
     def _rejects(self, query: Mapping[str, str]) -> Response:
@@ -280,6 +275,17 @@ class Viewer(Pages):
             steps = ((line, value if reason in ("", value["reason"]) else None) for line, value in lines)
             found, place = first_found(steps, start, _ROWS, _SEARCH_SECONDS)
         except FileNotFoundError:
-            return self.render("rejects", query, records=[], problem="" if manifest else f"{file} does not exist.")
+            found, place = [], None
         total = sum(manifest.rejects.values()) if manifest else (place or start + len(found))
-        return self.results("rejects", query, "/rejects", found, span=(start, place, total))
+        values = {"columns": ("id", "reason", "place", "detail"), "rows": [self._reject(value) for value in found]}
+        values |= {"heading": "Rejected records", "empty": "None." if manifest else f"{file} does not exist."}
+        return self.results("found", query, "/rejects", (start, place, total), **values)
+
+    def _reject(self, value: Mapping[str, Any]) -> tuple[Any, ...]:
+        href = f"{self.base}/records?status={quoted(value['reason'])}&id={quoted(value['id'])}"
+        place = (
+            f"{value['source']} line {value['line']}"
+            if value.get("line")
+            else f"{value['source']} row {value.get('row')}"
+        )
+        return {"text": value["id"], "href": href}, value["reason"], place, value["detail"]

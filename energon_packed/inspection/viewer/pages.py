@@ -13,21 +13,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
-from urllib.parse import parse_qsl, quote, unquote, urlencode
+from urllib.parse import parse_qsl, unquote, urlencode
 
 from energon_packed.encoding.vision.images import load_image, sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError
-from energon_packed.inspection.report import page_environment
+from energon_packed.inspection.report import page_environment, quoted
 from energon_packed.inspection.report_data import (
-    ShownFile,
-    ShownPack,
     decoded_frames,
     is_short,
     playable,
     shown_frames,
 )
 from energon_packed.inspection.tokens import TokenRow, heat_strips
-from energon_packed.inspection.view import AudioView, ImageView, PackView, SampleView, VideoView
+from energon_packed.inspection.view import AudioView, ImageView, PackView, SampleView, ShownFile, VideoView
 from energon_packed.records import MediaReference
 
 _CACHED_MEDIA = 2  # a player requests a file in several ranges
@@ -91,9 +89,8 @@ class Pages(ABC):
                 source = self._environment.loader.get_source(self._environment, parts[0])[0]  # type: ignore[union-attr]
                 return Response(200, source.encode(), f"{_STATIC[parts[0]]}; charset=utf-8")
             with self._lock:
-                match parts:
-                    case ["media", kind, key, *indices]:
-                        return self._media(kind, key, tuple(indices))
+                if parts[0] == "media" and len(parts) > 2:
+                    return self._media(parts[1], parts[2], tuple(parts[3:]))
                 return self.page(parts, dict(parse_qsl(query)))
         except NotFoundError as error:
             return Response(404, f"error: {error}\n".encode(errors="backslashreplace"))
@@ -125,16 +122,7 @@ class Pages(ABC):
         return Response(200, text.encode(errors="backslashreplace"), PAGE_TYPE)
 
     def results(
-        self,
-        name: str,
-        query: Mapping[str, str],
-        path: str,
-        found: Sequence[Any],
-        *,
-        span: tuple[int, int | None, int],
-        read: int | None = None,
-        source: str = "",
-        problems: Sequence[str] = (),
+        self, name: str, query: Mapping[str, str], path: str, span: tuple[int, int | None, int], **values: Any
     ) -> Response:
         """Render the page of a search, with its progress and a link to continue.
 
@@ -142,63 +130,44 @@ class Pages(ABC):
             name: template.
             query: query of the link.
             path: path of the page below `base`.
-            found: results, `records` of the template.
             span: (first place that was read, place to continue from or None, all places).
-            read: place until which was read, if it is not the place to continue from.
-            source: index of the input of raw records.
-            problems: packs that cannot be read, and why.
+            values: values of the template, such as `records`, the results.
         """
         first, place, total = span
         more = None if place is None else f"{self.base}{path}?{urlencode({**query, 'from': place})}"
-        stop = read if read is not None else total if place is None else place
-        values = {"progress": (first, stop, total), "source": source, "problems": problems}
-        return self.render(name, query, records=found, more=more, **values)
+        return self.render(name, query, **{"progress": (first, place or total, total), "more": more} | values)
 
-    def tokens(
-        self,
-        rows: Sequence[TokenRow],
-        query: Mapping[str, str],
-        *,
-        key: str,
-        sample: int,
-        ident: str | None,
-        link: str,
-    ) -> Response:
+    def tokens(self, rows: Sequence[TokenRow], query: Mapping[str, str], **values: Any) -> Response:
         """Render the page of the tokens of a sample, some at a time.
 
         Args:
             rows: all tokens.
             query: has the page.
-            key, sample: name of the pack or record, and index of the sample in it.
-            ident: id of the sample.
-            link: address of the pack or record.
+            values: `key` and `sample`, name of the pack or record and index of the sample in it; `ident`, id of the
+                sample; `link`, address of the pack or record.
         """
         pages = max(1, -(-len(rows) // _TOKENS))
         page = min(number_in(query, "page", 1), pages)
         shown = rows[(page - 1) * _TOKENS : page * _TOKENS]
-        named = {"key": key, "sample": sample, "ident": ident, "link": link}
-        counts = {"count": len(rows), "page": page, "pages": pages}
-        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **named, **counts)
+        values |= {"count": len(rows), "page": page, "pages": pages}
+        return self.render("tokens", query, rows=shown, strips=heat_strips(shown), **values)
 
-    def shown(self, view: PackView, runs: Mapping[int, Sequence[int]]) -> ShownPack:
-        """Add the URLs of all media of a pack.
-
-        Args:
-            view: the pack.
-            runs: lengths of the runs of image tokens of samples, by index.
-        """
+    def shown(self, view: PackView) -> PackView:
+        """Add the URLs of all media of a pack."""
 
         def show(kind: str, index: int, number: int, file: Any) -> ShownFile:
-            place, own = f"{quoted(view.key)}/{index}/{number}", runs.get(index, ())
+            place, sample = f"{quoted(view.key)}/{index}/{number}", view.samples[index]
             # Runs of image tokens belong to single images if text is between them, as in most templates.
-            tokens = own[number] if kind == "image" and len(own) == len(view.samples[index].images) else None
+            own = [count for name, _, count in sample.runs if name == "image"]
+            tokens = own[number] if kind == "image" and len(own) == len(sample.images) else None
             if kind == "video":
-                frames = [(file.timestamps[at], f"{self.base}/media/frame/{place}/{at}") for at in shown_frames(file)]
+                times, url = file.selection.timestamps, f"{self.base}/media/frame/{place}"
+                frames = [(times[at], f"{url}/{at}") for at in shown_frames(file)]
                 return ShownFile(url=f"{self.base}/media/video/{place}" if _is_clip(file) else "", frames=frames)
             is_shown = kind == "image" or is_short(file)
             return ShownFile(url=f"{self.base}/media/{kind}/{place}" if is_shown else "", tokens=tokens)
 
-        return ShownPack.of(view, show)
+        return view.with_files(show)
 
     def _read_media(self, kind: str, key: str, indices: Sequence[str]) -> Response:
         if kind not in _MEDIA_FIELDS or len(indices) != (3 if kind == "frame" else 2):
@@ -215,7 +184,7 @@ class Pages(ABC):
                     content, subtype, _ = playable(self.contents(key, [found.name])[found.name], found, 1 << 62)
                     return Response(200, content, f"audio/{subtype}")
                 case VideoView() if kind == "frame":
-                    place = index_below(indices[2], len(found.frames), "frame")
+                    place = index_below(indices[2], len(found.selection.indices), "frame")
                     names = found.names if found.is_file else [found.names[place]]
                     return _encoded(next(decoded_frames(self.contents(key, names), found, [place])), "jpeg")
                 case VideoView() if _is_clip(found):
@@ -254,11 +223,6 @@ def index_below(text: str, count: int, what: str) -> int:
     if (index := index_in(text, count)) is None:
         raise NotFoundError(f"the {what} must be an index below {count:,}, got {text!r}")
     return index
-
-
-def quoted(key: str) -> str:
-    """Quote a key for a path."""
-    return quote(key, safe="", errors="surrogateescape")
 
 
 def _image(data: bytes) -> Response:

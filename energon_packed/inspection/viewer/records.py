@@ -6,7 +6,7 @@ rejects that a run would have. Some records are read at a time, from an address 
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -23,12 +23,12 @@ from energon_packed.errors import ConfigError, EnergonPackedError, Reason, Recor
 from energon_packed.formats import StoredSample
 from energon_packed.inspection.search import first_found
 from energon_packed.inspection.tokens import sample_rows
-from energon_packed.inspection.view import PackView, SampleView, media_files, record_samples, view_samples
+from energon_packed.inspection.view import PackView, SampleView, record_samples, view_samples
 from energon_packed.inspection.viewer.pages import NotFoundError, Pages, Response, in_groups, index_below, number_in
 from energon_packed.pipeline.options import InputOptions
 from energon_packed.pipeline.reader import open_reader, raw_id
 from energon_packed.pipeline.stages.measure import Measurer
-from energon_packed.records import Conversation, FrameSelection, VideoReference
+from energon_packed.records import Conversation, FrameSelection, MediaReference, VideoReference
 from energon_packed.sources import JsonlSource, Source, SourceRecord
 from energon_packed.sources.tar_records import leaves
 
@@ -65,14 +65,7 @@ def _spread(video: VideoReference) -> FrameSelection:
     assert video.file is not None  # a video of images has its frames
     info = read_video_info(video.file)
     places = np.unique(np.arange(_FRAMES) * info.num_frames // _FRAMES)
-    return FrameSelection(
-        indices=tuple(places.tolist()),
-        timestamps=tuple(info.timestamps[places].tolist()),
-        fps=info.fps,
-        num_frames=info.num_frames,
-        height=info.height,
-        width=info.width,
-    )
+    return info.selection(places)
 
 
 class RecordsViewer(Pages):
@@ -94,6 +87,11 @@ class RecordsViewer(Pages):
         self._measurer = Measurer(reader=self._reader, encoder=options.encoder_loader, check_media=options.image_check)
         encoder = options.encoder_loader.load()  # the first page needs it, and its errors end the command
         self._encoder = None if isinstance(encoder, HeaderReader) else encoder
+        self._environment.globals |= {
+            "sources": [str(source.path) for source in self._reader.sources],
+            "reasons": [str(reason.value) for reason in Reason],
+            "measured": self._encoder is not None,
+        }
         self._record = lru_cache(_CACHED)(self._read)
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
@@ -101,20 +99,12 @@ class RecordsViewer(Pages):
         match parts:
             case [""]:
                 return self._records(query)
-            case ["record", source, address]:
-                row, conversation, measured = self._record(source, address)
-                shown = self._shown(int(source), [(row, conversation, measured)])
-                return self.render("raw", {}, records=shown, source=source, alone=True)
+            case ["record", key]:
+                source, *record = self._record(key)
+                return self.render("raw", {}, records=self._shown(source, [record]), source=str(source), alone=True)
             case ["tokens", key, sample]:
                 return self._tokens(key, sample, query)
         return super().page(parts, query)
-
-    def render(self, name: str, query: Mapping[str, str], /, **values: Any) -> Response:
-        """Render a template, with the values that all pages have."""
-        names = [str(source.path) for source in self._reader.sources]
-        reasons = [str(reason.value) for reason in Reason]
-        measured = self._encoder is not None
-        return super().render(name, query, sources=names, reasons=reasons, measured=measured, **values)
 
     def samples(self, key: str) -> Sequence[SampleView]:
         """Return the samples of a pack or record."""
@@ -122,11 +112,13 @@ class RecordsViewer(Pages):
 
     def contents(self, key: str, names: Sequence[str]) -> Mapping[str, bytes]:
         """Read these files of a pack or record."""
-        files = {name: file for sample in self._stored(key) for name, file in media_files(sample.conversation).items()}
+        files: dict[str, MediaReference] = {}
+        for sample, view in zip(self._stored(key), self.samples(key), strict=True):
+            files |= zip(view.file_names, sample.conversation.media_files, strict=True)
         return {name: files[name].read() for name in names}
 
     def _stored(self, key: str) -> Sequence[StoredSample]:
-        _, conversation, measured = self._record(*_place(key))
+        *_, conversation, measured = self._record(key)
         return () if conversation is None else record_samples(conversation, measured)
 
     def _records(self, query: Mapping[str, str]) -> Response:
@@ -146,15 +138,15 @@ class RecordsViewer(Pages):
                 yield from ((found[0].address, found) for found in self._matching(number, batch, query))
 
         found, place = first_found(steps(), start, _RECORDS, _SECONDS)
-        read = stop if place is None else place
+        progress = (start, stop if place is None else place, stop)
         query = {**query, "percent": "", "line": "", "source": str(number)}
         if place is None and number + 1 < len(self._reader.sources):
             query, place = {**query, "source": str(number + 1)}, 0
-        shown, span = self._shown(number, found), (start, place, stop)
-        return self.results("raw", query, "/", shown, span=span, read=read, source=str(number))
+        values = {"records": self._shown(number, found), "progress": progress, "source": str(number)}
+        return self.results("raw", query, "/", (start, place, stop), **values)
 
     def _tokens(self, key: str, sample: str, query: Mapping[str, str]) -> Response:
-        row, conversation, _ = self._record(*_place(key))
+        source, row, conversation, _ = self._record(key)
         members = () if conversation is None else conversation.members or (conversation,)
         index = index_below(sample, len(members), "sample")
         if not isinstance(self._encoder, ChatEncoder):
@@ -162,8 +154,8 @@ class RecordsViewer(Pages):
         [encoded] = self._encoder.encode_many(members[index : index + 1])
         if isinstance(encoded, Reject):
             raise NotFoundError(f"sample {index} is rejected: {encoded}")
-        [place] = self._places(int(_place(key)[0]), [(row,)])
-        rows, link = sample_rows([encoded], self._encoder), f"{self.base}/record/{key.replace('-', '/')}"
+        [place] = self._places(source, [(row,)])
+        rows, link = sample_rows([encoded], self._encoder), f"{self.base}/record/{key}"
         return self.tokens(rows, query, key=place, sample=index, ident=encoded.id, link=link)
 
     def _matching(self, source: int, rows: Sequence[SourceRecord], query: Mapping[str, str]) -> list[Any]:
@@ -183,37 +175,39 @@ class RecordsViewer(Pages):
                 found.append((row, conversation, result))
         return found
 
-    def _read(self, source: str, address: str) -> tuple[SourceRecord, Conversation | None, Measurement]:
+    def _read(self, key: str) -> tuple[int, SourceRecord, Conversation | None, Measurement]:
+        """Index of the source, record and measurement by `SOURCE-ADDRESS`."""
+        source, _, address = key.partition("-")
         number = index_below(source, len(self._reader.sources), "source")
         at = index_below(address, self._reader.sources[number].extent(), "address")
         row = next(self._reader.sources[number].scan(at, at + 1), None)
         if row is None:
             raise NotFoundError(f"no record starts at {address}")
         [(conversation, result)] = self._measurer.records(number, [row])
-        return row, conversation, result
+        return number, row, conversation, result
 
-    def _shown(self, source: int, found: Sequence[tuple[SourceRecord, Conversation | None, Measurement]]) -> list[Any]:
+    def _shown(self, source: int, found: Sequence[Any]) -> list[Any]:
         """Values of the template for each record."""
         shown = []
         for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
             key = f"{source}-{row.address}"
             stored = [] if conversation is None else record_samples(conversation, result)
             views = view_samples(stored, self._encoder)
-            for index, own in enumerate(result.members or [result] * len(views)):
-                if own.length > 0 and own.supervised >= 0:
-                    views[index] = replace(views[index], supervised=own.supervised)
-            view = PackView(key=key, sample_class="", parts={}, shapes={}, samples=views)
+            view, rendered = PackView(key=key, samples=views), ""
+            if conversation is not None and conversation.messages and isinstance(self._encoder, ChatEncoder):
+                with suppress(EnergonPackedError):
+                    rendered = self._encoder.renderer.render(conversation).text
             shown.append({
-                "url": f"{self.base}/record/{source}/{row.address}",
+                "url": f"{self.base}/record/{key}",
                 "place": place,
                 "id": conversation.id if conversation is not None else raw_id(row.record),
                 "format": self._reader.format_of(source, row),
                 "reject": result.reject,
                 "notes": () if conversation is None else (*conversation.notes, *result.notes),
                 "unused": () if conversation is None else conversation.unused_fields,
-                "pack": self.shown(view, {}),
+                "pack": self.shown(view),
                 "groups": in_groups(views),
-                "rendered": self._rendered(conversation),
+                "rendered": rendered,
                 "raw": _json(row.record),
             })  # fmt: skip
         return shown
@@ -230,20 +224,6 @@ class RecordsViewer(Pages):
         return [f"{opened.path} line {line:,}" if line else f"{opened.path} row {row:,}"
                 for line, row in zip(lines, rows, strict=True)]  # fmt: skip
 
-    def _rendered(self, conversation: Conversation | None) -> str:
-        """Text of the chat template; "" if there is none, or it cannot be rendered."""
-        if conversation is None or not conversation.messages or not isinstance(self._encoder, ChatEncoder):
-            return ""
-        try:
-            return self._encoder.renderer.render(conversation).text
-        except EnergonPackedError:
-            return ""
-
-
-def _place(key: str) -> tuple[str, str]:
-    source, _, address = key.partition("-")
-    return source, address
-
 
 def _address(source: Source, number: int) -> int:
     """Address of a line, from 1, or of a row, from 0, if records are not lines."""
@@ -255,9 +235,7 @@ def _address(source: Source, number: int) -> int:
         for line in islice(stream, max(0, before)):
             at += len(line)
             if time.monotonic() > deadline:
-                raise NotFoundError(
-                    f"line {number:,} must be reached in {_SECONDS:g} s; enter a percentage of the file"
-                )
+                raise NotFoundError(f"line {number:,} must be reached in {_SECONDS:g} s; enter a percentage")
     return at
 
 

@@ -10,15 +10,16 @@ import hmac
 import re
 import secrets
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import Any
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import parse_qsl, urlencode
 
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.viewer.pages import Pages, Response
 
 _ADDRESS = "127.0.0.1"
-_NAMES = (_ADDRESS, "localhost")  # with any port: a tunnel may have another
+_LOCAL = re.compile(r"(127\.0\.0\.1|localhost)(:\d+)?")  # with any port: a tunnel may have another
 _IDLE = 60  # seconds after which an open connection without a request is closed
 _PAGE_POLICY = (
     "default-src 'none'; img-src 'self' data:; media-src 'self'; style-src 'self'; script-src 'self'; "
@@ -28,7 +29,7 @@ _MEDIA_POLICY = "default-src 'none'; sandbox; frame-ancestors 'none'"  # for con
 _RANGE = re.compile(r"bytes=(\d{0,18})-(\d{0,18})")
 
 
-class ViewServer(ThreadingHTTPServer):
+class ViewServer(ThreadingTCPServer):  # HTTPServer needs a DNS request
     """Server of the pages of a viewer; `serve_forever` answers, each connection in a thread of its own.
 
     Attributes:
@@ -37,6 +38,7 @@ class ViewServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True  # an open connection does not delay the end of the command
+    allow_reuse_address = True
 
     def __init__(self, viewer: Pages, port: int = 0, *, token: bool = True) -> None:
         """Bind the port on the loopback interface; 0 is any free port.
@@ -51,17 +53,12 @@ class ViewServer(ThreadingHTTPServer):
             raise ConfigError(
                 f"`port` must be free, got {port}: {error.strerror}. Pass another, or omit it."
             ) from error
+        self.server_port = self.server_address[1]
 
     @property
     def url(self) -> str:
         """Address of the first page."""
         return f"http://{_ADDRESS}:{self.server_port}/" + (f"?token={self.token}" if self.token else "")
-
-    def server_bind(self) -> None:
-        """Bind without a DNS request for the name of the machine."""
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = _ADDRESS, self.server_address[1]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -90,8 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(_refused("the token is missing; open the address that the command printed"))
         return self._send(self.server.viewer.respond(path + (f"?{query}" if query else "")))
 
-    def do_HEAD(self) -> None:
-        self.do_GET()
+    do_HEAD = do_GET  # noqa: N815
 
     @property
     def _cookie(self) -> str:
@@ -100,8 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_local(self) -> bool:
         host = self.headers.get("Host", "")
-        origin = self.headers.get("Origin")
-        return _name(f"//{host}") in _NAMES and (origin is None or origin == f"http://{host}")
+        return bool(_LOCAL.fullmatch(host)) and self.headers.get("Origin", f"http://{host}") == f"http://{host}"
 
     def _has_cookie(self) -> bool:
         pairs = [pair.strip().partition("=") for pair in self.headers.get("Cookie", "").split(";")]
@@ -147,13 +142,6 @@ def _refused(message: str) -> Response:
 
 def _equal(given: str, token: str) -> bool:
     return hmac.compare_digest(given.encode(errors="replace"), token.encode())
-
-
-def _name(url: str) -> str | None:
-    try:
-        return urlsplit(url).hostname
-    except ValueError:  # brackets that are not IPv6
-        return None
 
 
 def _bounds(first: str, last: str, size: int) -> tuple[int, int]:

@@ -9,7 +9,8 @@ from urllib.parse import urlencode
 from energon_packed.inspection.blend import read_blend
 from energon_packed.inspection.compare import compare
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.viewer.pages import Pages, Response, index_in, quoted
+from energon_packed.inspection.report import quoted
+from energon_packed.inspection.viewer.pages import Pages, Response, index_in
 from energon_packed.metadatasets import read_metadataset
 
 _OPEN = 4  # datasets that stay open
@@ -38,14 +39,15 @@ class Several(Pages):
         blend = read_blend(read_metadataset(path))
         entries = [(split.name, place, entry) for split in blend for place, entry in enumerate(split.entries)]
         hrefs = {f"{place}{split}": f"{base}/{index}/" for index, (split, place, _) in enumerate(entries)}
-        values = {"blend": blend, "hrefs": hrefs, "comparison": None}
+        values = {"part": "blend.html.j2", "blend": blend, "hrefs": hrefs}
         return cls(str(path), values, [partial(opened, entry.path) for *_, entry in entries], base)
 
     @classmethod
     def of_two(cls, first: Path, second: Path, opened: Opener) -> "Several":
         """Show the differences of two datasets, as in the report about them. Raises as `compare`."""
-        comparison = compare(PackedFolder.open(first), PackedFolder.open(second))
-        values = {"comparison": comparison, "hrefs": ("/0/", "/1/")}
+        folders = [PackedFolder.open(path) for path in (first, second)]
+        values = {"part": "compare.html.j2", "comparison": compare(*folders), "hrefs": ("/0/", "/1/")}
+        values["names"] = tuple(str(folder.path) for folder in folders)
         return cls(f"{first} and {second}", values, [partial(opened, path) for path in (first, second)])
 
     def page(self, parts: Sequence[str], query: Mapping[str, str]) -> Response:
