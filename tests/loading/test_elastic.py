@@ -280,6 +280,7 @@ def test_an_exact_epoch_of_an_energon_loader_continues_with_any_number_of_ranks(
     seen = two.take(2)
     three = Ranks(new_loader, 3, two.state())
     seen += three.take(1)
+    assert Ranks(new_loader, 3, three.state()).state() == three.state()  # a second restart, with the same ranks
     one = Ranks(new_loader, 1, three.state())
     assert seen + one.take() == ALL
     assert one.take() == ALL
