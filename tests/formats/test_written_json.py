@@ -96,6 +96,12 @@ def test_tokens_are_arrays_of_format_version_1_0() -> None:
         assert (array.tolist(), array.dtype.str) == (expected, "<i4")
 
 
+def test_samples_of_tokens_without_a_group_are_alone() -> None:
+    ids = np.array([5, 6])
+    samples = [StoredSample(Conversation(input_ids=ids, group=group), 2) for group in ("b", None, "a", None, "b")]
+    assert written("PackedTokensSample", *samples)["groups"] == [0, 1, 2, 3, 0]
+
+
 def test_tokens_without_labels_are_all_targets() -> None:
     codec = codec_for("PackedTokensSample")
     parts = dict(codec.write([StoredSample(conversation=Conversation(id="a", input_ids=np.array([5, 6])), length=2)]))
