@@ -492,8 +492,8 @@ def _coco_records(stream: BinaryIO) -> Iterator[bytes]:
             yield element
             continue
         seen.add(annotation["image_id"])
-        # The text of the annotation, since parsing it here would shorten numbers over 64 bits. Its fields come later in
-        # the text, and count.
+        # The text of the annotation, since parsing it here would shorten numbers over 64 bits. Its fields come after
+        # the fields of the image, and count.
         yield orjson.dumps({"image": image.get("file_name"), **image})[:-1] + b"," + element[1:]
     if missing := by_id.keys() - seen:
         first = min(missing, key=str)

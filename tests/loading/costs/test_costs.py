@@ -88,8 +88,8 @@ TEXT_MODELS = {
     "gpt_neox": {"num_key_value_heads": 4},
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
     "qwen2_moe": {
-        "moe_intermediate_size": 64,
-        "shared_expert_intermediate_size": 80,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "decoder_sparse_step": 2,
