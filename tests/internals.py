@@ -295,6 +295,7 @@ PLACES = {
     "ShardReader": "shards.reader:ShardReader",
     "shard_reader": "shards.reader",
     "TarShardWriter": "shards.tar:TarShardWriter",
+    "write_tar_index": "shards.index:write_tar_index",
     "atomic_path": "files:atomic_path",
     "open_regular": "files:open_regular",
     "read_range": "files:read_range",

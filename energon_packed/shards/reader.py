@@ -94,13 +94,7 @@ class ShardReader:
         """
         raw: dict[str, Any] = {}
         for member, content in self.members(pack, only=only):
-            # The index of another tar with equal sizes has offsets in the middle of packs.
-            if raw.setdefault("__key__", member.key) != member.key:
-                tar = self.tars[self.locate(pack)[0]]
-                raise FormatError(
-                    f"{tar.with_suffix('.tar.idx')} does not match {tar.name}: pack {pack} has members of "
-                    f"{member.key} and {raw['__key__']}; run energon-packed nv-meta, or pack again"
-                )
+            raw.setdefault("__key__", member.key)
             raw[member.part] = content
         if MEDIA_PART in raw:
             raw |= {FOLDER: self.tars[self.locate(pack)[0]].parent, MEDIA_ROOT: self._media_root}
@@ -124,6 +118,13 @@ class ShardReader:
         shard, start, end = self.locate(pack)
         read = self._window(shard, start, end, whole=only is None)
         members = list(TarReader(self.tars[shard], read, start, end))
+        # The index of another tar with equal sizes has offsets in the middle of packs.
+        if len(keys := sorted({member.key for member in members})) > 1:
+            tar = self.tars[shard]
+            raise FormatError(
+                f"{tar.with_suffix('.tar.idx')} does not match {tar.name}: pack {pack} has members of "
+                f"{' and '.join(keys[:2])}; run energon-packed nv-meta, or pack again"
+            )
         for _, fault in key_faults(members):
             raise FormatError(f"{self.tars[shard]}: {fault}")
         for member in members:

@@ -492,9 +492,9 @@ def _coco_records(stream: BinaryIO) -> Iterator[bytes]:
             yield element
             continue
         seen.add(annotation["image_id"])
-        of_image = {name: value for name, value in image.items() if name not in annotation}
-        # The text of the annotation, since parsing it here would shorten numbers over 64 bits.
-        yield orjson.dumps({"image": image.get("file_name"), **of_image})[:-1] + b"," + element[1:]
+        # The text of the annotation, since parsing it here would shorten numbers over 64 bits. Its fields come after
+        # the fields of the image, and count.
+        yield orjson.dumps({"image": image.get("file_name"), **image})[:-1] + b"," + element[1:]
     if missing := by_id.keys() - seen:
         first = min(missing, key=str)
         _log.warning("%s: %d of %d images have no caption, such as %s", stream.name, len(missing), len(by_id), first)

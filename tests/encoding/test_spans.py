@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from energon_packed import ChatEncoder, ConfigError, EncoderSettings, RecordError, TemplateError, normalize
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    EncodedSample,
+    EncoderSettings,
+    RecordError,
+    Reject,
+    TemplateError,
+    normalize,
+)
 from tests.internals import CHATML_TEMPLATE
 
 CONVERSATION = {
@@ -279,6 +288,19 @@ def test_image_tokens_in_text_are_refused(tokenizer_dir: Path) -> None:
         for call in (encoder.encode, encoder.length):
             with pytest.raises(RecordError, match=reason):
                 call(normalize(record))
+
+
+def test_ids_that_the_tokenizer_does_not_have_reject_their_record_alone(encoder: ChatEncoder) -> None:
+    most = encoder.rules.vocabulary
+    assert most is not None
+    *context, last = encoder.encode(normalize({"text": "A document."})).input_ids.tolist()
+    labels = [-100] * len(context) + [last]
+    records = [{"input_ids": [last, most]}, {"input_ids": [*context, last], "labels": labels}]
+    rejected, sample = encoder.encode_many([normalize(record) for record in records])
+    assert isinstance(rejected, Reject)
+    assert rejected.detail == f"input_ids contains {most}, outside the {most} tokens of the tokenizer"
+    assert isinstance(sample, EncodedSample)
+    assert sample.labels.tolist() == labels
 
 
 def test_images_without_an_image_processor_stop_the_run(text_tokenizer_dir: Path) -> None:

@@ -96,6 +96,40 @@ def test_tokens_are_arrays_of_format_version_1_0() -> None:
         assert (array.tolist(), array.dtype.str) == (expected, "<i4")
 
 
+def test_samples_of_tokens_without_a_group_are_alone() -> None:
+    ids = np.array([5, 6])
+    samples = [StoredSample(Conversation(input_ids=ids, group=group), 2) for group in ("b", None, "a", None, "b")]
+    assert written("PackedTokensSample", *samples)["groups"] == [0, 1, 2, 3, 0]
+
+
+def test_the_weight_of_a_record_of_tokens_multiplies_the_weights_of_its_tokens() -> None:
+    ids, weights = np.array([5, 6, 7]), np.array([1, 0.5, 1], dtype=np.float32)
+    own = Conversation(input_ids=ids, labels=ids, loss_weights=weights, weight=2)
+    codec = codec_for("PackedTokensSample")
+    (sample,) = codec.read({"__key__": "a", **dict(codec.write([StoredSample(own, 3)]))})
+    assert sample.conversation.loss_weights is not None
+    assert sample.conversation.loss_weights.tolist() == [2, 1, 2]
+
+
+@pytest.mark.parametrize("values", [{"groups": [0]}, {"groups": [0, "a"]}, {"roles": [1, None]}, {"labels": [0.5, 1]}])
+def test_groups_roles_and_labels_are_values_of_each_sample(values: dict[str, Any]) -> None:
+    codec = codec_for("PackedTokensSample")
+    raw = dict(codec.write([StoredSample(Conversation(input_ids=np.array([5, 6])), 2)] * 2))
+    raw["json"] = json.dumps({**json.loads(raw["json"]), **values}).encode()
+    with pytest.raises(
+        FormatError, match=f"{next(iter(values))} of the json must be a list with a value for each of 2"
+    ):
+        codec.read({"__key__": "a", **raw})
+
+
+def test_a_column_of_another_packer_in_fortran_order_is_refused() -> None:
+    codec, out = codec_for("PackedTokensSample"), io.BytesIO()
+    np.save(out, np.asfortranarray(np.arange(6, dtype=np.float32).reshape(3, 2)))
+    parts = dict(codec.write([StoredSample(Conversation(input_ids=np.arange(3)), 3)]))
+    with pytest.raises(FormatError, match=r"columns.x.npy: a column must be an array of numbers in C order"):
+        codec.read({"__key__": "a", **parts, "columns.x.npy": out.getvalue()})
+
+
 def test_tokens_without_labels_are_all_targets() -> None:
     codec = codec_for("PackedTokensSample")
     parts = dict(codec.write([StoredSample(conversation=Conversation(id="a", input_ids=np.array([5, 6])), length=2)]))

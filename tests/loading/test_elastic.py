@@ -279,6 +279,9 @@ def test_an_exact_epoch_of_an_energon_loader_continues_with_any_number_of_ranks(
     two = Ranks(new_loader, 2)
     seen = two.take(2)
     three = Ranks(new_loader, 3, two.state())
+    # Ranks with the shards of other ranks have no known number of steps: they must exchange when they end.
+    assert all(state["regrouped"] for state in three.state()["ranks"])
+    assert Ranks(new_loader, 3, three.state()).state() == three.state()
     seen += three.take(1)
     one = Ranks(new_loader, 1, three.state())
     assert seen + one.take() == ALL

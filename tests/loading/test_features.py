@@ -41,12 +41,21 @@ def test_padding_of_features_is_removed_and_bad_ones_are_named() -> None:
     for feature, message in (
         ({"id": "b", "input_ids": [1, 2], "labels": [1]}, "Feature b: `labels` must have 2 values, .* got 1"),
         ({"id": "c", "input_ids": []}, "Feature c: `input_ids` is empty"),
+        ({"id": "c", "input_ids": [1, 2], "attention_mask": [0, 0]}, "Feature c: `input_ids` is empty"),
         ({"id": "d", "input_ids": [0.5]}, "must be integers of shape .* got dtype float64"),
+        ({"id": "d", "input_ids": [[1, 2], [3, 4]]}, r"got dtype int64 and shape \(2, 2\)"),
     ):
         with pytest.raises(BatchError, match=message):
             PaddingFreeCollator()([feature])
     with pytest.raises(BatchError, match="`loss_weighting` must be 'token' .* got 'sqrt'"):
         PaddingFreeCollator(loss_weighting="sqrt")(PLAIN)
+
+
+def test_a_token_of_weight_0_is_no_target_and_padding_has_no_weight() -> None:
+    feature = {"input_ids": [4, 5, 6, 7, 0], "attention_mask": [1, 1, 1, 1, 0], "loss_weights": [1, 0, 0.5, 2, 3]}
+    batch = next(iter(DataflowLoader(MapDistributor([feature]))))
+    assert batch.labels.tolist() == [[-100, -100, 6, 7]]
+    assert batch.loss_mask.tolist() == [[0, 0, 0.5, 2]]
 
 
 @pytest.mark.parametrize("options", [{}, {"pad_multiple": 8}, {"pad_multiple": 4, "pad_to": 4096}])

@@ -422,6 +422,8 @@ def test_a_dummy_is_added_if_several_processes_train(monkeypatch: pytest.MonkeyP
     assert collator.collate(text_row()).pixel_values is not None  # as in a worker process that knows nothing of ranks
     assert collator.collate(text_row(None)).pixel_values is None
     assert PaddingFreeCollator(dummy_images="never").collate(text_row()).pixel_values is None
+    other = replace(DUMMY, pixel_values=DUMMY.pixel_values + 1)  # type: ignore[operator]
+    assert torch.equal(PaddingFreeCollator(dummy_images=other).collate(text_row()).pixel_values, other.pixel_values)
     for pictured in (full_sample(0, 1, 0), full_sample(0, 0, 1)):  # media of its own: only the mask remains
         own = PaddingFreeCollator(dummy_images=DUMMY).collate([pictured])
         assert own.input_ids.tolist() == [pictured.input_ids.tolist()]

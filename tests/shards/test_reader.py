@@ -1,15 +1,25 @@
 """Shard readers count packs by the sizes of the indexes, and read an index with the first pack of its shard."""
 
+import os
 import pickle
 import shutil
+import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from energon_packed import ChatEncoder, DataChangedError, DataflowLoader, FormatError, MapDistributor, PackedDataset
+from energon_packed import (
+    ChatEncoder,
+    DataChangedError,
+    DataflowLoader,
+    FormatError,
+    MapDistributor,
+    PackedDataset,
+    PackingManifest,
+)
 from tests.conftest import Packer
-from tests.internals import ShardReader, shard_reader
+from tests.internals import ShardReader, TarShardWriter, shard_reader, write_tar_index
 
 
 @pytest.fixture
@@ -40,6 +50,56 @@ def test_an_index_that_ends_inside_an_entry_is_refused_at_opening(tars: list[Pat
     tars[0].with_suffix(".tar.idx").write_bytes(content)
     with pytest.raises(FormatError, match=f"has {len(content)} bytes, and must have 8 for each pack of"):
         ShardReader(tars)
+
+
+def test_an_index_of_another_tar_is_named(tars: list[Path]) -> None:
+    with tarfile.open(tars[0]) as tar:
+        members = tar.getmembers()
+    index = tars[0].with_suffix(".tar.idx")
+    offsets = np.frombuffer(index.read_bytes(), dtype="<u8").copy()
+    offsets[1] = next(member.offset for member in members if member.offset > offsets[1])  # the second of its members
+    index.write_bytes(offsets.tobytes())
+    with pytest.raises(FormatError, match=f"{index.name} does not match {tars[0].name}: pack 0 has members of .* and"):
+        ShardReader(tars)[0]
+    os.truncate(tars[1], int(np.fromfile(tars[1].with_suffix(".tar.idx"), dtype="<u8")[-1]) - 1)
+    with pytest.raises(FormatError, match=rf"{tars[1].name}.idx does not match {tars[1].name} \("):
+        ShardReader(tars)[5]
+
+
+def test_a_member_that_occurs_twice_is_named(tmp_path: Path) -> None:
+    with TarShardWriter(tmp_path / "a.tar") as shard:
+        shard.add("a_0", [("json", b"{}"), ("json", b"[]")])
+    write_tar_index(tmp_path / "a.tar", shard.rows)
+    with pytest.raises(FormatError, match="a_0.json"):
+        ShardReader([tmp_path / "a.tar"])[0]
+
+
+@pytest.mark.parametrize("pack", [-1, 10**6])
+def test_a_pack_that_a_reader_does_not_have_is_an_index_error(tars: list[Path], pack: int) -> None:
+    with pytest.raises(IndexError, match=f"pack {pack} is out of range"):
+        ShardReader(tars)[pack]
+
+
+def test_a_tar_that_is_overwritten_while_it_is_open_is_a_changed_tar(tars: list[Path]) -> None:
+    reader = ShardReader(tars)
+    assert reader[0]
+    content = tars[0].read_bytes()
+    with tars[0].open("r+b") as stream:  # the same file, of equal size
+        stream.write(content[::-1])
+    with pytest.raises(DataChangedError, match=f"{tars[0].name} was replaced or changed while .* .by its time"):
+        reader[1]
+
+
+def test_a_copy_of_a_tar_is_unchanged_if_packing_json_lists_its_hash(pack_demo: Packer, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(pack_demo(max_packs_per_shard=5).shards, folder)
+    tars = sorted(folder.glob("*.tar"))
+    digests = {folder / shard.name: shard.sha256 for shard in PackingManifest.load(folder).shards}
+    listed, other = ShardReader(tars, digests), ShardReader(tars, dict.fromkeys(tars, "other"))
+    os.utime(tars[0], (1, 1))
+    assert listed[0]
+    with pytest.raises(DataChangedError, match="was replaced or changed"):
+        other[0]
 
 
 def test_a_shard_that_is_replaced_before_its_first_pack_is_a_changed_shard(tars: list[Path]) -> None:

@@ -28,6 +28,13 @@ def test_equal_parts_produce_equal_bytes(tmp_path: Path) -> None:
             assert member.isreg()
 
 
+def test_a_tar_ends_with_two_zero_blocks_also_after_a_full_record(tmp_path: Path) -> None:
+    with TarShardWriter(tmp_path / "a.tar") as shard:
+        shard.add("a_0", [("json", bytes(tarfile.RECORDSIZE - tarfile.BLOCKSIZE))])
+    assert shard.rows.offsets[-1] == tarfile.RECORDSIZE
+    assert shard.rows.size == 2 * tarfile.RECORDSIZE
+
+
 def test_rows_have_the_offsets_of_all_parts(tmp_path: Path) -> None:
     rows = write(tmp_path / "a.tar")
     with tarfile.open(tmp_path / "a.tar") as tar:

@@ -1,5 +1,6 @@
 """Every format gives the same records, in order and one by one."""
 
+import csv
 import gzip
 import json
 import tracemalloc
@@ -20,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from energon_packed import Source, SourceError
-from tests.internals import JsonlSource, open_sources, parquet_batches
+from tests.internals import JsonlSource, json_source, open_sources, parquet_batches
 
 RECORDS = [
     {
@@ -86,6 +87,13 @@ def test_formats_read_in_order_and_one_by_one(tmp_path: Path, name: str) -> None
         first = {".csv": 2, ".jsonl": 1}.get("." + name.split(".")[1] if "." in name else "", 0)  # 0: no lines
         expected = [first and first + place for place in range(len(rows))]
         assert source.line_numbers(addresses, sizes).tolist() == expected
+        assert source.row_numbers(addresses.tolist()) == list(range(len(rows)))
+        # The later half as an input part: its records are counted from its start, and its lines are not known.
+        source.share = (1, 2, 2)
+        part = [row.address for chunk in source.chunks() for row in source.scan(*chunk)]
+        assert source.row_numbers(part) == list(range(len(part)))
+        if name.endswith(("jsonl", "gz", "zst")):
+            assert not source.line_numbers(np.array(part), sizes[-len(part) :]).any()
 
 
 @given(
@@ -167,6 +175,12 @@ def test_huge_numbers_in_a_json_array_stop_nothing(tmp_path: Path) -> None:
     assert (records[0]["fps"], records[2]) == (1.5, {"id": 1})
 
 
+def test_elements_of_an_array_may_extend_over_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_source, "_BLOCK", 7)
+    (tmp_path / "a.json").write_text(json.dumps(RECORDS[:20], indent=1))
+    assert read_all(open_sources([tmp_path / "a.json"], work_dir=tmp_path)) == RECORDS[:20]
+
+
 def test_a_converted_copy_is_made_once(tmp_path: Path) -> None:
     path = write(tmp_path, "a.parquet")
     copies = []
@@ -182,6 +196,11 @@ def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_bytes(first.read_bytes()[:-2] + b" \n")
     prints = [JsonlSource(tmp_path / f"{name}.jsonl").fingerprint() for name in "abc"]
     assert prints[0] == prints[1] != prints[2]
+    ends = []
+    for end in (b"x", b"y"):  # of a large file, of which samples are read
+        (tmp_path / "large.jsonl").write_bytes(bytes(3 << 20) + end)
+        ends.append(JsonlSource(tmp_path / "large.jsonl").fingerprint())
+    assert ends[0] != ends[1]
 
 
 @pytest.mark.parametrize(
@@ -189,6 +208,8 @@ def test_a_copy_elsewhere_has_the_same_fingerprint(tmp_path: Path) -> None:
     [
         ("a.txt", b"x", "unknown format; known formats: .jsonl"),
         ("a.json", b'[{"a": 1}, {"a"', "not a complete JSON array"),
+        ("a.json", b'[{"a": 1},]', "not a complete JSON array: element 1 is empty, at byte 10"),
+        ("a.json", b'[{"a": 1}]\n[{"a": 2}]', "not a complete JSON array: extra data after the JSON array at byte 10"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}\n' * 1000, mtime=0)[:-9], "Copy the complete file again."),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00bad", "cannot be decompressed"),
         ("a.parquet", b"PAR1 nothing", "not a readable Parquet file: .* Copy the complete file again."),
@@ -236,21 +257,22 @@ def test_nested_dictionaries_and_large_rows_of_parquet(tmp_path: Path) -> None:
     assert all(row["messages"] == [{"role": "user"}] for row in rows)
 
 
-def test_batches_that_cannot_be_joined_are_read_in_smaller_ones() -> None:
+@pytest.mark.parametrize(("num_bytes", "most"), [(1 << 20, 7), ((64 << 20) * 50 // 11, 1)])  # batches of 11 rows, 2, 1
+def test_batches_that_cannot_be_joined_are_read_in_smaller_ones(num_bytes: int, most: int) -> None:
     table = pa.table({"x": range(100)})
 
     class Stubborn:
-        """Refuses batches of more than seven rows, after some that were fine."""
+        """Refuses batches of more than `most` rows, after some that were fine."""
 
         num_row_groups = 2
         metadata = SimpleNamespace(
-            num_rows=100, row_group=lambda group: SimpleNamespace(num_rows=50, total_byte_size=1 << 20)
+            num_rows=100, row_group=lambda group: SimpleNamespace(num_rows=50, total_byte_size=num_bytes)
         )
 
         def iter_batches(self, batch_size: int, row_groups: list[int]) -> Iterator[Any]:
             (group,) = row_groups
             for start in range(0, 50, batch_size):
-                if start >= 16 and batch_size > 7:
+                if start >= 11 and batch_size > most:
                     raise pa.ArrowNotImplementedError("Nested data conversions not implemented")
                 yield table.slice(50 * group + start, min(batch_size, 50 - start)).to_batches()[0]
 
@@ -277,7 +299,9 @@ def test_objects_of_a_table_lose_the_null_keys_of_other_rows(tmp_path: Path) -> 
 def test_csv_cells_are_lists_where_lists_belong(tmp_path: Path) -> None:
     text = 'prompts,captions,videos\n"[""a"",""b""]","[""c"",""d""]","[[""1.png""]]"\nWrite a list.,"[""c""]",\n'
     (tmp_path / "d.csv").write_text(text)
+    limit = csv.field_size_limit()
     (source,) = open_sources([str(tmp_path / "d.csv")], work_dir=tmp_path / "work")
+    assert csv.field_size_limit() == limit  # of the process, which may read other files
     first, second = (row.record for row in source.scan(0, 2))
     assert first == {"prompts": ["a", "b"], "captions": ["c", "d"], "videos": [["1.png"]]}
     assert second == {"prompts": "Write a list.", "captions": '["c"]', "videos": None}

@@ -83,8 +83,7 @@ def from_features(feature: dict[str, Any]) -> EncodedSample:
             )
     if not real.any():
         raise BatchError(f"Feature {name}: `input_ids` is empty. Remove it.")
-    labels = labels[real].copy()
-    labels[0] = IGNORE_INDEX  # nothing predicts the first token
+    labels = labels[real]
     if weights is not None:
         weights = weights[real]
         labels[weights == 0] = IGNORE_INDEX

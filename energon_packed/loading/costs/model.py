@@ -211,7 +211,7 @@ class CostModel:
                 solution = np.linalg.lstsq(used, target, rcond=None)[0]
                 error = float(((used @ solution - target) ** 2).sum())
                 # More constants must be clearly better, so that noise of the arithmetic does not select them.
-                if (solution >= 0).all() and solution.any() and (best is None or error < best[0] - 1e-12):
+                if (solution >= 0).all() and (best is None or error < best[0] - 1e-12):
                     constants = np.zeros(columns.shape[1])
                     constants[list(chosen)] = solution / scale[list(chosen)]
                     best = error, constants

@@ -147,6 +147,15 @@ def test_megatron_counts_every_target_of_a_weighted_row(layout: Any) -> None:
     assert below > 10  # without the correction it loses one
 
 
+@pytest.mark.parametrize("layout", ["bridge", "megatron-gpt"])
+def test_a_row_of_small_weights_is_one_target(layout: Any) -> None:
+    ids, weights = np.arange(1, 4), np.array([0, 0.1, 0.2], dtype=np.float32)
+    batch = PaddingFreeCollator().collate([EncodedSample(input_ids=ids, labels=ids, loss_weights=weights)])
+    mask = megatron_batch(batch, layout)["loss_mask"]
+    assert int(mask.sum().to(torch.int)) == 1
+    assert mask[0].tolist() == pytest.approx([1 / 3, 2 / 3, 0], rel=1e-5)
+
+
 def test_total_tokens_reach_releases_of_megatron_core_that_know_them() -> None:
     batch = PaddingFreeCollator(pad_to=256).collate(random_samples(np.random.default_rng(0)))
     assert megatron_batch(batch, "bridge")["total_tokens"] == 256

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from energon_packed import ConfigError, CostModel, RowSizes
+from energon_packed import ConfigError, CostModel, MapDistributor, RowSizes
 
 
 def sizes_of(lengths: list[list[int]], patches: list[list[int]] | None = None, multiple: int = 1) -> RowSizes:
@@ -21,6 +21,18 @@ def test_sizes_follow_from_samples_and_images() -> None:
     model = CostModel(token=1, square=10, patch=100, patch_square=1000)
     assert model.costs(sizes).tolist() == [12 + 800 + 800 + 40_000, 4 + 160]
     assert sizes[np.array([1])].tokens.tolist() == [4]
+    joined = RowSizes.joined([sizes[:1], sizes, sizes[1:]], 4)
+    assert joined.columns().tolist() == sizes.columns()[[0, 0, 1, 1]].tolist()
+
+
+def test_with_tokens_a_row_costs_its_tokens_alone() -> None:
+    class Rows(list[int]):
+        def row_sizes(self) -> RowSizes:
+            return sizes_of([[3, 5], [4]], [[2, 6], []])
+
+    cost = MapDistributor(Rows([0, 1]), balance="tokens").order.cost
+    assert cost is not None
+    assert cost.costs(Rows().row_sizes()).tolist() == [8, 4]
 
 
 def test_constants_are_measured() -> None:
@@ -36,6 +48,10 @@ def test_constants_are_measured() -> None:
     assert (alone.token, alone.square, alone.patch) == pytest.approx((1e-6, 0, 0), abs=1e-12)
     with pytest.raises(ConfigError, match=r"`seconds` must be a time above 0 .*, got \[1\. 2\.\] for 40 rows"):
         CostModel.fit(sizes, [1.0, 2.0])
+    with pytest.raises(ConfigError, match="must be a time above 0 for each of 3 or more rows"):
+        CostModel.fit(sizes[np.arange(2)], [1.0, 2.0])
+    # Long samples that are faster than their tokens: a cost below 0 would be the best fit.
+    assert CostModel.fit(sizes, 1e-6 * tokens - 1e-11 * squares).square == 0
     for wrong in ([1.0, 2.0, 0.0], [1.0, 2.0, 3.0, 4.0]):
         with pytest.raises(ConfigError, match="must be a time above 0 for each of 3 or more rows"):
             CostModel.fit(sizes[np.arange(3)], wrong)
@@ -71,6 +87,13 @@ TEXT_MODELS = {
     "qwen3": {"head_dim": 48, "num_hidden_layers": 2},
     "gpt_neox": {"num_key_value_heads": 4},
     "qwen3_moe": {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]},
+    "qwen2_moe": {
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 2,
+    },
 }
 
 
