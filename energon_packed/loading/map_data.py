@@ -97,7 +97,7 @@ class MapData(ABC):
             used: blocks of the items that the epoch has used.
             count: items of the rest.
             weights: new weights of the datasets.
-            rng: random numbers of the epoch.
+            rng: chooses among items that were used equally often.
         """
         raise NotImplementedError
 
