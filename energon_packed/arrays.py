@@ -2,6 +2,7 @@
 
 BLOCK           the number of entries of a part
 blocks          the number of entries of an array -> ranges of entries
+entries         an array -> its entries as Python values
 common_ranges   two sorted arrays -> pairs of their parts with the same range of numbers
 """
 
@@ -20,6 +21,12 @@ def blocks(count: int) -> Iterator[slice]:
     """Yield ranges of the entries of an array that is not handled as a whole."""
     for first in range(0, count, BLOCK):
         yield slice(first, min(first + BLOCK, count))
+
+
+def entries(array: npt.NDArray[Any]) -> Iterator[Any]:
+    """Yield the entries of an array as Python values, a block at a time."""
+    for block in blocks(len(array)):
+        yield from array[block].tolist()
 
 
 def common_ranges(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> Iterator[tuple[Any, Any]]:

@@ -521,13 +521,13 @@ class DiskList:
         self._array = np.zeros(0, dtype=dtype)
         self._folder = folder
         self._count = self._sorted = 0
-        self._waiting: list[int] = []
+        self._waiting: list[Any] = []
 
     def __len__(self) -> int:
         return self._count + len(self._waiting)
 
-    def extend(self, values: Sequence[int] | npt.NDArray[Any]) -> None:
-        """Append values; of a structured dtype, an array.
+    def extend(self, values: Sequence[Any] | npt.NDArray[Any]) -> None:
+        """Append values: an array, or integers, or tuples of a structured dtype.
 
         Raises:
             OSError: as `disk_array`.
@@ -555,15 +555,17 @@ class DiskList:
         return values
 
     def repeated(self) -> npt.NDArray[Any]:
-        """Sort the array in place, and return the numbers that occur several times, each once."""
-        values = self.sorted()
-        found = [values[:0]]
+        """Sort the array in place, and return the values that occur several times, each once, sorted."""
+        values, found = self.sorted(), DiskList(self._array.dtype, self._folder)
         for block in blocks(len(values)):
-            own = values[block.start : block.stop + 1]
-            found.append(np.unique(own[1:][own[1:] == own[:-1]]))
-        return np.unique(np.concatenate(found))
+            own = values[max(0, block.start - 2) : block.stop]
+            is_second = own[1:] == own[:-1]
+            is_second[1:] &= own[2:] != own[:-2]
+            is_second[:1] &= block.start == 0  # otherwise the last entry of the block before
+            found.extend(own[1:][is_second])
+        return found.values
 
-    def _store(self, values: list[int] | npt.NDArray[Any]) -> None:
+    def _store(self, values: list[Any] | npt.NDArray[Any]) -> None:
         stop = self._count + len(values)
         if stop > len(self._array):
             grown = disk_array(self._folder, max(stop, 2 * len(self._array)), self._array.dtype)

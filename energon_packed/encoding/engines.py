@@ -27,6 +27,8 @@ _BATCH = 64  # strings in a call of tokenizers; its results need 100 bytes per t
 _COMPARED_TOGETHER = 64  # strings in a call of both engines
 _PROOF_LIMIT = 60  # seconds; the comparison needs some tenths of a second
 _SPECIAL_STEP = 8  # every 8th string is also compared with the special tokens of the post-processor
+# Tokens after which fastokens is loaded again: it keeps each word that it has seen, 20 to 100 bytes.
+_RENEWED = 1 << 25
 _SHOWN = 200  # characters of a string in a message
 LONGEST = 1 << 18
 """Characters of the longest string on which the engines are compared; longer strings are tokenized by tokenizers."""
@@ -71,15 +73,22 @@ class FastokensEngine:
     """
 
     def __init__(self, serialized: str) -> None:
+        self._serialized = serialized
+        self._load()
+
+    def _load(self) -> None:
         from fastokens import Tokenizer
 
-        self._tokenizer = Tokenizer.from_json_str(serialized)
+        self._tokenizer, self._tokens = Tokenizer.from_json_str(self._serialized), 0
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
         """Tokenize S strings, as `HuggingFaceEngine.encode`."""
         global _used_in
         _used_in = os.getpid()
+        if self._tokens >= _RENEWED:
+            self._load()
         ids, bounds = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
+        self._tokens += len(ids) // 4
         return np.frombuffer(ids, dtype="<u4").astype(np.int64), np.frombuffer(bounds, dtype="<u8").astype(np.int64)
 
 

@@ -24,7 +24,7 @@ from energon_packed.encoding import EncodedSample, Processor, SampleSource
 from energon_packed.encoding.audio.audio_file import resampled_length
 from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError, FormatError, RecordError
-from energon_packed.files import disk_array
+from energon_packed.files import DiskList, disk_array
 from energon_packed.flavors import PackSample, load_pack
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.audios import is_audio_part
@@ -274,27 +274,25 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
 
         return partial(_item_at, starts, ends, draws)
 
-    def redrawn(self, used: Int64, count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
-        """Items of the rest of an epoch whose weights changed in it, int64 (count,).
+    def redrawn(self, used: Iterable[Int64], count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
+        """Items of the rest of an epoch whose weights changed in it, int64 (count,), in a file.
 
         Each dataset continues: a pack is repeated only after all others of its dataset were used equally often.
 
         Args:
-            used: int64 (n,), items that the epoch has used.
+            used: blocks of the items that the epoch has used, int64 (n,).
             count: items of the rest.
             weights: new weight of each of the D datasets.
             rng: chooses among packs that were used equally often.
         """
-        times = np.bincount(used, minlength=int(self._starts[-1]))
-        bounds = self._starts.tolist()
-        return np.concatenate(
-            [
-                start + least_used(times[start:stop], of_member, rng)
-                for start, stop, of_member in zip(
-                    bounds[:-1], bounds[1:], apportion(list(weights), count), strict=True
-                )
-            ]
-        )
+        bounds, items = self._starts.tolist(), DiskList(np.int64)
+        times = disk_array(None, bounds[-1], np.int64)
+        for block in used:
+            np.add.at(times, block, 1)
+        for start, stop, of_member in zip(bounds[:-1], bounds[1:], apportion(list(weights), count), strict=True):
+            for chosen in least_used(times[start:stop], of_member, rng):
+                items.extend(start + chosen)
+        return items.values
 
     def request(self, numbers: Iterable[int]) -> None:
         """Start to read items of datasets in an object store, which `item` and `pack` return later.

@@ -9,7 +9,7 @@
 | `steps_per_epoch` | micro batches per rank, before training |
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
+from energon_packed.files import DiskList
 from energon_packed.formats import codec_for
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
 from energon_packed.loading.permutation import Permutation
@@ -313,22 +315,26 @@ def _pack_at(packs: int, whole: int, rest: Permutation, positions: Int64) -> Int
     return indices
 
 
-def least_used(used: Int64, count: int, rng: np.random.Generator) -> Int64:
-    """Choose `count` pack indices, int64 (count,), always among the packs that were used least.
+def least_used(used: Int64, count: int, rng: np.random.Generator) -> Iterator[Int64]:
+    """Choose `count` pack indices, always among the packs that were used least, and yield them in blocks, int64 (n,).
 
     Args:
         used: int64 (P,), how many times each pack was used.
         count: packs to choose; if there are fewer, packs are chosen repeatedly.
         rng: chooses among packs that were used equally often.
     """
-    rounds, level = [np.zeros(0, dtype=np.int64)], int(used.min())
+    level = int(used.min())
     while count > 0:
         # The packs of earlier rounds are included: each was chosen once in every round, as `level` grew by 1.
-        ready = np.flatnonzero(used <= level)
-        chosen = ready if len(ready) <= count else rng.choice(ready, count, replace=False)
-        rounds.append(chosen)
+        ready = DiskList(np.int64)
+        for block in blocks(len(used)):
+            ready.extend(np.flatnonzero(used[block] <= level) + block.start)
+        chosen = ready.values
+        if len(chosen) > count:
+            rng.shuffle(chosen)
+        for block in blocks(min(len(chosen), count)):
+            yield chosen[block]
         count, level = count - len(chosen), level + 1
-    return np.concatenate(rounds)
 
 
 def steps_per_epoch(

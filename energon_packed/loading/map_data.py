@@ -9,7 +9,7 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from typing import Any, Protocol, runtime_checkable
 
@@ -90,8 +90,15 @@ class MapData(ABC):
         """
         return np.asarray
 
-    def redrawn(self, used: Int64, count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
-        """Return the items of the rest of an epoch whose weights changed in it, int64 (count,); only of a blend."""
+    def redrawn(self, used: Iterable[Int64], count: int, weights: Sequence[float], rng: np.random.Generator) -> Int64:
+        """Return the items of the rest of an epoch whose weights changed in it, int64 (count,); only of a blend.
+
+        Args:
+            used: blocks of the items that the epoch has used.
+            count: items of the rest.
+            weights: new weights of the datasets.
+            rng: chooses among items that were used equally often.
+        """
         raise NotImplementedError
 
     def request(self, numbers: Sequence[int]) -> None:  # noqa: B027

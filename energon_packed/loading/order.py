@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.loading.costs.model import CostModel
 from energon_packed.loading.map_data import MapData
@@ -297,10 +298,13 @@ class Order:
         assert weights is not None
 
         def draw(before: _Items, first: int, last: int) -> Int64:
-            # How often each item was used depends on all earlier places, so this is the only array of an epoch.
+            # How often each item was used depends on all earlier places, so this needs an array, in a file.
             rng = np.random.default_rng([seed, epoch, _REDRAWN, first])
-            items = self.data.redrawn(before(0, first), last - first, weights, rng)
-            return rng.permutation(items) if self.shuffle else items
+            used = (before(block.start, block.stop) for block in blocks(first))
+            items = self.data.redrawn(used, last - first, weights, rng)
+            if self.shuffle:
+                rng.shuffle(items)
+            return items
 
         return _Region(start, stop, max(1, stop - start), draw)
 

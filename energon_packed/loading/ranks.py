@@ -5,17 +5,15 @@
 | `has_group`, `group_place` | the process group |
 | `launched_processes`, `is_distributed` | the processes that a launcher started, also without a process group |
 | `all_gather_object`, `broadcast_object`, `all_reduce_mean` | collective operations, also without a process group |
-| `ShardSpec`, `shuffled` | the items of an epoch that a worker of a rank reads |
+| `ShardSpec` | the items of an epoch that a worker of a rank reads |
 | `resolve_rank`, `check_rank` | rank and world size of a loader |
 """
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from energon_packed.errors import ConfigError
@@ -147,9 +145,3 @@ def check_rank(made: tuple[int, int], rank: int | None, world_size: int | None) 
             f"The loader was created as rank {made[0]} of {made[1]}, but torch.distributed now reports rank {now[0]} "
             f"of {now[1]}. Create it after init_process_group, or pass `rank` and `world_size`."
         )
-
-
-def shuffled(items: Sequence[int] | int, shard: ShardSpec, *salt: int, shuffle: bool = True) -> npt.NDArray[np.int64]:
-    """Numbers in the order of an epoch, int64 (n,): a seeded permutation, or as they are."""
-    numbers = np.arange(items) if isinstance(items, int) else np.asarray(items, dtype=np.int64)
-    return shard.rng(*salt).permutation(numbers) if shuffle else numbers

@@ -330,3 +330,27 @@ def test_tars_are_the_same_with_both(text_tokenizer_dir: Path, tmp_path: Path, s
         assert result.manifest.encoder.keys() == {"tokenizer", "loss_on"}
         assert result.manifest.tokenizer_engine in {engine, "tokenizers"}  # a process that used it before forks safely
     assert written["tokenizers"] == written["fastokens"]
+
+
+def test_fastokens_does_not_keep_all_words_that_it_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache has no limit, so that it is loaded again after some tokens."""
+
+    def memory() -> int:
+        (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+        return int(line.split()[1]) // 1024
+
+    def growth() -> int:
+        fast = FastokensEngine(trained(QWEN, None, False))
+        before = 0
+        for first in range(0, 800_000, 1_000):
+            if first == 200_000:  # its threads have buffers by now
+                before = memory()
+            words = [f"{number:x}".translate(letters) for number in range(first, first + 1_000)]
+            ids, bounds = fast.encode(words, special=False)
+        assert ids.tolist() == [token for word in words for token in backend.encode(word).ids]
+        assert len(bounds) == 1_001
+        return memory() - before
+
+    letters, backend = str.maketrans("0123456789", "ghijklmnop"), byte_level(QWEN)
+    monkeypatch.setattr(engines, "_RENEWED", 200_000)
+    assert growth() < 20

@@ -1,8 +1,11 @@
 """Places of the global order against sets and sorted lists: who reads an item, and which items are aligned."""
 
 import json
+import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed import ConfigError, CostModel, DataflowLoader, MapDistributor, RowSizes
-from tests.internals import MapData, Permutation
+from energon_packed import ConfigError, CostModel, DataflowLoader, MapDistributor, PackedDataset, RowSizes
+from tests.internals import MapData, Permutation, arrays, files
 from tests.loading.flows import FEATURES
 
 ITEMS = 41
@@ -323,10 +326,10 @@ class Drawn(MapData):
         self.items += epoch
         return self.items.__getitem__
 
-    def redrawn(self, used: np.ndarray, count: int, weights: Any, rng: np.random.Generator) -> np.ndarray:
-        self.drawn.append((used.tolist(), count, weights))
+    def redrawn(self, used: Any, count: int, weights: Any, rng: np.random.Generator) -> np.ndarray:
+        self.drawn.append(([item for block in used for item in block.tolist()], count, weights))
         self.rest = rng.permutation(1000)[:count] + 1000
-        return self.rest
+        return self.rest.copy()
 
     def item(self, number: int) -> Any:
         return {"id": str(number), "input_ids": [1, 2]}
@@ -380,6 +383,55 @@ def test_new_weights_draw_the_rest_of_an_epoch_once(shuffle: bool, balance: Any)
     count = len(old.drawn)
     order.numbers([30], 2, 6, [first, same])
     assert all(len(call) == 2 for call in old.drawn[count:])
+
+
+class Blend(MapData):
+    """The order of a PackedDataset of two datasets of equal size, without packs; each pack is in an epoch once."""
+
+    def __init__(self, count: int) -> None:
+        self.bounds = np.array([0, count // 2, count])
+
+    def __len__(self) -> int:
+        return int(self.bounds[-1])
+
+    @property
+    def weights(self) -> list[float]:
+        return [1.0, 1.0]
+
+    def item(self, number: int) -> Any:
+        raise NotImplementedError
+
+    def item_sizes(self) -> RowSizes:
+        raise NotImplementedError
+
+    def redrawn(self, used: Any, count: int, weights: Any, rng: np.random.Generator) -> np.ndarray:
+        of_blend: Any = SimpleNamespace(_starts=self.bounds)
+        return PackedDataset.redrawn(of_blend, used, count, weights, rng)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_new_weights_need_no_array_of_all_items_in_memory(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a pack is used again only after the other packs of its dataset."""
+    for module, name, size in ((files, "_IN_MEMORY", 1), (arrays, "BLOCK", 1 << 10)):
+        monkeypatch.setattr(module, name, size)
+    peaks = []
+    for count in (320_000, 320_000, 640_000):  # with fewer items, all windows are kept
+        order = order_of(Blend(count), shuffle=shuffle)
+        first = order.segment(2, 1)
+        changed = replace(first.continued(count // 4, first), weights=(1.0, 7.0))
+        tracemalloc.start()
+        try:
+            order.numbers([count - 1], 0, 3, [first, changed])
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        items = order.items(range(count), 0, 3, [first, changed])
+        rest = items[count // 2 :]
+        assert abs(int((rest < count // 2).sum()) - len(rest) / 8) <= 1
+        assert (rest[:1000] < count // 2).all() != shuffle
+        for own in np.split(np.bincount(items, minlength=count), 2):
+            assert own.max() - own.min() <= 1
+    assert peaks[2] - peaks[1] < 100_000
 
 
 def test_items_are_requested_ahead_of_data_that_can() -> None:

@@ -3,6 +3,7 @@
 import collections
 import logging
 import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -375,6 +376,20 @@ def test_mixture_draws_by_ratio_the_same_on_every_rank() -> None:
         MixtureDistributor(data, [1, 2])
     with pytest.raises(ConfigError, match="All `weights` must be at least 0 and finite, got -1"):
         MixtureDistributor(data, [1, 2, -1])
+
+
+def test_memory_of_a_worker_is_that_of_its_own_files() -> None:
+    peaks = []
+    for count in (20_000, 20_000, 120_000):
+        distributor = FileShardDistributor(range(count), lambda part: [part])
+        tracemalloc.start()
+        try:
+            shard = ShardSpec(index=3, num_shards=count // 20, epoch=1, seed=2)
+            assert len(list(distributor.items(shard, 0))) == 20
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[2] - peaks[1] < 10_000
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

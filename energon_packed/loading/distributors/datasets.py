@@ -12,12 +12,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.costs.model import Balance, cost_model
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.map_data import map_data
 from energon_packed.loading.order import Order, Segment
-from energon_packed.loading.ranks import ShardSpec, shuffled
+from energon_packed.loading.permutation import Permutation
+from energon_packed.loading.ranks import ShardSpec
 from energon_packed.options import short
 
 
@@ -221,12 +224,14 @@ class FileShardDistributor(Distributor):
         return super().identity() | {"parts": len(self.parts)} | order
 
     def _mine(self, shard: ShardSpec) -> Any:
-        return shuffled(len(self.parts), shard, shuffle=self.shuffle)[shard.index :: shard.num_shards]
+        places = np.asarray(shard.shard_indices(len(self.parts)), dtype=np.int64)
+        return Permutation(len(self.parts), [shard.seed, shard.epoch])(places) if self.shuffle else places
 
     def _rows(self, shard: ShardSpec, part: int) -> Iterable[Any]:
         rows = self.part_items(self.parts[part])
         if not self.shuffle_within:
             return rows
         loaded = list(rows)
-        # Salt (part, 1): an order of its own for each part, and another order than the order of the parts.
-        return [loaded[row] for row in shuffled(len(loaded), shard, part, 1)]
+        # (part, 1): each part has another order, also than the parts.
+        rows_in_order = Permutation(len(loaded), [shard.seed, shard.epoch, part, 1])(np.arange(len(loaded)))
+        return [loaded[row] for row in rows_in_order]

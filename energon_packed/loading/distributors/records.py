@@ -5,11 +5,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from energon_packed.encoding import SampleSource
 from energon_packed.errors import RecordError
 from energon_packed.loading.distributors.base import Distributor, Item
+from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.process import RecordAt, WithSource
-from energon_packed.loading.ranks import ShardSpec, shuffled
+from energon_packed.loading.ranks import ShardSpec
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.shards.reader import OpenedFiles
 from energon_packed.sources import Source, SourceRecord
@@ -78,8 +81,9 @@ class RecordDistributor(Distributor):
     def _mine(self, shard: ShardSpec) -> list[tuple[int, tuple[int, int, int]]]:
         """Return (index, (source, start, stop)) of every chunk of a shard, in order."""
         parts = self._chunks(shard.num_shards)
-        order = shuffled(len(parts), shard, shuffle=self.shuffle)[shard.index :: shard.num_shards]
-        return [(int(index), parts[index]) for index in order]
+        places = np.asarray(shard.shard_indices(len(parts)), dtype=np.int64)
+        order = Permutation(len(parts), [shard.seed, shard.epoch])(places) if self.shuffle else places
+        return [(index, parts[index]) for index in order.tolist()]
 
     def _chunks(self, num_shards: int) -> list[tuple[int, int, int]]:
         """Return the chunks of all sources, divided further if there are too few for the workers."""
@@ -102,7 +106,8 @@ class RecordDistributor(Distributor):
             return
         records = reader.held(start, stop)
         self._check_unchanged(reader)
-        for index in shuffled(len(records), shard, part, 1).tolist():
+        # (part, 1): each chunk has another order, also than the chunks.
+        for index in Permutation(len(records), [shard.seed, shard.epoch, part, 1])(np.arange(len(records))).tolist():
             yield reader.row(records[index])
 
     def _check_unchanged(self, source: Source) -> None:

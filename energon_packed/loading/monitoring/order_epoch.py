@@ -8,20 +8,23 @@
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.arrays import blocks
+from energon_packed.arrays import blocks, entries
 from energon_packed.files import DiskList
 from energon_packed.loading.monitoring.order_lines import Line
 
 MAX_NAMED = 5
 """Items that a message names."""
 Int64 = npt.NDArray[np.int64]
+_FRAGMENT = np.dtype([(name, np.int64) for name in ("item", "count", "number")])
 
 
 class Epoch:
@@ -96,10 +99,8 @@ class Epoch:
         """Yield a line for each kind of loss, repetition or difference."""
         scope = f"epoch {self.number}"
         if self._different:
-            yield (
-                f"{scope}: {len(self._different)} batches had other samples before a resume than after it: "
-                f"{some(self._different)}"
-            )
+            count, names = some(self._different)
+            yield f"{scope}: {count} batches had other samples before a resume than after it: {names}"
         if not self.facts.get("repeats"):
             for name, hashes in self._once.items():
                 if count := len(hashes.repeated()):
@@ -187,30 +188,29 @@ class _Items:
 
     Attributes:
         whole: indices of items that were not split.
-        fragments: "ITEM#FRAGMENT/COUNT" of the other items.
+        fragments: of the other items, the index, the number of fragments, and which of them.
     """
 
     def __init__(self) -> None:
-        self.whole, self.fragments = DiskList(np.int64), list[str]()
+        self.whole, self.fragments = DiskList(np.int64), DiskList(_FRAGMENT)
 
     def add(self, items: Sequence[int | str]) -> None:
-        """Add items."""
+        """Add items; a fragment is "ITEM#NUMBER/COUNT"."""
         self.whole.extend([item for item in items if isinstance(item, int)])
-        self.fragments += [item for item in items if isinstance(item, str)]
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """Number of fragments of each item that was split."""
-        return {int(name.split("#")[0]): int(name.split("/")[1]) for name in self.fragments}
+        for name in items:
+            if isinstance(name, str):
+                item, _, rest = name.partition("#")
+                number, _, count = rest.partition("/")
+                self.fragments.extend([(int(item), int(count), int(number))])
 
     @property
     def stop(self) -> int:
         """Index after the last item."""
-        return 1 + max([*self.whole.sorted()[-1:].tolist(), *self.counts], default=-1)
+        return 1 + max((int(indices[-1]) for indices in self._present if len(indices)), default=-1)
 
     def gaps(self, until: int) -> Iterator[Int64]:
         """Yield the indices below a limit of which there is no item, sorted."""
-        present = (self.whole.sorted(), np.array(sorted(self.counts), dtype=np.int64))
+        present = self._present
         for block in blocks(until):
             is_gap = np.ones(block.stop - block.start, dtype=np.bool_)
             for indices in present:
@@ -226,18 +226,38 @@ class _Items:
             until: index up to which no item may be lost.
             is_partial: the log has no line of the first items.
         """
-        counts = Counter(self.fragments)
-        twice = [*self.whole.repeated().tolist(), *sorted(name for name, count in counts.items() if count > 1)]
-        if twice:
-            yield f"{scope}: {len(twice)} items are used twice: {some(twice)}"
-        first = self.whole.sorted()[0] if is_partial else -1
-        lost = np.concatenate([np.zeros(0, dtype=np.int64), *(own[own > first] for own in self.gaps(until))])
-        names = {f"{item}#{number}/{n}" for item, n in self.counts.items() for number in range(n) if item < until}
-        if missing := [*lost.tolist(), *sorted(names.difference(self.fragments))]:
-            yield f"{scope}: {len(missing)} items are lost: {some(missing)}"
+        repeated = chain(entries(self.whole.repeated()), map(_name, entries(self.fragments.repeated())))
+        count, names = some(repeated)
+        if count:
+            yield f"{scope}: {count} items are used twice: {names}"
+        first = min(self.whole.sorted()[:1].tolist(), default=until) if is_partial else -1
+        gaps = (gap[gap > first].tolist() for gap in self.gaps(until))
+        count, names = some(chain(chain.from_iterable(gaps), self._lost_fragments(until)))
+        if count:
+            yield f"{scope}: {count} items are lost: {names}"
+
+    @property
+    def _present(self) -> tuple[Int64, Int64]:
+        """The indices of the items and of the fragments, sorted."""
+        return self.whole.sorted(), self.fragments.sorted()["item"]
+
+    def _lost_fragments(self, until: int) -> Iterator[str]:
+        """Yield the fragments that the log does not have, of items with another fragment."""
+        for (item, count), group in groupby(entries(self.fragments.sorted()), itemgetter(0, 1)):
+            numbers = {number for _, _, number in group}
+            if item < until and len(numbers) < count:
+                yield from (_name((item, count, number)) for number in range(count) if number not in numbers)
 
 
-def some(items: list[Any]) -> str:
-    """Return the first items as text."""
-    shown = ", ".join(map(str, items[:MAX_NAMED]))
-    return shown if len(items) <= MAX_NAMED else f"{shown}, ..."
+def _name(fragment: tuple[int, int, int]) -> str:
+    """Return a fragment as in a log."""
+    item, count, number = fragment
+    return f"{item}#{number}/{count}"
+
+
+def some(items: Iterable[Any]) -> tuple[int, str]:
+    """Return the number of items, and the first of them as text."""
+    rest = iter(items)
+    shown = list(islice(rest, MAX_NAMED))
+    more = sum(1 for _ in rest)
+    return len(shown) + more, ", ".join(map(str, shown)) + (", ..." if more else "")

@@ -4,6 +4,7 @@ import errno
 import gc
 import json
 import os
+import random
 import time
 import tracemalloc
 from itertools import islice
@@ -431,28 +432,47 @@ def test_an_epoch_is_complete_when_each_rank_has_ended_it(tmp_path: Path, kind: 
             assert check_order(log).complete == ([0] if steps == len(batches) and kind == "planned" else [])
 
 
-@pytest.mark.parametrize("has_order", [True, False])
-def test_memory_does_not_grow_with_the_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_order: bool
-) -> None:
+HEADER = {"order_log": 1, "run": "0", "rank": 0, "world_size": 1, "time": "2026-11-20T09:30:00.000+00:00"}
+HEADER |= {"starts": [[1, [[0, 0]], [0, 0], 0]]}
+
+
+def write_log(folder: Path, header: dict[str, Any], steps: list[dict[str, Any]]) -> Path:
+    """Write the log of an epoch of a rank."""
+    folder.mkdir()
+    lines = [{"epoch": 0, "step": step + 1, "line": step + 2, **each} for step, each in enumerate(steps)]
+    lines.append({"epoch": 0, "step": len(steps), "line": len(steps) + 2, "end": True, **header.pop("last", {})})
+    texts = (orjson.dumps(line) + b"\n" for line in [HEADER | header, *lines])
+    (folder / "order-00000-000.jsonl").write_bytes(b"".join(texts))
+    return folder
+
+
+KINDS: dict[str, tuple[Any, Any, int]] = {
+    "global order": (lambda steps: {"size": 2 * steps, "endless": False}, lambda n: {"items": [2 * n, 2 * n + 1]}, 0),
+    "packs": (lambda steps: {"steps": steps}, lambda n: {"packs": [f"p{n}"]}, 0),
+    "fragments": (
+        lambda steps: {"last": {"shard": 0, "num_shards": 1}},
+        lambda n: {"shard": 0, "num_shards": 1, "items": [f"{n}#0/2", f"{n}#1/2"]},
+        0,
+    ),
+    "lost and repeated": (
+        lambda steps: {"last": {"shard": 0, "num_shards": 1}},
+        lambda n: {"shard": 0, "num_shards": 1, "items": [2 * n, 2 * n, f"{2 * n}#1/3", f"{2 * n}#1/3"]},
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_does_not_grow_with_the_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Ids, items and packs are in files, and lines without a gap need no memory."""
     for module, name, size in ((files, "_IN_MEMORY", 1), (files, "_WAITING", 64), (arrays, "BLOCK", 1024)):
         monkeypatch.setattr(module, name, size)
+    header, items, problems = KINDS[kind]
     peaks = []
     for steps in (3_000, 3_000, 15_000):
-        folder = tmp_path / f"{len(peaks)}"
-        folder.mkdir()
-        header = {"order_log": 1, "run": "0", "rank": 0, "world_size": 1, "time": "2026-11-20T09:30:00.000+00:00"}
-        header |= {"starts": [[1, [[0, 0]], [0, 0], 0]]}
-        header |= {"size": 2 * steps, "endless": False} if has_order else {"steps": steps}
-        lines: list[dict[str, Any]] = [header]
-        for step in range(steps):
-            items = {"items": [2 * step, 2 * step + 1]} if has_order else {"packs": [f"p{step}"]}
-            ids = [f"a{step}", f"b{step}"]
-            lines.append({"epoch": 0, "step": step + 1, "line": step + 2, "ids": ids, "sources": ["x"], **items})
-        lines.append({"epoch": 0, "step": steps, "line": steps + 2, "end": True})
-        (folder / "order-00000-000.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-        del lines
+        each = [{"ids": [f"a{n}", f"b{n}"], "sources": ["x"], **items(n)} for n in range(steps)]
+        folder = write_log(tmp_path / f"{len(peaks)}", header(steps), each)
+        del each
         gc.collect()  # empties the free lists of Python, which fill again in each run
         tracemalloc.start()
         try:
@@ -460,5 +480,42 @@ def test_memory_does_not_grow_with_the_batches(
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-        assert (report.problems, report.samples, report.complete) == ([], 2 * steps, [0])
+        assert (len(report.problems), report.samples, report.complete) == (problems, 2 * steps, [0])
     assert peaks[2] - peaks[1] < 12_000
+
+
+def test_lost_and_repeated_fragments_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Items of a stream in any order: whole items, and items of 2 to 4 fragments."""
+    monkeypatch.setattr(arrays, "BLOCK", 7)
+    rng = random.Random(0)
+    for seed in range(30):
+        counts = [rng.choice([1, 1, 2, 3, 4]) for _ in range(25)]
+        every = [n if count == 1 else f"{n}#{k}/{count}" for n, count in enumerate(counts) for k in range(count)]
+        lost = {each for each in every[1:-1] if rng.random() < 0.05 * (seed % 3)}
+        twice = [each for each in every if each not in lost and rng.random() < 0.05 * (seed % 4)]
+        used = [each for each in every if each not in lost] + twice + twice
+        rng.shuffle(used)
+        shard = {"shard": 0, "num_shards": 1}
+        steps = [
+            {"ids": [f"{n}"], "sources": ["x"], "items": used[n : n + 2], **shard} for n in range(0, len(used), 2)
+        ]
+        report = check_order(write_log(tmp_path / f"{seed}", {"last": shard}, steps))
+        # An item without any fragment is one lost item.
+        left = {int(str(each).split("#")[0]) for each in used}
+        gone = sorted({int(str(each).split("#")[0]) for each in lost} - left)
+        parts = [each for each in every if each in lost and int(str(each).split("#")[0]) in left]
+        expected = [
+            f"epoch 0, shard 0: {len(names)} items are {what}: {', '.join(map(str, names[:5]))}"
+            + (", ..." if len(names) > 5 else "")
+            for what, names in (
+                ("used twice", sorted(twice, key=lambda each: isinstance(each, str))),
+                ("lost", [*gone, *parts]),
+            )
+            if names
+        ]
+        assert report.problems == expected
+
+
+def test_a_log_that_starts_after_the_last_batch_has_not_lost_a_batch(tmp_path: Path) -> None:
+    header = {"size": 5, "endless": False, "starts": [[1, [[0, 5]], [0, 5], 0]], "last": {"step": 5}}
+    assert check_order(write_log(tmp_path / "log", header, [])).problems == []
