@@ -66,10 +66,11 @@ def test_independent_requests_of_opening_are_sent_at_the_same_time(
     rounds = [
         ["LIST /bucket", "LIST /bucket"],  # of `out` and `out/webdataset`: the folder with .nv-meta
         [f"{nv_meta}/{name}" for name in (".info.json", "packing.json", "split.yaml")],
-        [f"HEAD /bucket/out/webdataset/{min(folder.glob('*.tar')).name}", "LIST /bucket"],  # the client asks whether the folder exists
+        [f"HEAD /bucket/out/webdataset/{min(folder.glob('*.tar')).name}", "LIST /bucket"],
         ["LIST /bucket"],
     ]
-    # A request is answered when all of its round have arrived.
+    # The client asks whether a folder exists before it lists the folder. A request is answered when all of its
+    # round have arrived.
     waiting = [barrier for count in map(len, rounds) for barrier in [threading.Barrier(count, timeout=60)] * count]
 
     def intercept(environ: dict[str, Any]) -> None:
