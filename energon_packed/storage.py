@@ -643,7 +643,7 @@ _locks: dict[tuple[int, Path], threading.Lock] = {}
 def lock_of(path: Path) -> threading.Lock:
     """Return the lock of this process for a file that several threads need: the first reads it, and the others wait.
 
-    A fork has other locks: the thread that holds a lock of its parent is not in it.
+    A fork has other locks: a thread of its parent that has locked the file is not in it.
     """
     return _locks.setdefault((os.getpid(), path), threading.Lock())
 
