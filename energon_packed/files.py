@@ -170,7 +170,7 @@ def read_range(stream: BinaryIO, at: int, size: int) -> bytes:
 
 
 def read_if_there(file: Path) -> bytes | None:
-    """Return the content of a regular file, of an object by one request; None if the file does not exist.
+    """Return the content of a regular file; None if it does not exist. An object needs one request.
 
     Raises:
         OSError: the disk or the object store fails.
