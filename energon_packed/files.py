@@ -2,6 +2,7 @@
 
 open_regular, check_regular_files   open regular files only: a FIFO would block, and a device may act on `open`
 read_range, status                  bytes and status of an open file, local or in an object store
+read_if_there                       the content of a small file, if there is one
 read_yaml                           YAML of plain types, within limits, optionally as Energon's parser reads it
 of_type                             a parsed value of a known type
 inner_names, check_inner            file names that cannot leave their folder
@@ -168,6 +169,20 @@ def read_range(stream: BinaryIO, at: int, size: int) -> bytes:
     return b"".join(parts)
 
 
+def read_if_there(file: Path) -> bytes | None:
+    """Return the content of a regular file; None if it does not exist. An object needs one request.
+
+    Raises:
+        OSError: the disk or the object store fails.
+    """
+    if not isinstance(file, RemotePath):
+        return file.read_bytes() if file.is_file() else None
+    try:
+        return file.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
 def status(stream: BinaryIO) -> os.stat_result:
     """Return the status of a stream of `open_regular`.
 
@@ -293,10 +308,15 @@ def read_yaml(file: Path, *, unique_keys: bool = False, as_energon: bool = False
     """
     loader: Any = _AsEnergon if as_energon else _UniqueKeys if unique_keys else yaml.SafeLoader
     try:
-        with open_regular(file) as stream:
-            if (size := status(stream).st_size) > _MOST_BYTES:
-                raise yaml.YAMLError(f"it has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
-            content = stream.read()
+        if isinstance(file, RemotePath):  # one request; a stream would request the status first
+            content = file.read_range(0, _MOST_BYTES + 1)
+            size = file.stat().st_size if len(content) > _MOST_BYTES else len(content)
+        else:
+            with open_regular(file) as stream:
+                size = status(stream).st_size
+                content = stream.read() if size <= _MOST_BYTES else b""
+        if size > _MOST_BYTES:
+            raise yaml.YAMLError(f"it has {size:,} bytes, and at most {_MOST_BYTES:,} are read")
         if loader is yaml.SafeLoader and _is_flat(content):
             loader = getattr(yaml, "CSafeLoader", loader)  # reads the names of 10,000 shards in a tenth of the time
         text: bytes | str = content

@@ -34,7 +34,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import inner_names, of_type, read_yaml
 from energon_packed.options import short
-from energon_packed.storage import as_path, is_remote
+from energon_packed.storage import as_path, is_remote, map_paths
 from energon_packed.system import raise_resource_error
 
 NV_META = ".nv-meta"
@@ -334,7 +334,9 @@ def read_split(folder: Path) -> SplitFile:
 
 def prepared_folder(path: Path) -> Path | None:
     """Return `path` or `path/webdataset`, the first that has `.nv-meta`; None if neither has."""
-    return next((folder for folder in (path, path / "webdataset") if (folder / NV_META).is_dir()), None)
+    folders = [path, path / "webdataset"]
+    found = map_paths(lambda path: path.is_dir(), [folder / NV_META for folder in folders])
+    return next((folder for folder, is_prepared in zip(folders, found, strict=True) if is_prepared), None)
 
 
 def is_metadataset(path: Path) -> bool:

@@ -28,6 +28,7 @@ import logging
 import os
 import re
 import stat
+import threading
 import time
 import zlib
 from abc import abstractmethod
@@ -537,13 +538,15 @@ def _listed(folder: RemotePath, objects: set[RemotePath]) -> dict[Path, os.stat_
     if len(objects) < _FEW:
         return {}
     most = 1000 + 4 * len(objects)  # a folder may have millions of other objects
+    first = min(objects)
+    asked = _pool("requests").submit(_status_or_none, first)  # in the meantime: listing needs two requests
     try:
         entries = itertools.islice(folder.entries(), most)
         found: dict[Path, os.stat_result] = {
             path: _status(info) for path, info in entries if path in objects and info.type != "directory"
         }
-        path = next(iter(found), None)
-        if path is None or _stamp(path.stat()) != _stamp(found[path]):
+        status = asked.result()
+        if status is None or first not in found or _stamp(status) != _stamp(found[first]):
             return {}
     except OSError:  # for example, listings are not permitted
         return {}
@@ -632,6 +635,17 @@ def _pool(purpose: str) -> ThreadPoolExecutor:
     if key not in _pools:
         _pools[key] = ThreadPoolExecutor(_THREADS, f"energon-packed-{purpose}")
     return _pools[key]
+
+
+_locks: dict[tuple[int, Path], threading.Lock] = {}
+
+
+def lock_of(path: Path) -> threading.Lock:
+    """Return the lock of this process for a file that several threads need: the first reads it, and the others wait.
+
+    A fork has other locks: a thread of its parent that has locked the file is not in it.
+    """
+    return _locks.setdefault((os.getpid(), path), threading.Lock())
 
 
 class ReadAhead(Generic[K, T]):

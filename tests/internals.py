@@ -292,6 +292,7 @@ PLACES = {
     "streams": "files",
     "make_nv_meta": "shards.repair:make_nv_meta",
     "scan_tar": "shards.scan:scan_tar",
+    "OpenedFiles": "shards.reader:OpenedFiles",
     "ShardReader": "shards.reader:ShardReader",
     "shard_reader": "shards.reader",
     "TarShardWriter": "shards.tar:TarShardWriter",

@@ -503,7 +503,8 @@ class FolderPacks:
     def __init__(
         self, split: LoadedSplit, encoder: Processor | None, media_root: Mapping[str, str] | None = None
     ) -> None:
-        self.reader = ShardReader(shards_in_split(split.listed, split.split), digests_of(split), media_root)
+        tars = shards_in_split(split.listed, split.split)
+        self.reader = ShardReader(tars, digests_of(split), media_root, found=split.found)
         self.source = SampleSource(str(split.path), dict(split.subflavors))
         self._split, self._manifest = split, split.manifest
         self._encoder = encoder

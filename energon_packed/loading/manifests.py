@@ -9,6 +9,7 @@
 | `steps_per_epoch` | micro batches per rank, before training |
 """
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,14 +26,15 @@ from energon_packed.formats import codec_for
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
 from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.trust import check_blend_trusted
-from energon_packed.metadatasets import SplitFile, read_metadataset, read_split
+from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_metadataset, read_split
 from energon_packed.options import check_type, short
 from energon_packed.packing.balance import Int64
 from energon_packed.shards import PackingManifest
-from energon_packed.shards.counts import check_complete
-from energon_packed.shards.nv_meta import dataset_folder, shards_in_split
-from energon_packed.shards.reader import OpenedFiles, ShardReader
-from energon_packed.storage import as_path, energon_url, is_remote
+from energon_packed.shards.counts import check_complete, shard_counts
+from energon_packed.shards.manifest import FILE_NAME
+from energon_packed.shards.nv_meta import INFO, dataset_folder, shards_in_split
+from energon_packed.shards.reader import OpenedFiles, ShardReader, files_of
+from energon_packed.storage import as_path, energon_url, is_remote, map_paths, statuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class LoadedSplit:
         subflavors: subflavors that the Metadatasets set for it.
         weight: share of the packs of an epoch, 0 to 1; None in a blend that counts repetitions.
         repetitions: how many times an epoch has each of its packs; None in a blend by weight.
+        found: `statuses` of the tars of the split and of their indexes, when they were compared with its manifest.
     """
 
     path: Path
@@ -56,6 +59,7 @@ class LoadedSplit:
     subflavors: Mapping[str, Any] = field(default_factory=dict)
     weight: float | None = None
     repetitions: float | None = 1
+    found: Mapping[Path, os.stat_result] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def packs(self) -> int | None:
@@ -69,7 +73,7 @@ class LoadedSplit:
             names = set(self.listed.shards(self.split))
             return sum(shard.packs for shard in self.manifest.shards if shard.name in names)
         try:
-            return len(ShardReader(shards_in_split(self.listed, self.split)))
+            return len(ShardReader(shards_in_split(self.listed, self.split), found=self.found))
         except FormatError:  # no index: Energon raises that when it opens the dataset
             return None
 
@@ -82,11 +86,15 @@ class LoadedSplit:
             ConfigError: the split has no packs.
         """
         folder = dataset_folder(path)
-        listed = read_split(folder)
-        listed.required(split)
-        manifest = PackingManifest.load_if_there(folder)
-        check_complete(folder, split, listed, manifest)
-        return cls(folder, split, manifest, listed)
+        # At the same time: in an object store, each of them is a request.
+        readers: dict[str, Callable[[Path], Any]] = {
+            SPLIT_FILE: read_split, FILE_NAME: PackingManifest.load_if_there, INFO: shard_counts
+        }  # fmt: skip
+        files = [folder / NV_META / name for name in readers]
+        listed, manifest, counts = map_paths(lambda file: readers[file.name](folder), files)
+        found = statuses(files_of([folder / name for name in listed.required(split)]))
+        check_complete(folder, split, listed, manifest, counts, found)
+        return cls(folder, split, manifest, listed, found=found)
 
     def stored_tokens(self) -> Processor:
         """The processor for a dataset that stores all token ids, and no image or video.
@@ -170,7 +178,7 @@ def loaded_splits(path: str | Path, split: str, *, trusted: bool = False) -> lis
         ConfigError: `path` is not a path, a dataset has no packs in its split, or as `Metadataset.leaves`.
     """
     path = path_of_dataset(path)
-    if not path.is_file():
+    if not path.suffix or not path.is_file():  # most folders have no suffix, and need no request
         return [LoadedSplit.of_folder(path, split)]
     return [
         replace(
@@ -221,11 +229,13 @@ class OpenedSplits(OpenedFiles):
         self.splits = splits
         digests: dict[Path, str] = {}
         tars: dict[Path, None] = {}
+        self._found: dict[Path, os.stat_result] = {}
         for split in splits:
             folder = split.path.resolve()
             digests |= {folder / tar.name: digest for tar, digest in digests_of(split).items()}
             tars |= dict.fromkeys(folder / name for name in split.listed.shards(split.split))
-        super().__init__(tars, digests)
+            self._found |= {folder / file.relative_to(split.path): status for file, status in split.found.items()}
+        super().__init__(tars, digests, self._found)
         self._tars: dict[tuple[Any, str], Path] = {}
         self._urls = {energon_url(split.path): split.path for split in splits if is_remote(split.path)}
         self._readers: dict[tuple[Any, ...], ShardReader] = {}
@@ -246,14 +256,15 @@ class OpenedSplits(OpenedFiles):
             tars = [folder.resolve() / name for name in names]
             if not all(tar in self for tar in tars):
                 return None
-            self._readers[key] = ShardReader(tars, opened=self)
+            self._readers[key] = ShardReader(tars, opened=self, found=self._found)
         return self._readers[key]
 
-    def check_sources(self, sources: Iterable[Any] | None) -> None:
+    def check_sources(self, sources: Iterable[Any] | None, *, is_recent: bool = False) -> None:
         """Refuse a sample whose tar is not the file that was opened.
 
         Args:
             sources: `__sources__` of a sample of Energon, or None.
+            is_recent: as in `check`.
 
         Raises:
             DataChangedError: a tar was replaced, changed or removed.
@@ -264,7 +275,7 @@ class OpenedSplits(OpenedFiles):
                 folder = self._urls.get(str(key[0])) or Path(str(key[0]))
                 self._tars[key] = folder.resolve() / str(key[1])
             if self._tars[key] in self:  # other files are of auxiliary datasets
-                self.check(self._tars[key])
+                self.check(self._tars[key], is_recent=is_recent)
 
 
 def epoch_pack_counts(blend: list[LoadedSplit], packs: list[int]) -> list[int]:

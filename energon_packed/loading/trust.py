@@ -13,19 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import read_yaml
+from energon_packed.files import read_if_there, read_yaml
 from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.metadatasets import (
     NV_META,
     SPLIT_FILE,
     TRUST_REMEDY,
     energon_join,
+    is_metadataset,
     iter_mappings,
     read_metadataset,
     untrusted_object,
 )
 from energon_packed.shards.nv_meta import OLD_INFO, loader_files
-from energon_packed.storage import as_path
+from energon_packed.storage import as_path, map_paths
 
 _ENERGON = "megatron.energon"
 _KEYS = frozenset(("__module__", "__class__", "sample_type", "field_map", "part_filter", "decoder", "subflavors"))
@@ -45,7 +46,7 @@ def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> Non
         FormatError: a Metadataset cannot be read, or Energon reads other values from it than `read_metadataset`.
     """
     path = as_path(path)
-    for folder, config in _folders_of(path) if path.is_file() else [(path, dataset_config or "dataset.yaml")]:
+    for folder, config in _folders_of(path) if is_metadataset(path) else [(path, dataset_config or "dataset.yaml")]:
         _check_folder(folder, config)
 
 
@@ -55,7 +56,7 @@ def check_blend_trusted(path: str | Path) -> None:
     Raises:
         ConfigError, FormatError: as `check_trusted`.
     """
-    if as_path(path).is_file():
+    if is_metadataset(as_path(path)):
         check_trusted(path)
 
 
@@ -85,12 +86,12 @@ def _check_folder(folder: Path, config: str) -> None:
     a later release of Energon may run them.
     """
     meta = folder / NV_META
-    for name in ("split.yaml", "split.json", ".info.json", OLD_INFO):
-        _check_data(meta / name)
+    map_paths(_check_data, [meta / name for name in ("split.yaml", "split.json", ".info.json", OLD_INFO)])
     file = energon_join(meta, config)
-    if not file.is_file():
+    content = read_if_there(file)
+    if content is None:
         return  # Energon reports the missing file
-    value = _parsed(file)
+    value = _parsed(file, content)
     if not isinstance(value, dict):
         raise FormatError(f"{file} is damaged: it is not a mapping. Run energon-packed nv-meta {folder}.")
     kind = value.get("sample_type", value)
@@ -120,18 +121,14 @@ def _check_folder(folder: Path, config: str) -> None:
 def _is_generated_loader(value: dict[str, Any], loader: Path) -> bool:
     """Whether dataset.yaml names only a sample_loader.py that is byte for byte a file of this package."""
     generated = [loader_files(codec)[loader.name] for codec in (*CODECS.values(), *READ_ONLY.values())]
-    return (
-        loader.is_file()
-        and loader.read_bytes() in generated
-        and all(value.get(name) == f"{loader.name}:{name}" for name in _LOADER)
-    )
+    return read_if_there(loader) in generated and all(value.get(name) == f"{loader.name}:{name}" for name in _LOADER)
 
 
 def _check_data(file: Path) -> None:
     """Refuse a file of names and counts if it creates objects."""
-    if not file.is_file():
+    content = read_if_there(file)
+    if content is None:
         return
-    content = file.read_bytes()
     # Energon reads JSON in UTF-16 and UTF-32, too, in which a name has other bytes. Both have bytes of zero.
     if b"\0" in content:
         raise FormatError(
@@ -140,17 +137,17 @@ def _check_data(file: Path) -> None:
     # A backslash may be an escape that spells `__module__`. Without both, large files need not be parsed.
     if b"__module__" not in content and b"\\" not in content:
         return
-    for mapping in iter_mappings(_parsed(file)):
+    for mapping in iter_mappings(_parsed(file, content)):
         if "__module__" in mapping:
             raise untrusted_object(file, mapping)
 
 
-def _parsed(file: Path) -> Any:
-    """Parse a file as Energon does."""
+def _parsed(file: Path, content: bytes | None = None) -> Any:
+    """Parse a file, which is read if its content is not passed, as Energon does."""
     from megatron.energon.eyaml import load_yaml
 
     try:
-        content = file.read_bytes()
+        content = file.read_bytes() if content is None else content
         return json.loads(content) if file.suffix == ".json" else load_yaml(content)
     except (Exception, RecursionError) as error:  # Energon's parser raises errors of any type
         reason = f"{type(error).__name__} {' '.join(str(error).split())[:200]}"

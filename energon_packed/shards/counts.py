@@ -14,7 +14,7 @@ from stat import S_ISREG
 import yaml
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import of_type, read_yaml
+from energon_packed.files import of_type, read_if_there, read_yaml
 from energon_packed.formats import Codec
 from energon_packed.formats.parts import audio_count, image_count, video_count
 from energon_packed.formats.references import MEDIA_PART, located_names
@@ -22,7 +22,6 @@ from energon_packed.metadatasets import NV_META, SplitFile, read_split
 from energon_packed.shards.manifest import PackingManifest, ShardEntry
 from energon_packed.shards.nv_meta import OLD_INFO
 from energon_packed.shards.reader import ShardReader
-from energon_packed.storage import statuses
 from energon_packed.system import raise_resource_error
 
 _OFFSET = 8  # bytes of an entry of .tar.idx, which has the offset of each pack and the end of the last pack
@@ -31,7 +30,14 @@ _REMEDY = (
 )
 
 
-def check_complete(folder: Path, split: str, splits: SplitFile, manifest: PackingManifest | None) -> None:
+def check_complete(
+    folder: Path,
+    split: str,
+    splits: SplitFile,
+    manifest: PackingManifest | None,
+    counts: Mapping[str, int],
+    found: Mapping[Path, os.stat_result],
+) -> None:
     """Refuse a dataset with fewer shards, packs or bytes than it declares; the contents of the tars are not read.
 
     The names, packs and sizes in packing.json and .info.json must agree with split.yaml, the tars and their indexes. A
@@ -42,14 +48,14 @@ def check_complete(folder: Path, split: str, splits: SplitFile, manifest: Packin
         split: the split to be read.
         splits: split.yaml of the folder.
         manifest: packing.json of the folder; None for a third-party dataset.
+        counts: `shard_counts` of the folder.
+        found: `statuses` of the tars of the split and of their indexes.
 
     Raises:
         FormatError: they differ; the message has the file, both counts and the remedy.
     """
     names = splits.shards(split)
-    counts = shard_counts(folder)
     indexes = {name: (folder / name).with_suffix(".tar.idx") for name in names}
-    found = statuses([*[folder / name for name in names], *indexes.values()])
     if manifest is not None:
         listed = {shard.name: shard for shard in manifest.shards if shard.split == split}
         if missing := sorted(listed.keys() - set(names) - splits.excluded):
@@ -82,10 +88,10 @@ def shard_counts(folder: Path) -> Mapping[str, int]:
     # Energon 7 writes and reads .info.json; earlier versions have .info.yaml.
     for name in (".info.json", OLD_INFO):
         file = folder / NV_META / name
-        if not file.is_file():
-            continue
         try:
-            value = json.loads(file.read_bytes().decode()) if name.endswith("json") else read_yaml(file)
+            if (content := read_if_there(file)) is None:
+                continue
+            value = json.loads(content.decode()) if name.endswith("json") else read_yaml(file)
             counts = of_type(of_type(value, dict)["shard_counts"], dict)
             return {str(shard): of_type(count, int, str(shard)) for shard, count in counts.items()}
         except (OSError, ValueError, yaml.YAMLError, KeyError, RecursionError) as error:

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 import orjson
 
 from energon_packed.errors import FormatError, IgnoredEntries
-from energon_packed.files import atomic_write, check_inner, of_type, visible
+from energon_packed.files import atomic_write, check_inner, of_type, read_if_there, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
 from energon_packed.storage import as_path
@@ -235,12 +235,13 @@ class PackingManifest:
             FormatError: the manifest is invalid or of another version.
         """
         file = folder / NV_META / FILE_NAME
-        return cls._parse(file) if file.is_file() else None
+        content = read_if_there(file)
+        return None if content is None else cls._parse(file, content)
 
     @classmethod
-    def _parse(cls, file: Path) -> "PackingManifest":
+    def _parse(cls, file: Path, content: bytes) -> "PackingManifest":
         try:
-            value = of_type(orjson.loads(file.read_bytes()), dict)
+            value = of_type(orjson.loads(content), dict)
             written = of_type(value["format_version"], int, "format_version")
             if written != FORMAT_VERSION:  # before `_typed`, which would report the unknown fields of another version
                 raise OtherVersionError(

@@ -23,7 +23,7 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import RemotePath, map_paths, recent_status, statuses
+from energon_packed.storage import RemotePath, lock_of, recent_status, statuses
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
@@ -48,6 +48,7 @@ class ShardReader:
         digests: Mapping[Path, str] | None = None,
         media_root: Mapping[str, str] | None = None,
         opened: "OpenedFiles | None" = None,
+        found: Mapping[Path, os.stat_result] | None = None,
     ) -> None:
         """Count the packs of each shard.
 
@@ -55,13 +56,14 @@ class ShardReader:
             tars: shards.
             digests: as in `OpenedFiles`.
             media_root: folders of referenced media that moved, new folder by old folder.
-            opened: the state of the shards that later reads compare with, instead of their present state.
+            opened: the state of the shards that later reads compare with, instead of the state in `found`.
+            found: `statuses` of the files of `files_of`; by default they are requested here.
 
         Raises:
             FormatError: a shard or its index is missing, or an index ends inside an entry.
             ConfigError: `media_root` is invalid.
         """
-        found = statuses([*tars, *[tar.with_suffix(".tar.idx") for tar in tars]])
+        found = statuses(files_of(tars)) if found is None else found
         counts = [_count_packs(tar, found) for tar in tars]
         self.tars = list(tars)
         self._media_root = moved_folders(media_root)
@@ -157,15 +159,23 @@ class ShardReader:
         # Popped and put back: another thread may drop it at the same time.
         offsets = self._indexes.pop(shard, None)
         if offsets is None:
-            try:
-                offsets = _read_offsets(self.tars[shard], self._first[shard + 1] - self._first[shard])
-            except FormatError:
-                self._opened.check(self.tars[shard])  # an index of another tar is a DataChangedError
-                raise
-            # Only with a new index: the sum over thousands of shards would take longer than to read a pack.
-            while self._indexes and sum(map(len, list(self._indexes.values()))) + len(offsets) > _KEPT:
-                self._indexes.pop(next(iter(list(self._indexes)), shard), None)
+            with lock_of(self.tars[shard]):  # threads that read ahead wait for the same index
+                offsets = self._indexes.get(shard)
+                if offsets is None:
+                    offsets = self._indexes[shard] = self._read_offsets(shard)
         self._indexes[shard] = offsets
+        return offsets
+
+    def _read_offsets(self, shard: int) -> Int64:
+        """Read the index of a shard, and drop others if all are too many."""
+        try:
+            offsets = _read_offsets(self.tars[shard], self._first[shard + 1] - self._first[shard])
+        except FormatError:
+            self._opened.check(self.tars[shard])  # an index of another tar is a DataChangedError
+            raise
+        # Only with a new index: the sum over thousands of shards would take longer than to read a pack.
+        while self._indexes and sum(map(len, list(self._indexes.values()))) + len(offsets) > _KEPT:
+            self._indexes.pop(next(iter(list(self._indexes)), shard), None)
         return offsets
 
     def first(self, shard: int) -> int:
@@ -216,6 +226,11 @@ class ShardReader:
             ) from error
 
 
+def files_of(tars: Sequence[Path]) -> list[Path]:
+    """Return shards and their indexes."""
+    return [*tars, *[tar.with_suffix(".tar.idx") for tar in tars]]
+
+
 class OpenedFiles:
     """Detects changes of files: records size and modification time of every file when it is created.
 
@@ -244,18 +259,19 @@ class OpenedFiles:
     def __contains__(self, file: Path) -> bool:
         return file in self._stamps
 
-    def check(self, file: Path, status: os.stat_result | None = None) -> None:
+    def check(self, file: Path, status: os.stat_result | None = None, *, is_recent: bool = False) -> None:
         """Refuse a file that changed since this object was created.
 
         Args:
             file: an element of `files`.
             status: status of the open file; by default the status of the file that has this name now.
+            is_recent: accept the status of `recent_status` as that status.
 
         Raises:
             DataChangedError: it was replaced, changed or removed.
         """
         try:
-            stamp = _stamp(file.stat() if status is None else status)
+            stamp = _stamp(status or (recent_status(file) if is_recent else file.stat()))
         except OSError as error:
             raise_resource_error(error, file)
             raise DataChangedError(
@@ -277,7 +293,9 @@ class OpenedFiles:
         Raises:
             DataChangedError: as `check`.
         """
-        map_paths(self.check, list(self._stamps))
+        found = statuses(self._stamps)
+        for file in self._stamps:
+            self.check(file, found.get(file))
 
     def _is_listed(self, tar: Path) -> bool:
         """Return whether packing.json still lists the hash that this tar had."""

@@ -120,6 +120,9 @@ def test_loaders_request_each_pack_once(store: Store, packed: Places, encoder: C
             assert sum(batch.num_samples for batch in LOADERS[kind](packed[1], encoder, 0)) > packs
         reads = [request for request in traffic.requests if request.startswith("GET") and request.endswith(".tar")]
         assert len(reads) == packs, kind
+        # When the dataset is opened and when Energon starts an epoch, and not for each pack.
+        checks = [request for request in traffic.requests if request.startswith("HEAD") and request.endswith(".tar")]
+        assert len(checks) <= 1 + len(reader.tars) < packs, kind
         assert needed <= sum(traffic.bytes_of[request] for request in set(reads)) <= 1.05 * needed
 
 

@@ -1,5 +1,8 @@
 """Datasets in an object store are read as the same folder on a disk."""
 
+import itertools
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from energon_packed import ChatEncoder, DataChangedError, PackedDataset, ResourceError, steps_per_epoch
-from tests.internals import ShardReader, as_path, cli, storage
+from tests.internals import OpenedFiles, ShardReader, as_path, cli, storage
 from tests.storage import Store
 
 
@@ -49,8 +52,68 @@ def test_opening_needs_no_request_for_each_shard(store: Store, pack_demo: Any, e
     with store.counted() as traffic:
         dataset = PackedDataset(url, encoder)
     assert len(dataset.reader.tars) > 10
-    assert sum(".tar" in request for request in traffic.requests) == 2  # a tar for each listing
-    assert len(traffic.requests) <= 15  # one after the other
+    assert [request for request in traffic.requests if ".tar" in request] == [
+        f"HEAD /bucket/shards/{dataset.reader.tars[0].name}"
+    ]
+
+
+def test_independent_requests_of_opening_are_sent_at_the_same_time(
+    store: Store, pack_demo: Any, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = pack_demo(max_packs_per_shard=4).shards
+    store.put_folder("out/webdataset", folder)
+    nv_meta = "GET /bucket/out/webdataset/.nv-meta"
+    rounds = [
+        ["LIST /bucket", "LIST /bucket"],  # of `out` and `out/webdataset`: the folder with .nv-meta
+        [f"{nv_meta}/{name}" for name in (".info.json", "packing.json", "split.yaml")],
+        [f"HEAD /bucket/out/webdataset/{min(folder.glob('*.tar')).name}", "LIST /bucket"],
+        ["LIST /bucket"],
+    ]
+    # The client asks whether a folder exists before it lists the folder. A request is answered when all of its
+    # round have arrived.
+    waiting = [barrier for count in map(len, rounds) for barrier in [threading.Barrier(count, timeout=60)] * count]
+
+    def intercept(environ: dict[str, Any]) -> None:
+        waiting.pop(0).wait()
+
+    with store.counted() as traffic, monkeypatch.context() as patched:
+        patched.setattr(store, "intercept", intercept)
+        dataset = PackedDataset(store.url("out"), encoder)
+    ends = list(itertools.accumulate(map(len, rounds), initial=0))
+    assert [sorted(traffic.requests[start:stop]) for start, stop in itertools.pairwise(ends)] == rounds
+    assert len(traffic.requests) == 8
+    assert len(dataset) == len(PackedDataset(folder, encoder))
+
+
+def test_threads_request_the_index_of_a_shard_once(
+    store: Store, packed: tuple[Path, str], encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = PackedDataset(packed[1], encoder)
+
+    def intercept(environ: dict[str, Any]) -> None:
+        if environ["PATH_INFO"].endswith(".idx"):
+            time.sleep(0.2)  # the threads of the other packs start in the meantime
+
+    with store.counted() as traffic, monkeypatch.context() as patched:
+        patched.setattr(store, "intercept", intercept)
+        dataset.request(range(len(dataset)))
+        for item in range(len(dataset)):
+            dataset.pack(item)
+    indexes = [request for request in traffic.requests if request.endswith(".idx")]
+    assert len(indexes) == len(set(indexes)) == len(dataset.reader.tars)
+
+
+def test_all_opened_files_are_checked_by_a_listing(store: Store) -> None:
+    opened = OpenedFiles([as_path(store.put(f"opened/{number}.tar", b"1")) for number in range(9)])
+    with store.counted() as traffic:
+        opened.check_all()
+    assert sorted(traffic.requests) == ["HEAD /bucket/opened/0.tar", "LIST /bucket", "LIST /bucket"]
+    store.put("opened/7.tar", b"2")
+    with pytest.raises(DataChangedError, match=r"s3://bucket/opened/7.tar was replaced or changed"):
+        opened.check_all()
+    store.client.delete_object(Bucket="bucket", Key="opened/5.tar")
+    with pytest.raises(DataChangedError, match=r"s3://bucket/opened/5.tar cannot be read any more"):
+        opened.check_all()
 
 
 def test_a_replaced_tar_is_noticed(

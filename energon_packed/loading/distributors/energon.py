@@ -22,6 +22,7 @@ from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.process import Failure, PackAt, Packs
 from energon_packed.loading.ranks import ShardSpec
+from energon_packed.metadatasets import is_metadataset
 from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path
 
@@ -102,7 +103,7 @@ class EnergonDistributor(Distributor):
         encoder: Processor,
         packer: Packer | None,
     ) -> None:
-        self.path = as_path(path) if as_path(path).is_file() else splits[0].path
+        self.path = as_path(path) if is_metadataset(as_path(path)) else splits[0].path
         self.infinite = not config.one_pass
         self.complete_epochs = config.complete_epochs
         self.repeats = not config.one_pass or repeats_packs(splits)

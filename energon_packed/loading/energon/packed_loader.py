@@ -17,6 +17,7 @@ from energon_packed.loading.options import LoaderOptions, PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.pool import BalancedPoolPacker, PoolPacker
 from energon_packed.loading.packers.simple import SimpleBatcher
+from energon_packed.metadatasets import is_metadataset
 from energon_packed.options import check_type, make, values_of
 from energon_packed.storage import as_path
 
@@ -62,7 +63,7 @@ def get_packed_loader(
     _warn_about_padding(collator, splits)
     packer = _packer_of(packer, config, common_seq_len(splits, config.seq_len))
     distributor = EnergonDistributor.of(path, config, splits, processor, packer)
-    if config.one_pass and as_path(path).is_file():
+    if config.one_pass and is_metadataset(as_path(path)):
         distributor.identity()  # raises for a blend that draws by weight
     of_loader: Any = values_of(LoaderOptions, config)
     loader = DataflowLoader(distributor, processor, SimpleBatcher(config.micro_batch_size), collator, **of_loader)

@@ -18,7 +18,7 @@ from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.trust import check_trusted
-from energon_packed.metadatasets import NV_META
+from energon_packed.metadatasets import NV_META, is_metadataset
 from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
 from energon_packed.storage import as_path, energon_url
 
@@ -126,5 +126,5 @@ class EnergonSource:
 
     def _needs_crude(self) -> bool:
         """Return whether dataset.yaml names a sample class of another package, so that `cook_pack` reads the parts."""
-        manifest = None if as_path(self.path).is_file() else self.opened.splits[0].manifest
+        manifest = None if is_metadataset(as_path(self.path)) else self.opened.splits[0].manifest
         return manifest is not None and manifest.dataset_module is not None

@@ -159,7 +159,7 @@ class PackedTaskEncoder(TaskEncoder):
             DataChangedError: the tar was replaced, changed or removed.
         """
         if self.opened is not None:
-            self.opened.check_sources(sample.__sources__)
+            self.opened.check_sources(sample.__sources__, is_recent=True)  # of every sample
 
     def select_samples_to_pack(self, samples: list[PackSample]) -> list[list[PackSample]]:
         """Group a buffer of samples by the packer; a sample that cannot be measured or fits no row fails alone."""
