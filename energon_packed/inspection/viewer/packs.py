@@ -238,9 +238,8 @@ class Viewer(Pages):
         return [index for index, (name, own) in shards if part in name and split in ("", own)]
 
     def _text(self, query: Mapping[str, str]) -> Response:
-        text, start, total = query.get("text", ""), number_in(query, "from", 0), len(self._reader)
-        problems: list[str] = []
-        total = total if text else 0
+        text, start, problems = query.get("text", ""), number_in(query, "from", 0), list[str]()
+        total = len(self._reader) if text else 0
 
         def steps() -> Iterator[tuple[int, Any]]:
             for pack in range(start, total):
@@ -283,9 +282,5 @@ class Viewer(Pages):
 
     def _reject(self, value: Mapping[str, Any]) -> tuple[Any, ...]:
         href = f"{self.base}/records?status={quoted(value['reason'])}&id={quoted(value['id'])}"
-        place = (
-            f"{value['source']} line {value['line']}"
-            if value.get("line")
-            else f"{value['source']} row {value.get('row')}"
-        )
-        return {"text": value["id"], "href": href}, value["reason"], place, value["detail"]
+        place = f"line {value['line']}" if value.get("line") else f"row {value.get('row')}"
+        return {"text": value["id"], "href": href}, value["reason"], f"{value['source']} {place}", value["detail"]

@@ -18,12 +18,7 @@ from urllib.parse import parse_qsl, unquote, urlencode
 from energon_packed.encoding.vision.images import load_image, sniff_extension
 from energon_packed.errors import EnergonPackedError, RecordError
 from energon_packed.inspection.report import page_environment, quoted
-from energon_packed.inspection.report_data import (
-    decoded_frames,
-    is_short,
-    playable,
-    shown_frames,
-)
+from energon_packed.inspection.report_data import decoded_frames, is_short, playable, shown_frames
 from energon_packed.inspection.tokens import TokenRow, heat_strips
 from energon_packed.inspection.view import AudioView, ImageView, PackView, SampleView, ShownFile, VideoView
 from energon_packed.records import MediaReference
