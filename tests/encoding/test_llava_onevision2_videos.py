@@ -7,7 +7,6 @@ import tarfile
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from energon_packed import (
 )
 from tests.golden.videos.cases import digest
 from tests.golden.videos.ov2_inputs import collapsed, frame, image_settings, positions_of, write_tokenizer
-from tests.internals import TIMESTAMPS_WRITTEN, codec_for
+from tests.internals import TIMESTAMPS_WRITTEN, VideoInfo, codec_for
 from tests.outside import read_packs
 from tests.videos import decoded, make_video
 
@@ -66,13 +65,12 @@ def image(pixels: np.ndarray[Any, Any]) -> MediaReference:
     return MediaReference(data=stream.getvalue())
 
 
-def info(video: dict[str, Any]) -> Any:
-    """The values of VideoInfo that selecting frames needs."""
-    (height, width), fps = video["size"], float(Fraction(video["fps"]))
-    times = np.arange(video["frames"]) / fps
-    return SimpleNamespace(
-        num_frames=video["frames"], timestamps=times, fps=fps, height=height, width=width, by_time=True
-    )
+def info(video: dict[str, Any]) -> VideoInfo:
+    (height, width), fps, count = video["size"], float(Fraction(video["fps"])), video["frames"]
+    upright: Any = {"height": height, "width": width, "rotation": 0, "mirrored": False}
+    file: Any = {"has_audio": False, "container": "mp4", "codec": "h264", "num_bytes": 1, "decoded": False}
+    times = np.arange(count) / fps
+    return VideoInfo(num_frames=count, timestamps=times, fps=fps, duration=count / fps, **upright, **file)
 
 
 VIDEOS = json.loads((GOLDEN / "llava_onevision2.json").read_text(encoding="utf-8"))
