@@ -472,7 +472,8 @@ def _supervised(data: ReportData) -> str:
 def _image_size_facts(data: ReportData) -> str:
     sizes = sorted(data.image_sizes, key=math.prod)  # by area
     if not sizes:
-        return "no size could be read"
+        mapped = f"the {len(data.mapped):,} packs of the map"
+        return f"no size could be read in {mapped}" if data.bad_images else f"unknown: no image is in {mapped}"
     chosen = {"smallest": sizes[0], "median": sizes[len(sizes) // 2], "largest": sizes[-1]}
     listed = ", ".join(f"{name} {width} x {height}" for name, (width, height) in chosen.items())
     return f"{listed} pixels; from {len(sizes):,} of {data.manifest.images:,} images"

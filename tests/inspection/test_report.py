@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from PIL import Image
 
 from energon_packed import ConfigError, pack
 from tests.browser import Browser
@@ -225,6 +226,17 @@ def test_entries_of_input_folders_that_are_not_read_are_shown(tokenizer_dir: Pat
     assert "entries of input folders that are not read as input: documentation 1, unknown type 2;" in with_others
     assert all(str(folder / name) in with_others for name in ("README.md", "b.avro", "c.avro"))
     assert str(folder / "c.avro") not in alone
+
+
+def test_rare_images_are_not_called_unreadable(tokenizer_dir: Path, tmp_path: Path) -> None:
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    turns = [{"role": "user", "content": "<image>Which?"}, RECORD["messages"][1]]
+    image = {"messages": turns, "images": ["a.png"]}
+    records = tmp_path / "a.jsonl"
+    records.write_text("".join(json.dumps(record) + "\n" for record in [image, *[RECORD] * 400]))
+    options: Any = {"seq_len": 1024, "max_samples_per_pack": 1, "tokenizer": tokenizer_dir, "workers": 1}
+    shards = pack(records, output_dir=tmp_path / "out", **options).shards
+    assert "unknown: no image is in the 120 packs of the map" in _report(shards, tmp_path)
 
 
 def test_a_metadataset_has_totals_and_shares(pack_demo: Packer, tmp_path: Path) -> None:
