@@ -7,7 +7,7 @@ untrusted: they are escaped, and a content security policy blocks every script b
 import base64
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import visible
+from energon_packed.inspection.blend import BlendSplit
+from energon_packed.inspection.compare import Rows
 from energon_packed.inspection.report_data import MOST_SHOWN, ReportData, facts, splits, warnings
 from energon_packed.inspection.tokens import KINDS
 from energon_packed.inspection.view import PackView
@@ -25,6 +27,8 @@ from energon_packed.version import __version__
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+    from energon_packed.inspection.steps import ExpectedSteps  # needs Energon
 
 Edges = npt.NDArray[np.float64]
 """Edges of the bins of a histogram, float64 (bins + 1,)."""
@@ -61,15 +65,25 @@ def page_environment(base: str | None) -> "Environment":
     return environment
 
 
-def render_report(title: str, data: ReportData | None = None, *, view: str | None = None, **values: Any) -> str:
+def render_report(
+    title: str,
+    data: ReportData | None = None,
+    *,
+    blend: Sequence[BlendSplit] = (),
+    steps: tuple[Sequence["ExpectedSteps"], Sequence[str]] = ((), ()),
+    comparison: Mapping[str, Rows] | None = None,
+    names: Sequence[str] = (),
+    view: str | None = None,
+) -> str:
     """Render the HTML page.
 
     Args:
         title: page heading.
         data: data of a dataset, or None for a Metadataset or a comparison.
+        blend: splits of a Metadataset.
+        steps: result of `steps_of_ranks`.
+        comparison, names: differences of two datasets, and their paths.
         view: as `base` of `page_environment`.
-        values: `blend` (splits of a Metadataset), `steps` (result of `steps_of_ranks`), or `comparison` and `names`
-            (differences of two datasets and their paths).
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -81,9 +95,9 @@ def render_report(title: str, data: ReportData | None = None, *, view: str | Non
     environment = page_environment(view)
     script, policy = script_and_policy(environment)
     functions = {"charts": _charts, "facts": facts, "splits": splits, "warnings": warnings, "most_shown": MOST_SHOWN}
-    parts = {"compare": "comparison" in values, "blend": "blend" in values, "dataset": data is not None}
-    values["parts"] = parts | {"steps": any(values.get("steps", ()))}
-    page = {"title": title, "data": data, "hrefs": (), "policy": policy, "script": script, "version": __version__}
+    values = {"data": data, "blend": blend, "steps": steps, "comparison": comparison, "names": names, "hrefs": ()}
+    parts = {"compare": comparison is not None, "blend": blend, "dataset": data is not None, "steps": any(steps)}
+    page = {"title": title, "parts": parts, "policy": policy, "script": script, "version": __version__}
     return environment.get_template("report.html.j2").render(functions | page | values)
 
 

@@ -452,7 +452,8 @@ def _about_tokens(data: ReportData) -> Iterator[str]:
         sample, key = problems[0]
         example = f"{sample.id} in {key}: {sample.problem}"
         yield f"{len(problems):,} samples in the map cannot be encoded, such as {example}"
-    if bare := [pack.key for pack in data.mapped if pack.supervised == 0]:
+    # A sample whose kinds are unknown may have targets.
+    if bare := [pack.key for pack in data.mapped if all(s.tokens.get("supervised") == 0 for s in pack.samples)]:
         yield f"{_named(bare, 'pack')} of the {len(data.mapped):,} in the map have no supervised token"
     if data.manifest.supervised_tokens == 0:
         yield "no token of the dataset is supervised"

@@ -55,8 +55,8 @@ def token_runs(input_ids: Ids, labels: Ids, rules: Any) -> list[tuple[str, int, 
     """
     kinds = (labels != IGNORE_INDEX).astype(np.int8)
     kinds[:1] = 0  # the first token is never a target, as no token precedes it
-    for kind, name in enumerate(KINDS[2:], start=2):
-        if (token := getattr(rules, f"{name}_token_id")) is not None:
+    for kind, token in enumerate((rules.image_token_id, rules.video_token_id, rules.audio_token_id), start=2):
+        if token is not None:
             kinds[input_ids == token] = kind
     # The sentinels -1 at both ends make the first and the last run end at an edge.
     edges = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1)).tolist()

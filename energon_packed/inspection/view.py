@@ -28,17 +28,10 @@ from energon_packed.formats import Codec, StoredSample, codec_of
 from energon_packed.formats.references import MEDIA_PART, complete_parts, located_images
 from energon_packed.inspection.supervision import supervised_turns
 from energon_packed.inspection.tokens import KINDS, encoded_samples, token_runs
-from energon_packed.records import (
-    AudioClip,
-    AudioReference,
-    Conversation,
-    FrameSelection,
-    MediaReference,
-    VideoReference,
-)
+from energon_packed.records import AudioClip, AudioReference, Conversation, FrameSelection, MediaReference
 from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import IMAGE_PLACEHOLDER
-from energon_packed.records.video import VIDEO_PLACEHOLDER
+from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
 
 _MARKS = {"image": IMAGE_PLACEHOLDER, "video": VIDEO_PLACEHOLDER, "audio": AUDIO_PLACEHOLDER}
 _TIMES = 3  # timestamps of a video that are shown, besides the last
@@ -220,9 +213,9 @@ class SampleView:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain types, for JSON; samples without videos, audio or a group have no such key."""
-        hidden = {"kind", "runs", "problem"}
-        hidden |= {name for name in ("videos", "audios", "group", "role", "label") if not getattr(self, name)}
-        value = {name: item for name, item in asdict(self).items() if name not in hidden}
+        hidden, if_given = ("kind", "runs", "problem"), ("videos", "audios", "group", "role", "label")
+        items = asdict(self).items()
+        value = {name: item for name, item in items if name not in hidden and (item or name not in if_given)}
         for video in value.get("videos", ()):
             frames = video.pop("selection")
             resized = frames.pop("resized")
@@ -242,7 +235,8 @@ class SampleView:
     @property
     def file_names(self) -> list[str]:
         """Names of its files, in the order of `Conversation.media_files`."""
-        return [name for _, _, file in self.media for name in getattr(file, "names", (file.name,))]
+        of_videos = [name for video in self.videos for name in video.names]
+        return [*[image.name for image in self.images], *of_videos, *[audio.name for audio in self.audios]]
 
     @property
     def placed(self) -> list[tuple[Turn, list[str | ImageView | VideoView | AudioView]]]:
@@ -312,12 +306,6 @@ class PackView:
         lengths = [sample.length for sample in self.samples]
         return None if None in lengths else sum(length for length in lengths if length is not None)
 
-    @property
-    def supervised(self) -> int | None:
-        """Number of supervised tokens; None if the kinds of a sample are unknown."""
-        counts = [sample.tokens.get("supervised") for sample in self.samples]
-        return None if None in counts else sum(count or 0 for count in counts)
-
     def with_files(self, show: Callable[[str, int, int, Any], ShownFile | None]) -> "PackView":
         """Show its files by `show`: kind, indices of sample and file, and view of the file -> content."""
         files = {
@@ -330,8 +318,12 @@ class PackView:
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain types, for JSON, with the samples as `SampleView.as_dict`."""
-        value = {name: getattr(self, name) for name in ("key", "sample_class", "parts", "shapes", "tokens")}
-        return value | {"samples": [sample.as_dict() for sample in self.samples], "sample_count": len(self.samples)}
+        value = asdict(replace(self, samples=(), files={})) | {
+            "tokens": self.tokens,
+            "sample_count": len(self.samples),
+        }
+        del value["files"]  # of pages
+        return value | {"samples": [sample.as_dict() for sample in self.samples]}
 
 
 def view_pack(

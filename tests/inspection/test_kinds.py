@@ -1,11 +1,12 @@
 """Kinds of tokens: those of the batch that training sees."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from energon_packed import ChatEncoder
+from energon_packed import ChatEncoder, pack
 from tests.conftest import FLAVORS, Packer
 from tests.internals import KINDS, ShardReader, codec_for, token_rows, view_pack
 
@@ -36,11 +37,21 @@ def test_kinds_of_tokens_follow_the_labels_of_the_training_batch(
             kind = "image" if row.token == encoder.image_token_id else "supervised" if is_target else "other"
             expected[row.segment].append(kind)
         assert kinds == expected
-        supervised += sum(segment.count("supervised") for segment in expected)
-        assert mapped.supervised == sum(segment.count("supervised") for segment in expected)
+        targets = sum(segment.count("supervised") for segment in expected)
+        supervised += targets
+        assert sum(sample.tokens["supervised"] for sample in mapped.samples) == targets
     assert result.manifest.supervised_tokens == supervised > 0
     if options:
         assert result.manifest.truncated > 0
+
+
+def test_the_first_token_of_a_document_is_no_target(tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "A red square."}\n')
+    result = pack(tmp_path / "a.jsonl", output_dir=tmp_path / "out", seq_len=64, tokenizer=tokenizer_dir, workers=1)
+    reader = ShardReader([result.shards / result.manifest.shards[0].name])
+    [sample] = view_pack(reader[0], None, ChatEncoder.from_pretrained(tokenizer_dir)).samples
+    assert sample.length is not None
+    assert sample.tokens["supervised"] == result.manifest.supervised_tokens == sample.length - 1
 
 
 def test_a_sample_that_encodes_differently_has_no_kinds(pack_demo: Packer, encoder: ChatEncoder) -> None:

@@ -56,7 +56,7 @@ def command(path: Path, other: Path | None, output: Path, tokenizer: Path | None
         for name, first, second, change in comparison["Counts"] + comparison["Rejected records"]:
             if change:
                 echo(f"{name}: {first} -> {second}, {change}")
-        page = render_report(f"{path} and {other}", comparison=comparison, names=[each.path for each in folders])
+        page = render_report(f"{path} and {other}", comparison=comparison, names=[str(each.path) for each in folders])
     elif path.is_file():
         metadataset = read_metadataset(path)
         # A page with totals of only some datasets would look complete.

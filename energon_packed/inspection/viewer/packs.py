@@ -152,9 +152,8 @@ class Viewer(Pages):
 
     def _width(self, mapped: Sequence[PackView]) -> int:
         """Tokens of a row; without packing.json, of the longest pack on the page."""
-        if self._folder.manifest is not None and self._folder.manifest.seq_len:
-            return self._folder.manifest.seq_len
-        return max((each.tokens or 0 for each in mapped), default=0) or 1
+        seq_len = self._folder.manifest.seq_len if self._folder.manifest else 0
+        return seq_len or max((each.tokens or 1 for each in mapped), default=1)
 
     def _pack(self, key: str) -> Response:
         pack = self._index(key)

@@ -64,8 +64,7 @@ class HeaderReader(Processor):
 def _spread(video: VideoReference) -> FrameSelection:
     assert video.file is not None  # a video of images has its frames
     info = read_video_info(video.file)
-    places = np.unique(np.arange(_FRAMES) * info.num_frames // _FRAMES)
-    return info.selection(places)
+    return info.selection(np.unique(np.arange(_FRAMES) * info.num_frames // _FRAMES))
 
 
 class RecordsViewer(Pages):
