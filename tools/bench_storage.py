@@ -271,12 +271,12 @@ def litdata_images(path: Any, cache: Path, endpoint: str | None) -> Iterator[byt
         yield sample["image"]
 
 
-def litdata_files(path: str, cache: Path, endpoint: str) -> Iterator[bytes]:
+def litdata_files(path: str, cache: Path, endpoint: str | None) -> Iterator[bytes]:
     """Image files of a folder by LitData in random order, 16 at a time as in a batch."""
     import litdata
 
-    options = {"endpoint_url": endpoint}
-    dataset = litdata.StreamingRawDataset(path, cache_dir=str(_emptied(cache)), storage_options=options)
+    options: Any = {} if endpoint is None else {"storage_options": {"endpoint_url": endpoint}}
+    dataset = litdata.StreamingRawDataset(path, cache_dir=str(_emptied(cache)), **options)
     order = [index for index in range(len(dataset)) if str(dataset.items[index].path).endswith(".jpg")]
     order = np.random.default_rng(0).permutation(order).tolist()
     for start in range(0, len(order), 16):
@@ -360,8 +360,8 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
         if not is_remote:
             readers["copy, members alone"] = partial(packed_members, places["copy"][0], encoder)
         readers["LitData"] = partial(litdata_images, places["litdata"][is_remote], work / "cache", endpoint)
+        readers["LitData, files"] = partial(litdata_files, raw if is_remote else str(source), work / "cache", endpoint)
         if endpoint is not None:
-            readers["LitData, files"] = partial(litdata_files, raw, work / "cache", endpoint)
             for media, wanted in ranges.items():
                 readers[f"client alone, {media}"] = partial(ranges_alone, wanted, endpoint)
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
