@@ -12,9 +12,10 @@ other ranks end, so they exchange one number before each batch (`even_ranks.Even
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from energon_packed.errors import ConfigError
+from energon_packed.options import check_choice
 from energon_packed.shards.steps import steps_of_ranks
 
 EpochEnd = Literal["repeat", "drop", "error"]
@@ -23,8 +24,7 @@ _log = logging.getLogger(__name__)
 
 def check_epoch_end(epoch_end: str) -> None:
     """Check the value of `epoch_end`. Raises ConfigError."""
-    if epoch_end not in (valid := get_args(EpochEnd)):
-        raise ConfigError(f"`epoch_end` must be one of {', '.join(valid)}, got {epoch_end!r}.")
+    check_choice("epoch_end", epoch_end, EpochEnd)
 
 
 def check_rest(epoch_end: EpochEnd, rest: int, count: int, *, warns: bool = False) -> None:
