@@ -214,12 +214,11 @@ class MediaPlan:
         return np.concatenate([read_media(self._files[chunk])[own] for chunk, own in parts])
 
 
-def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> StoredMedia | None:
+def store_media(state: RunState, table: RecordTable, plan: Plan) -> StoredMedia | None:
     """Write the tars that no earlier run has finished.
 
     Args:
         state: objects of the run.
-        key: fingerprint of the write stage.
         table, plan: results of the earlier stages.
 
     Returns:
@@ -241,8 +240,8 @@ def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> St
         if (finished := finished_shard(task)) is not None:
             done[finished.name] = finished
     todo = [number for number, name in enumerate(names) if name not in done]
-    output.check_space(int(media.sizes[todo].sum()), None, state.options.unfinished_bytes)
-    output.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, key, state.options.unfinished_bytes)
+    output.check_space(int(media.sizes[todo].sum()), state.options.unfinished_bytes, replaces=False)
+    output.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, state.options.unfinished_bytes)
     state.progress.start("media", media.images, "images")
     state.progress.advance(sum(shard.packs for shard in done.values()))
     state.counters["media_shards_reused"] = len(done)

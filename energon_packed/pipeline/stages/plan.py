@@ -435,13 +435,12 @@ class Plan:
         return sum(shard.num_bytes for shard in self.shards)
 
 
-def make_plan(state: RunState, table: RecordTable, fingerprint: str) -> Plan:
+def make_plan(state: RunState, table: RecordTable) -> Plan:
     """Plan all packs, write lengths.parquet and rejects.jsonl, and compare the rejects with the limits.
 
     Args:
         state: objects of the run.
         table: measured records.
-        fingerprint: of the tars, for lengths.parquet.
 
     Raises:
         RejectLimitError: more records are rejected than allowed.
@@ -455,7 +454,7 @@ def make_plan(state: RunState, table: RecordTable, fingerprint: str) -> Plan:
         entries.fragments,
         usable_len=options.usable_len,
         output=output,
-        fingerprint=fingerprint,
+        fingerprint=state.keys.tars,
         groups=entries.group_numbers(),
     )
     try:

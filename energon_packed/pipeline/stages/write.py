@@ -111,13 +111,12 @@ class ShardWriter:
 
 
 def write_shards(
-    state: RunState, key: str, table: RecordTable, plan: Plan, stored: StoredMedia | None = None
+    state: RunState, table: RecordTable, plan: Plan, stored: StoredMedia | None = None
 ) -> list[ShardSummary]:
     """Write the shards that no earlier run has finished.
 
     Args:
         state: objects of the run.
-        key: fingerprint of the stage; names the folder of the index rows.
         table, plan: results of the earlier stages.
         stored: images of `out/media`; None without such images.
 
@@ -125,13 +124,13 @@ def write_shards(
         All shards, in order.
     """
     options, output = state.options, state.output
-    folder = output.write_folder(key)
+    folder = output.write_folder(state.keys.write)
     shards = {shard.name(options.prefix): shard for shard in plan.shards}
     present = {tar.name for tar in output.shards.glob("*.tar")}
     missing = [name for name in shards if name not in present or not state_file(folder, name).exists()]
     needed = sum(shards[name].num_bytes for name in missing)
-    output.check_space(needed, key, options.unfinished_bytes)  # before anything is replaced
-    output.delete_other_run(key)
+    output.check_space(needed, options.unfinished_bytes)  # before anything is replaced
+    output.delete_other_run()
     folder.mkdir(parents=True, exist_ok=True)
     kept, frames = kept_tokens(state, table), kept_frames(table)
     columns = [getattr(plan.entries, name) for name in IN_REFS]
