@@ -23,7 +23,7 @@ from energon_packed.encoding import ChatEncoder, Processor
 from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
-from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
+from energon_packed.pipeline.chunks import MEDIA, STATUSES, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.folder import Folder, work_folder
@@ -273,7 +273,7 @@ def _stages(state: RunState, inputs: Stamps, lock: FolderLock) -> PackResult:
     size = plan.num_bytes / 2**20
     _log.info("plans %d packs in %d shards, %.1f MiB", plan.packs.num_packs, len(plan.shards), size)
     stored = None
-    if options.media == "reference" and any(media_file(file).exists() for file in table.files):
+    if options.media == "reference" and any(file.with_suffix(MEDIA).exists() for file in table.files):
         with clock.stage("media"), _watched(inputs, state):
             stored = store_media(state, table, plan)
     with clock.stage("write"), _watched(inputs, state):

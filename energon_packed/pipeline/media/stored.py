@@ -29,7 +29,7 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError
 from energon_packed.files import atomic_path, remove_tree
 from energon_packed.formats.references import media_digest
 from energon_packed.metadatasets import NV_META
-from energon_packed.pipeline.chunks import MEDIA_ENTRY, MediaEntries, media_file, read_media
+from energon_packed.pipeline.chunks import MEDIA, MEDIA_ENTRY, MediaEntries, read_media
 from energon_packed.pipeline.folder import Folder
 from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
@@ -141,8 +141,8 @@ class MediaPlan:
     """
 
     def __init__(self, files: Sequence[Path], index: Path, max_bytes: int) -> None:
-        self._files = [file for file in files if media_file(file).exists()]
-        counts = [media_file(file).stat().st_size // MEDIA_ENTRY.itemsize for file in self._files]
+        self._files = [file for file in files if file.with_suffix(MEDIA).exists()]
+        counts = [file.with_suffix(MEDIA).stat().st_size // MEDIA_ENTRY.itemsize for file in self._files]
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
         total = int(self._starts[-1])
         self.images = self.bytes = 0

@@ -22,15 +22,15 @@ from energon_packed.files import DiskList
 from energon_packed.packing import PackPlan
 from energon_packed.packing.planner import Assignment, assign, index_type
 from energon_packed.pipeline.chunks import (
+    COLUMNS,
+    FRAMES,
     KINDS,
     STATUSES,
+    TOKENS,
     RecordBytes,
     RecordOffsets,
     TokenCache,
     TokenReader,
-    columns_file,
-    frames_file,
-    tokens_file,
 )
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
@@ -624,9 +624,9 @@ def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
         return None
     columns = None
     if table.columns_bytes.any():
-        files = [columns_file(file) for file in table.files]
+        files = [file.with_suffix(COLUMNS) for file in table.files]
         columns = RecordBytes(files, table.file_starts, table.columns_bytes, table.empty)
-    files = [tokens_file(file) for file in table.files]
+    files = [file.with_suffix(TOKENS) for file in table.files]
     return TokenCache(files, table.file_starts, table.length, table.empty, columns)
 
 
@@ -634,5 +634,5 @@ def kept_frames(table: RecordTable) -> RecordBytes | None:
     """Return the frames and clips that the measure stage selected; None if no record has videos or audio."""
     if not table.frames_bytes.any():
         return None
-    files = [frames_file(file) for file in table.files]
+    files = [file.with_suffix(FRAMES) for file in table.files]
     return RecordBytes(files, table.file_starts, table.frames_bytes, table.empty)
