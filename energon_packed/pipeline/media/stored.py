@@ -34,7 +34,7 @@ from energon_packed.pipeline.folder import Folder
 from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_states import finish_shard, finished_shard, shard_rows, state_file
+from energon_packed.pipeline.shard_states import TarTask, finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.pipeline.stages.plan import Plan, cut_evenly
 from energon_packed.pipeline.stages.samples import changed_record
 from energon_packed.pipeline.table import RecordTable
@@ -53,23 +53,14 @@ _OWN_NAME = re.compile(r"(media-\d{6}-[0-9a-f]{16}\.tar)(\.idx)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MediaTask:
+class MediaTask(TarTask):
     """Tar of images to write.
 
     Attributes:
-        tar: final path.
-        state: file for the index rows; it appears when the tar is done.
         entries: the images, in order.
     """
 
-    tar: Path
-    state: Path
     entries: MediaEntries
-
-    @property
-    def label(self) -> str:
-        """Description for messages."""
-        return f"writing {self.tar.name}"
 
     def digest(self) -> str:
         """Hex digest of the content."""

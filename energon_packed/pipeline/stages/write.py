@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from energon_packed.pipeline.chunks import RecordOffsets, TokenReader
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_states import finish_shard, finished_shard, state_file
+from energon_packed.pipeline.shard_states import TarTask, finish_shard, finished_shard, state_file
 from energon_packed.pipeline.stages.plan import Plan, in_order, kept_frames, kept_tokens
 from energon_packed.pipeline.stages.samples import SampleReader, SampleSettings, records_of
 from energon_packed.pipeline.table import IN_REFS, RecordRefs, RecordTable
@@ -35,12 +34,10 @@ _REQUESTS = 16  # at a time, to check the shards in an object store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardTask:
+class ShardTask(TarTask):
     """Shard to write.
 
     Attributes:
-        tar: final path.
-        state: file for the index rows; it appears when the shard is done.
         prefix: prefix of keys.
         first_pack: index of the first pack.
         records: records of all packs, pack after pack.
@@ -50,8 +47,6 @@ class ShardTask:
         media: names of the tars with referenced images and videos that are in no file of the input.
     """
 
-    tar: Path
-    state: Path
     prefix: str
     first_pack: int
     records: RecordRefs
@@ -59,11 +54,6 @@ class ShardTask:
     tokens: RecordOffsets | None = None
     frames: RecordOffsets | None = None
     media: Sequence[str] = ()
-
-    @property
-    def label(self) -> str:
-        """Description for messages."""
-        return f"writing {self.tar.name}"
 
     def digest(self) -> str:
         """Compute the hex digest of the records of all packs and their measurements.
