@@ -100,6 +100,10 @@ class FailureLog:
         They are in input order. `row` is None for items that are not records of an input file. Reading this property
         counts the rows of JSONL files and tars, which reads these files.
         """
+        return (self.planned.rows + [entry._asdict() for entry in self._rejected()])[:MOST_ROWS]
+
+    def _rejected(self) -> list[Rejected]:
+        """The failures while loading, in input order."""
         others: list[Rejected] = []
         records: dict[tuple[int, int], list[Any]] = {}  # by index of the reader, and of the source in it
         for line in map(orjson.loads, self._rows.read()):
@@ -112,7 +116,7 @@ class FailureLog:
         of_records: list[Rejected] = []
         for (reader, source), entries in sorted(records.items()):
             of_records += sorted(self._readers[reader].rejected(source, entries), key=lambda entry: entry.row or 0)
-        return (self.planned.rows + [entry._asdict() for entry in [*of_records, *others]])[:MOST_ROWS]
+        return [*of_records, *others]
 
     def start(self, *, is_whole: bool) -> None:
         """Reset the counts when reading starts; `is_whole` at the start of an epoch."""
@@ -255,8 +259,8 @@ class FailureLog:
 
     def _example(self, reason: str) -> str:
         """A rejected record with a reason, for messages."""
-        rows = [row for row in self.rows if row["reason"] == reason]
-        return example_of(Rejected(**rows[0])) if rows else "see `failures.rows`"
+        found = next((entry for entry in self._rejected() if entry.reason == reason), None)
+        return "see `failures.rows`" if found is None else example_of(found)
 
 
 class _SharedLines:
