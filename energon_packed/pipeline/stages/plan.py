@@ -522,10 +522,6 @@ def plan_rejects(
     if options.truncate is not None:
         supervised, checksums = table.copy(supervised), table.copy(checksums)
     details = Details(len(table), table.folder)
-    # `status` and `details` are filled below, after the object that shares them is made.
-    rejects = TableRejects(
-        table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
-    )
     if max_images is not None:
         for block in blocks(len(table)):
             status[block][(status[block] == 0) & (table.num_images[block] > max_images)] = OVERLONG
@@ -559,6 +555,9 @@ def plan_rejects(
                     supervised[row], checksums[row] = result
                 else:
                     fragments.extend(result)
+    rejects = TableRejects(
+        table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
+    )
     return rejects, _with_fragments(entries, fragments)
 
 
