@@ -23,6 +23,12 @@ from energon_packed.integrations.transformers.arguments import check_training_ar
 from energon_packed.integrations.transformers.stream import TrainerStream
 
 
+def epoch_of(trainer_state: Any) -> int:
+    """Index of the current epoch of a Trainer, from 0."""
+    # `epoch` is a float that sums fractions of steps, and may be slightly below the next integer.
+    return int((trainer_state.epoch or 0) + 1e-6)
+
+
 class CheckpointCallback(TrainerCallback, ABC):
     """Base class of callbacks that save a state, as of a loader, in each checkpoint, and restore it exactly.
 
