@@ -123,19 +123,12 @@ class LoadedSplit:
             return
         if encoder.has_fingerprint(recorded) or not encoder.fingerprint():
             return
-        packed = self.manifest.encoder
         differences = ["its tokenizer, chat template or settings differ"]
         if isinstance(encoder, ChatEncoder):
-            template = self.manifest.template_fingerprint
-            differences = encoder.differences(
-                packed,
-                template=template,
-                fingerprint=recorded,
-                images=self.manifest.image_settings,
-            )
+            differences = self.manifest.encoder_differences(encoder)
         raise ConfigError(
             f"{self.path} was packed with a different encoder: {', '.join(differences)}. Use the settings of "
-            f"packing.json ({packed}), repack the data, or set `check_encoder=False`."
+            f"packing.json ({self.manifest.encoder}), repack the data, or set `check_encoder=False`."
         )
 
 

@@ -232,9 +232,7 @@ def _encoder_differences(options: PackOptions, output: Folder) -> list[str]:
         return []
     if manifest is None or not manifest.tokenizer_fingerprint or not isinstance(encoder, ChatEncoder):
         return []
-    template, fingerprint = manifest.template_fingerprint, manifest.tokenizer_fingerprint
-    images = manifest.image_settings
-    return encoder.differences(manifest.encoder, template=template, fingerprint=fingerprint, images=images)
+    return manifest.encoder_differences(encoder)
 
 
 def _stages(state: RunState, inputs: Stamps, lock: FolderLock) -> PackResult:
