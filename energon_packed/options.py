@@ -51,7 +51,7 @@ class Declaration:
         group: heading in the help text.
         flags: flags of the command line, such as `--seq-len`; () for arguments that exist only in Python.
         metavar: placeholder of the value in the help text.
-        choices: valid values, or a function that returns them.
+        choices: valid values, or a function that returns them; by default the values of a `Literal`.
         minimum: smallest valid number; the largest integer is the maximum of int64.
         parse: makes the value from what the command line, a config file or Python passes. The type of its argument is
             the type that Python accepts, and it returns a finished value as it is.
@@ -244,6 +244,16 @@ def check_type(name: str, value: Any, kind: type[Any], remedy: str) -> None:
         raise ConfigError(f"`{name}` must be a {kind.__name__}, got {short(value)}. {remedy}")
 
 
+def check_choice(name: str, value: object, literal: Any) -> None:
+    """Check that an argument is one of the values of a `Literal`.
+
+    Raises:
+        ConfigError: it is not; the message names the argument and the valid values.
+    """
+    if value not in (valid := typing.get_args(literal)):
+        raise ConfigError(f"`{name}` must be one of {', '.join(valid)}, got {value!r}.")
+
+
 def as_path(value: str | Path, name: str) -> Path:
     """Return the path that a string names; a leading `~` is replaced by the home folder.
 
@@ -309,14 +319,15 @@ def _declaration(field: Any, hint: Any) -> Declaration:
         flags = (f"--{field.name.replace('_', '-')}",)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     or_none = hint is Any or default is None or type(None) in typing.get_args(hint)
-    return Declaration(name=field.name, kind=_kind(hint), or_none=or_none, default=default, flags=flags, **attributes)
+    kind = _without_none(hint)
+    if typing.get_origin(kind) is typing.Literal:
+        kind, attributes["choices"] = str, typing.get_args(kind)
+    return Declaration(name=field.name, kind=kind, or_none=or_none, default=default, flags=flags, **attributes)
 
 
-def _kind(hint: Any) -> Any:
-    """The type without `None`; `str` for literals."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        inner = [member for member in typing.get_args(hint) if member is not type(None)]
-        return _kind(inner[0]) if len(inner) == 1 else Any
-    if typing.get_origin(hint) is typing.Literal:
-        return str
-    return hint
+def _without_none(hint: Any) -> Any:
+    """The type without `None`; Any for several types."""
+    if not (isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union):
+        return hint
+    inner = [member for member in typing.get_args(hint) if member is not type(None)]
+    return inner[0] if len(inner) == 1 else Any

@@ -51,7 +51,7 @@ PLACES = {
     "check_order": "loading.monitoring.order_check:check_order",
     "LoggedData": "loading.monitoring.order_data:LoggedData",
     "redistribute": "loading.dataflow.state_files:redistribute",
-    "EnergonSource": "loading.energon.source:EnergonSource",
+    "energon_distributor": "loading.distributors.energon",
     "read_whole_packs": "loading.energon.pack_reader:read_whole_packs",
     "OpenedSplits": "loading.manifests:OpenedSplits",
     "loaded_splits": "loading.manifests:loaded_splits",

@@ -12,7 +12,7 @@ import os
 import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,6 @@ from energon_packed.system import call_in_child
 
 Int64 = npt.NDArray[np.int64]
 EngineName = Literal["auto", "tokenizers", "fastokens"]
-ENGINES: tuple[EngineName, ...] = get_args(EngineName)
 _BATCH = 64  # strings in a call of tokenizers; its results need 100 bytes per token, so that these fit in the cache
 _COMPARED_TOGETHER = 64  # strings in a call of both engines
 _PROOF_LIMIT = 60  # seconds; the comparison needs some tenths of a second

@@ -8,11 +8,11 @@ docs/ and the types of keyword arguments (`keywords.pyi`) are made from this cla
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
-from energon_packed.encoding.engines import ENGINES, EngineName
-from energon_packed.encoding.rendering import LOSS_ON, LossOn
-from energon_packed.encoding.vision.families import PATCH_ORDERS, PatchOrder
+from energon_packed.encoding.engines import EngineName
+from energon_packed.encoding.rendering import LossOn
+from energon_packed.encoding.vision.families import PatchOrder
 from energon_packed.options import Options, option
 
 TOKENS, IMAGES, VIDEOS, AUDIO = "Tokens", "Images", "Videos", "Audio"
@@ -20,7 +20,6 @@ _token_option = partial(option, group=TOKENS, decides="lengths")
 _image_option = partial(option, group=IMAGES, decides="lengths")
 _video_option = partial(option, group=VIDEOS, decides="lengths")
 LongAudio = Literal["reject", "truncate"]
-LONG_AUDIO: tuple[LongAudio, ...] = get_args(LongAudio)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +58,8 @@ class EncoderSettings(Options):
     min_pixels: int | None = _image_option(None, help="Minimum pixels of a resized image.", minimum=1)
     max_pixels: int | None = _image_option(None, help="Maximum pixels of a resized image.", minimum=1)
     patch_order: PatchOrder = _image_option(
-        "auto", help="Order of patches in the .npy files of patch_positions; auto: detected from their content.",
-        choices=PATCH_ORDERS,
-    )  # fmt: skip
+        "auto", help="Order of patches in the .npy files of patch_positions; auto: detected from their content."
+    )
     fps: float | None = _video_option(
         None, help="Selected frames per second of a video file.", shown_default="2, or 1"
     )
@@ -77,19 +75,18 @@ class EncoderSettings(Options):
     )
     long_audio: LongAudio = option(
         "reject", help="Audio that is longer than the model reads: reject the record, or use its start.",
-        group=AUDIO, decides="lengths", choices=LONG_AUDIO,
+        group=AUDIO, decides="lengths",
     )  # fmt: skip
     load_audio_from_video: bool = option(
         False, help="Use the audio tracks of video files, with Qwen2.5-Omni and Qwen3-Omni.", group=AUDIO,
         decides="lengths",
     )  # fmt: skip
     loss_on: LossOn = _token_option(
-        "assistant", help="Supervised text: every assistant turn, only the last assistant turn, or all text.",
-        choices=LOSS_ON,
-    )  # fmt: skip
+        "assistant", help="Supervised text: every assistant turn, only the last assistant turn, or all text."
+    )
     tokenizer_engine: EngineName = option(
         "auto", help="Tokenizer implementation; the token ids are identical. auto uses fastokens if it passes the "
-        "equivalence test, else tokenizers.", group=TOKENS, choices=ENGINES,
+        "equivalence test, else tokenizers.", group=TOKENS,
     )  # fmt: skip
     allow_special_in_text: bool = _token_option(
         False, help="Parse special tokens in record text (such as </s>) as control tokens instead of plain text."

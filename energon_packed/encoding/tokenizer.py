@@ -23,7 +23,6 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.engines import (
-    ENGINES,
     EngineName,
     FastokensEngine,
     HuggingFaceEngine,
@@ -46,6 +45,7 @@ from energon_packed.encoding.special_text import (
     has_private_use,
 )
 from energon_packed.errors import ConfigError, EngineMismatch, RecordError, Reject
+from energon_packed.options import check_choice
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -89,7 +89,7 @@ class TextTokenizer:
 
     Args:
         backend: `tokenizers.Tokenizer`, without padding and truncation.
-        engine: a member of `ENGINES`. `auto` uses fastokens for many strings, if it is installed, produces the same
+        engine: a value of `EngineName`. `auto` uses fastokens for many strings, if it is installed, produces the same
             tokens with this tokenizer and is safe in this process; else tokenizers.
         control: control tokens that `SpecialText` escapes.
 
@@ -98,8 +98,7 @@ class TextTokenizer:
     """
 
     def __init__(self, backend: Any, engine: EngineName = "auto", *, control: Sequence[str] = ()) -> None:
-        if engine not in ENGINES:
-            raise ConfigError(f"`tokenizer_engine` must be one of {', '.join(ENGINES)}, got {engine!r}.")
+        check_choice("tokenizer_engine", engine, EngineName)
         self.backend = backend
         self.serialized: str = backend.to_str()
         self._control = control_tokens(control)

@@ -12,9 +12,11 @@ other ranks end, so they exchange one number before each batch (`even_ranks.Even
 
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Literal
 
 from energon_packed.errors import ConfigError
+from energon_packed.options import check_choice
 from energon_packed.shards.steps import steps_of_ranks
 
 EpochEnd = Literal["repeat", "drop", "error"]
@@ -23,8 +25,7 @@ _log = logging.getLogger(__name__)
 
 def check_epoch_end(epoch_end: str) -> None:
     """Check the value of `epoch_end`. Raises ConfigError."""
-    if epoch_end not in (valid := get_args(EpochEnd)):
-        raise ConfigError(f"`epoch_end` must be one of {', '.join(valid)}, got {epoch_end!r}.")
+    check_choice("epoch_end", epoch_end, EpochEnd)
 
 
 def check_rest(epoch_end: EpochEnd, rest: int, count: int, *, warns: bool = False) -> None:
@@ -70,12 +71,8 @@ def steps_of_epoch(
         ConfigError: `error`, and the packs do not fill the last step; a rank has no batch; or an argument is below its
             minimum.
     """
-    layout: dict[str, Any] = {
-        "world_size": world_size,
-        "micro_batch_size": micro_batch_size,
-        "num_workers": num_workers,
-    }
-    full, steps = steps_of_ranks(packs, **layout, drop_last=True), steps_of_ranks(packs, **layout)
+    of_ranks = partial(steps_of_ranks, packs, world_size=world_size, num_workers=num_workers)
+    full, steps = (of_ranks(micro_batch_size=micro_batch_size, drop_last=drops) for drops in (True, False))
     counts = full if epoch_end == "drop" else steps
     if min(counts) == 0 < max(counts):
         raise ConfigError(
@@ -84,6 +81,6 @@ def steps_of_epoch(
         )
     if min(full) < max(steps):
         # Without batching, the steps of all ranks are the packs of the epoch.
-        count = sum(steps_of_ranks(packs, world_size=world_size, num_workers=num_workers))
+        count = sum(of_ranks())
         check_rest(epoch_end, count - min(full) * world_size * micro_batch_size, count, warns=warns)
     return min(full) if epoch_end == "drop" else max(steps)

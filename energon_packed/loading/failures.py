@@ -7,7 +7,7 @@ input files are reported as `pack` reports them: see `pipeline.rejects`.
 
 import logging
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from energon_packed.errors import (
     RecordError,
     Reject,
 )
-from energon_packed.loading.process import PackAt, RecordAt
+from energon_packed.loading.process import Failure, PackAt, RecordAt
 from energon_packed.loading.sample_errors import add_location
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import (
@@ -55,24 +55,23 @@ class FailureLog:
     A loader with epochs counts from the start of the epoch, or from the restored state.
 
     Args:
-        limit: failures of this rank that are skipped; the next failure raises. 0 raises the first failure, with its
-            location. None skips all.
+        limits: limits on rejected records; `max_failures` also limits other failures of this rank. 0 raises the first
+            failure, with its location.
         context: start method of the workers, or a context of multiprocessing; None for the default.
         readers: readers of the records that are loaded.
 
     Attributes:
-        limits: limits on rejected records, beside `limit`.
+        limits: as above.
         planned: records that were rejected before loading; part of `counts` and `rows`.
     """
 
     def __init__(
         self,
-        limit: int | None = 0,
+        limits: RejectLimits,
         context: Any = None,
         readers: Sequence[RecordReader] = (),
     ) -> None:
-        self.limit = limit
-        self.limits = RejectLimits()
+        self.limits = limits
         self.planned = RejectReport()
         self._readers = readers
         self._is_whole = False
@@ -101,6 +100,10 @@ class FailureLog:
         They are in input order. `row` is None for items that are not records of an input file. Reading this property
         counts the rows of JSONL files and tars, which reads these files.
         """
+        return (self.planned.rows + [entry._asdict() for entry in self._rejected()])[:MOST_ROWS]
+
+    def _rejected(self) -> list[Rejected]:
+        """The failures while loading, in input order."""
         others: list[Rejected] = []
         records: dict[tuple[int, int], list[Any]] = {}  # by index of the reader, and of the source in it
         for line in map(orjson.loads, self._rows.read()):
@@ -113,7 +116,7 @@ class FailureLog:
         of_records: list[Rejected] = []
         for (reader, source), entries in sorted(records.items()):
             of_records += sorted(self._readers[reader].rejected(source, entries), key=lambda entry: entry.row or 0)
-        return (self.planned.rows + [entry._asdict() for entry in [*of_records, *others]])[:MOST_ROWS]
+        return [*of_records, *others]
 
     def start(self, *, is_whole: bool) -> None:
         """Reset the counts when reading starts; `is_whole` at the start of an epoch."""
@@ -144,44 +147,55 @@ class FailureLog:
         # Rates need a whole epoch. A rank without any used record may just have got none that is good, and the few
         # records of one rank say little about the rate of the input.
         if self._is_whole and (used or is_alone):
-            limits = replace(self.limits, max_failures=self.limit)
+            limits = self.limits
             if not is_alone and used + sum(counts.values()) < WINDOW:
                 limits = replace(limits, max_reject_rate=None)
             limits.check_all(counts, used, self._example)
 
-    def reject(self, at: RecordAt, path: str, reject: Reject, *, overlong: str = "drop") -> None:
-        """Count a rejected record of an input file, as `pack` does.
+    def count(self, failures: Iterable[Failure]) -> None:
+        """Count the samples of an item that cannot be used.
 
         Args:
-            at: position of the record.
-            path: path of its file.
-            reject: reason and detail.
-            overlong: with `error`, a sample longer than a row raises.
+            failures: samples of the item, each with its place.
 
         Raises:
-            RejectLimitError: `strict` or `overlong` allow no such record, there are more than `limit`, or more than
-                `max_reject_rate` of `WINDOW` records in a row.
+            RejectLimitError: as `reject`.
+            BatchError, DataChangedError, ResourceError, ConfigError: as `handle`.
+        """
+        for error, pack, record in failures:
+            if record is not None and isinstance(error, RecordError):
+                self.reject(record, error.reject)
+            elif isinstance(error, RecordError) and error.reason in REQUESTED_REJECTS:
+                self.drop(error.reason.value)
+            else:
+                self.handle(error, pack)
+
+    def reject(self, at: RecordAt, reject: Reject) -> None:
+        """Count a rejected record of an input file, as `pack` does.
+
+        Raises:
+            RejectLimitError: `strict` or `overlong` allow no such record, there are more than `max_failures`, or more
+                than `max_reject_rate` of `WINDOW` records in a row.
         """
         reject = Reject(reject.reason, reject.detail[:MOST_DETAIL])
         failed = self._count(_FAILED if is_failure(reject.reason) else _DROPPED, reject.reason.value)
-        self._rows.add(at.source, path, at.address, at.id, reject.reason.value, reject.detail)
-        limits = replace(self.limits, max_failures=self.limit, overlong=overlong)
-        if limits.strict or overlong == "error":
-            reader = self._reader_of(at.source, path)
-            rejected = Rejected(path, None, None, str(at.id), reject.reason.value, reject.detail)
+        self._rows.add(at.source, at.path, at.address, at.id, reject.reason.value, reject.detail)
+        if self.limits.strict or self.limits.overlong == "error":
+            reader = self._reader_of(at.source, at.path)
+            rejected = Rejected(at.path, None, None, str(at.id), reject.reason.value, reject.detail)
             if reader is not None:
                 entry = (at.address, at.id, reject.reason.value, reject.detail)
                 rejected = self._readers[reader].rejected(at.source, [entry])[0]
-            limits.check_record(rejected)
+            self.limits.check_record(rejected)
         if is_failure(reject.reason):
             total = sum(failed.values())
             if str(total).rstrip("0") == "1":  # 1, 10, 100 ...: a line for each would hide all other lines
                 name = at.id or f"at {at.address}"
-                _log.warning("%d rejected so far; the last is record %s of %s: %s", total, name, path, reject)
-            limits.check_failures(failed)
+                _log.warning("%d rejected so far; the last is record %s of %s: %s", total, name, at.path, reject)
+            self.limits.check_failures(failed)
         if reject.reason not in REQUESTED_REJECTS:
             records, bad = self._count_records(rejected=1)
-            limits.check_window(self.counts, bad, records, WINDOW, self._example)
+            self.limits.check_window(self.counts, bad, records, WINDOW, self._example)
 
     def drop(self, reason: str) -> None:
         """Count a sample that the settings drop; it does not count for the limit."""
@@ -191,7 +205,7 @@ class FailureLog:
         """Count and log the failure of a sample of a pack; the sample is skipped on return.
 
         Raises:
-            BatchError: there are more than `limit` failures; with a limit of 0, the error itself.
+            BatchError: there are more than `max_failures`; with 0, the error itself.
             DataChangedError: the files of the sample changed since they were opened.
             ResourceError: memory, open files or the disk fail; this is never skipped.
             ConfigError: a package is missing or has changed, or a setting does not fit; this is never skipped.
@@ -203,14 +217,15 @@ class FailureLog:
         self._rows.add(-1, at.tars, -1, at.key, _reason(error), str(error)[:MOST_DETAIL])
         place = f"{at.key} of {at.tars}" if at.tars else at.key
         _log.error("sample %s failed to load: %s: %s", place, type(error).__name__, error)
-        if self.limit == 0:
+        limit = self.limits.max_failures
+        if limit == 0:
             fatal = add_location(error, at)
             raise fatal from (error if fatal is not error else None)
         total = sum(failed.values())
-        if self.limit is not None and total > self.limit:
+        if limit is not None and total > limit:
             by_reason = ", ".join(f"{name} {count}" for name, count in self.counts.items())
             raise BatchError(
-                f"{total} samples failed to load, more than `max_failures` {self.limit} ({by_reason}); "
+                f"{total} samples failed to load, more than `max_failures` {limit} ({by_reason}); "
                 f"the last is {at.key}: {error}. Fix the data or raise `max_failures`."
             ) from error
 
@@ -244,8 +259,8 @@ class FailureLog:
 
     def _example(self, reason: str) -> str:
         """A rejected record with a reason, for messages."""
-        rows = [row for row in self.rows if row["reason"] == reason]
-        return example_of(Rejected(**rows[0])) if rows else "see `failures.rows`"
+        found = next((entry for entry in self._rejected() if entry.reason == reason), None)
+        return "see `failures.rows`" if found is None else example_of(found)
 
 
 class _SharedLines:

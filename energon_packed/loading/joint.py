@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from energon_packed.loading.state import (
     make_state,
     states_of,
 )
+from energon_packed.options import check_choice
 
 _BLOCK = 1024  # draws that are made together; part of the order, so it must never change
 _END = object()  # of the batches of a loader
@@ -75,8 +76,7 @@ class JointLoader(Loader):
         if not any(weights.values()):
             raise ConfigError("`weights` must have a weight above 0, got only 0.")
         loaders = {name: loader for name, loader in loaders.items() if weights[name]}
-        if stop not in (valid := get_args(StopAt)):
-            raise ConfigError(f"`stop` must be one of {', '.join(valid)}, got {stop!r}.")
+        check_choice("stop", stop, StopAt)
         if not np.isfinite(total := sum(map(float, weights.values()))):
             raise ConfigError(f"The sum of `weights` must be finite, got {total}. Make them smaller.")
         self.loaders = {name: as_loader(loader) for name, loader in loaders.items()}

@@ -50,18 +50,16 @@ class Loader(ABC):
             ConfigError: the loader has a log already, or cannot have a log.
         """
 
-    @abstractmethod
-    def hold_log(self) -> None:
+    def hold_log(self) -> None:  # noqa: B027
         """Write the lines of the order log only when `release_log` is called, as the trainer reads ahead."""
 
-    @abstractmethod
-    def release_log(self, position: Any) -> None:
+    def release_log(self, position: Any) -> None:  # noqa: B027
         """Write the lines of the batches up to a position, which are consumed."""
 
     @property
-    @abstractmethod
     def place(self) -> tuple[int, int] | None:
         """Rank and world size of this process; None if the loader does not know them."""
+        return None
 
     def batches(self) -> Iterator[Any]:
         """Iterate over the batches; without names, if iterating the loader yields names and batches."""
@@ -118,16 +116,6 @@ class OtherLoader(Loader):
             f"`order_log` needs a loader of energon-packed, got a {type(self._loader).__name__}. Remove it, or pass "
             "the loader of get_packed_loader, a DataflowLoader or a JointLoader."
         )
-
-    def hold_log(self) -> None:
-        """Do nothing: there is no log."""
-
-    def release_log(self, position: Any) -> None:
-        """Do nothing: there is no log."""
-
-    @property
-    def place(self) -> None:
-        """None: an iterable does not know its rank."""
 
     def _resumable(self) -> Any:
         for name in ("state_dict", "load_state_dict"):

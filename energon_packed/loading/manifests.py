@@ -123,19 +123,12 @@ class LoadedSplit:
             return
         if encoder.has_fingerprint(recorded) or not encoder.fingerprint():
             return
-        packed = self.manifest.encoder
         differences = ["its tokenizer, chat template or settings differ"]
         if isinstance(encoder, ChatEncoder):
-            template = self.manifest.template_fingerprint
-            differences = encoder.differences(
-                packed,
-                template=template,
-                fingerprint=recorded,
-                images=self.manifest.image_settings,
-            )
+            differences = self.manifest.encoder_differences(encoder)
         raise ConfigError(
             f"{self.path} was packed with a different encoder: {', '.join(differences)}. Use the settings of "
-            f"packing.json ({packed}), repack the data, or set `check_encoder=False`."
+            f"packing.json ({self.manifest.encoder}), repack the data, or set `check_encoder=False`."
         )
 
 
@@ -373,14 +366,15 @@ def steps_per_epoch(
         FormatError: there is no dataset.
     """
     check_epoch_end(epoch_end)
-    layout: dict[str, Any] = {
-        "world_size": world_size,
-        "micro_batch_size": micro_batch_size,
-        "num_workers": num_workers,
-        "epoch_end": epoch_end,
-    }
+    steps_of = partial(
+        steps_of_epoch,
+        world_size=world_size,
+        micro_batch_size=micro_batch_size,
+        num_workers=num_workers,
+        epoch_end=epoch_end,
+    )
     if isinstance(path, PackingManifest):
-        return steps_of_epoch([(path.packs_in(split), 1)], **layout)
+        return steps_of([(path.packs_in(split), 1)])
     # Counting opens no dataset with Energon, but parsing a Metadataset must not create its objects.
     check_blend_trusted(path)
     blend = loaded_splits(path, split)
@@ -401,4 +395,4 @@ def steps_per_epoch(
         check_rest(epoch_end, total % width, total, warns=False)
         return total // width if epoch_end == "drop" else -(-total // width)
     repetitions = [dataset.repetitions or 1 for dataset in blend]
-    return steps_of_epoch(list(zip(counts, repetitions, strict=True)), **layout)
+    return steps_of(list(zip(counts, repetitions, strict=True)))

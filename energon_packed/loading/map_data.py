@@ -29,30 +29,6 @@ class HasItems(Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
-@runtime_checkable
-class HasEpochs(Protocol):
-    """Data whose items depend on the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the items."""
-
-
-@runtime_checkable
-class HasRowSizes(Protocol):
-    """Data whose rows have known sizes."""
-
-    def row_sizes(self) -> RowSizes:
-        """Return the sizes of all rows of the epoch."""
-
-
-@runtime_checkable
-class HasFingerprint(Protocol):
-    """Data with a digest of its content."""
-
-    def fingerprint(self) -> str:
-        """Return the digest."""
-
-
 class MapData(ABC):
     """The items of an Order, by number.
 
@@ -113,11 +89,12 @@ class IndexedData(MapData):
     """Items that are read by their index.
 
     Args:
-        data: has a length and `data[index]`. Its `set_epoch`, `row_sizes` and `fingerprint` are called if they exist.
+        data: has a length and `data[index]`. If they exist, `set_epoch(epoch)`, `row_sizes()`, which returns RowSizes,
+            and `fingerprint()`, which returns a digest of the content, are called.
     """
 
     def __init__(self, data: HasItems) -> None:
-        self._data = data
+        self._data: Any = data
 
     def __len__(self) -> int:
         return len(self._data)
@@ -128,23 +105,24 @@ class IndexedData(MapData):
 
     def item_sizes(self) -> RowSizes:
         """Return the sizes of all items of the epoch that was set."""
-        if not isinstance(self._data, HasRowSizes):
+        if not hasattr(self._data, "row_sizes"):
             raise ConfigError(
                 f"`balance` needs the sizes of rows, which {type(self._data).__name__} does not have. Use "
                 "PackedDataset or plan_in_memory."
             )
-        return self._data.row_sizes()
+        sizes: RowSizes = self._data.row_sizes()
+        return sizes
 
     def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Callable[[Int64], Int64]:
         """Set the epoch of the data, whose items are its indices."""
-        if isinstance(self._data, HasEpochs):
+        if hasattr(self._data, "set_epoch"):
             self._data.set_epoch(epoch)
         return super().epoch_items(epoch, weights)
 
     def fingerprint(self) -> str | None:
         """Return the fingerprint of the data, if it has that method; other data may have a string of that name."""
-        has_method = isinstance(self._data, HasFingerprint) and callable(self._data.fingerprint)
-        return self._data.fingerprint() if has_method else None  # type: ignore[attr-defined]
+        fingerprint = getattr(self._data, "fingerprint", None)
+        return fingerprint() if callable(fingerprint) else None
 
 
 def map_data(data: MapData | HasItems) -> MapData:
@@ -152,4 +130,4 @@ def map_data(data: MapData | HasItems) -> MapData:
     if isinstance(data, MapData):
         return data
     # Each loader sets the epoch of its own copy, which shares the open files.
-    return IndexedData(copy(data) if isinstance(data, HasEpochs) else data)
+    return IndexedData(copy(data) if hasattr(data, "set_epoch") else data)

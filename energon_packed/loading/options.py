@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -55,7 +55,7 @@ class LoaderOptions(Options):
         "repeat", help="The items that do not fill the last step of all ranks. repeat: a rank without a batch gets a "
         "row without targets, so every item counts once, and a short batch stays short; drop: the step is left out on "
         "all ranks, with a warning; error: ConfigError. The ranks of a stream of unknown length exchange before each "
-        "batch whether they have a batch, so every rank must iterate the loader.", choices=get_args(EpochEnd),
+        "batch whether they have a batch, so every rank must iterate the loader.",
     )  # fmt: skip
     allow_changed_weights: bool = _order_option(
         False, help="Accept a state with other weights of a mixture or blend, and draw the rest by the new weights."

@@ -144,11 +144,13 @@ class RecordAt(NamedTuple):
     """The position of a record in the input; the reject report computes its row number only when it is read.
 
     Attributes:
+        path: path of its file.
         source: index of the source in its reader.
         address: address of the record in the source.
         id: id of the record, or None.
     """
 
+    path: str
     source: int
     address: int
     id: str | None
@@ -185,12 +187,12 @@ class WithSource(NamedTuple):
     Attributes:
         value: a conversation, or a Reject.
         source: the dataset.
-        at: position of the record, if it comes from an input file.
+        at: position of the record.
     """
 
     value: Any
     source: SampleSource
-    at: RecordAt | None = None
+    at: RecordAt
 
 
 class Failure(NamedTuple):
@@ -198,11 +200,13 @@ class Failure(NamedTuple):
 
     Attributes:
         error: the reason.
-        at: place of the pack that contains it; None if it is the item.
+        pack: place of the pack that contains it; without a key if it is the item.
+        record: position of its record, if it comes from an input file.
     """
 
     error: Exception
-    at: PackAt | None = None
+    pack: PackAt = PackAt("")
+    record: RecordAt | None = None
 
 
 class Encoded(NamedTuple):

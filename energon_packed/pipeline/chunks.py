@@ -62,6 +62,8 @@ _HEADER = 1 << 16  # bytes of a .npy header, which names all columns
 _MAX_OPEN = 128  # files that a TokenReader keeps open
 
 
+# Suffixes of the files of a chunk beside NAME.arrow.
+TOKENS, COLUMNS, MEDIA, FRAMES = ".tokens", ".columns", ".media", ".frames"
 KINDS = ("text", "image", "video", "audio")
 PACKED = "packed"
 TRUNCATED = "truncated"
@@ -184,21 +186,6 @@ class Chunk:
         """Description for messages."""
         return f"measuring input {self.source} from {self.start} to {self.stop}"
 
-    @property
-    def tokens(self) -> Path:
-        """File of the tokens."""
-        return tokens_file(self.file)
-
-    @property
-    def media(self) -> Path:
-        """File of the images and videos in memory."""
-        return media_file(self.file)
-
-    @property
-    def frames(self) -> Path:
-        """File of the selected frames."""
-        return frames_file(self.file)
-
 
 class MediaFiles:
     """Size and time of the last change of media files, read once for each path.
@@ -289,22 +276,15 @@ class MediaInMemory:
 
     def write(self) -> int:
         """Write the file; return the number of its entries, or -1 if there are images and it was not asked for."""
-        if not self._entries:
-            self._chunk.media.unlink(missing_ok=True)  # of an earlier run that measured other records
-            return -1 if self._any else 0
-        atomic_write(self._chunk.media, np.array(list(self._entries.values()), dtype=MEDIA_ENTRY).tobytes())
-        return len(self._entries)
+        entries = np.array(list(self._entries.values()), dtype=MEDIA_ENTRY)
+        write_beside(self._chunk.file, MEDIA, entries.tobytes())
+        return -1 if self._any and not self._entries else len(self._entries)
 
 
 def read_media(rows_file: Path) -> MediaEntries:
     """Read the images and videos in memory of a measured chunk."""
-    file = media_file(rows_file)
+    file = rows_file.with_suffix(MEDIA)
     return np.fromfile(file, dtype=MEDIA_ENTRY) if file.exists() else np.zeros(0, dtype=MEDIA_ENTRY)
-
-
-def media_file(rows_file: Path) -> Path:
-    """Path of the images and videos in memory of a chunk, beside the file of its records."""
-    return rows_file.with_suffix(".media")
 
 
 def dump_frames(selections: Sequence[FrameSelection], clips: Sequence[AudioClip] = ()) -> bytes:
@@ -315,18 +295,12 @@ def dump_frames(selections: Sequence[FrameSelection], clips: Sequence[AudioClip]
     return orjson.dumps(values, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def write_frames(chunk: Chunk, frames: Sequence[bytes]) -> None:
-    """Write the selected frames of the records of a chunk, as `dump_frames` returns them; no file without videos."""
-    content = b"".join(frames)
+def write_beside(rows_file: Path, suffix: str, content: bytes) -> None:
+    """Write a file beside the file of the records of a chunk; there is none without content."""
     if content:
-        atomic_write(chunk.frames, content)
+        atomic_write(rows_file.with_suffix(suffix), content)
     else:
-        chunk.frames.unlink(missing_ok=True)  # of an earlier run that measured other records
-
-
-def frames_file(rows_file: Path) -> Path:
-    """Path of the selected frames of a chunk, beside the file of its records."""
-    return rows_file.with_suffix(".frames")
+        rows_file.with_suffix(suffix).unlink(missing_ok=True)  # of an earlier run that measured other records
 
 
 def read_frames(refs: "RecordOffsets", index: int) -> tuple[tuple[FrameSelection, ...], tuple[AudioClip, ...]]:
@@ -446,20 +420,18 @@ def is_measured(chunk: Chunk) -> bool:
         status = as_numpy(rows["status"], np.int8)
         if chunk.keep_tokens:
             size = tokens_size(as_numpy(rows["length"], np.int32))
-            if chunk.tokens.stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
-                return False
-        if "columns_bytes" in rows.schema.names:
-            size = as_numpy(rows["columns_bytes"], np.int64).sum()
-            if columns_file(chunk.file).stat().st_size != size:
+            if chunk.file.with_suffix(TOKENS).stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
                 return False
         if chunk.keep_media:
-            size = chunk.media.stat().st_size if chunk.media.exists() else 0
+            media = chunk.file.with_suffix(MEDIA)
+            size = media.stat().st_size if media.exists() else 0
             if int(rows.schema.metadata[_ENTRIES]) * MEDIA_ENTRY.itemsize != size:
                 return False
-        if "frames_bytes" in rows.schema.names:
-            size = as_numpy(rows["frames_bytes"], np.int32).sum(dtype=np.int64)
-            if chunk.frames.stat().st_size != size:
-                return False
+        for name, suffix in (("columns_bytes", COLUMNS), ("frames_bytes", FRAMES)):
+            if name in rows.schema.names:
+                size = as_numpy(rows[name], NUMERIC[name]).sum(dtype=np.int64)
+                if chunk.file.with_suffix(suffix).stat().st_size != size:
+                    return False
     except (pa.ArrowInvalid, OSError):  # damaged
         return False
     return not np.isin(status, _FIXABLE).any()
@@ -468,16 +440,6 @@ def is_measured(chunk: Chunk) -> bool:
 def has_media(chunk: Chunk) -> bool:
     """Whether a measured chunk has media files."""
     return _MEDIA in read_rows(chunk.file).schema.metadata
-
-
-def tokens_file(rows_file: Path) -> Path:
-    """Path of the tokens of a chunk, beside the file of its records."""
-    return rows_file.with_suffix(".tokens")
-
-
-def columns_file(rows_file: Path) -> Path:
-    """Path of the per-token columns of a chunk, beside the file of its records."""
-    return rows_file.with_suffix(".columns")
 
 
 def dump_columns(sample: EncodedSample | None) -> bytes:
@@ -491,14 +453,6 @@ def dump_columns(sample: EncodedSample | None) -> bytes:
     out = io.BytesIO()
     np.lib.format.write_array(out, rows, version=(1, 0), allow_pickle=False)
     return out.getvalue()
-
-
-def write_columns(chunk: Chunk, columns: Sequence[bytes]) -> None:
-    """Write the columns of the records of a chunk, as `dump_columns` returns them; no file without columns."""
-    if columns:
-        atomic_write(columns_file(chunk.file), b"".join(columns))
-    else:
-        columns_file(chunk.file).unlink(missing_ok=True)  # of an earlier run that measured other records
 
 
 def write_tokens(file: Path, samples: Sequence[EncodedSample]) -> None:

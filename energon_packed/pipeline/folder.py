@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +81,24 @@ class Folder:
         self.shards = root / "webdataset"
         self.media = root / "media"
         self.media_work = self.work / "media"
-        self.settings: dict[str, str] = {}  # JSON of the settings of the run, by name
-        # Names the settings in which its encoder differs from the encoder of the shards; empty if they are unknown.
-        self.encoder_differences: Callable[[], list[str]] = list
         self._reports = root
+        self._key = ""
+        self._settings: Mapping[str, str] = {}
+        self._encoder_differences: Callable[[], list[str]] = list
         self._run = root / ".work" / "run.json"  # the run that wrote the shards
+
+    def set_run(
+        self, key: str, settings: Mapping[str, str], encoder_differences: Callable[[], list[str]] = list
+    ) -> None:
+        """Set the run that writes into the folder; shards of any other run belong to another run.
+
+        Args:
+            key: fingerprint of its shards.
+            settings: JSON of its settings, by name.
+            encoder_differences: names the settings in which its encoder differs from the encoder of the shards; empty
+                if they are unknown.
+        """
+        self._key, self._settings, self._encoder_differences = key, settings, encoder_differences
 
     @property
     def lengths(self) -> Path:
@@ -120,30 +133,30 @@ class Folder:
             if any(path == real or path in real.parents for path in own):
                 raise ConfigError(f"{file} is an input, and the run would replace it; use another `output_dir`")
 
-    def check_other_run(self, key: str, *, overwrite: bool) -> None:
+    def check_other_run(self, *, overwrite: bool) -> None:
         """Refuse an output folder with shards of another run.
 
         Raises:
             ConfigError: there are such shards and `overwrite` is off.
         """
-        if not overwrite and not self._is_owner(key) and any(self.shards.glob("*.tar")):
+        if not overwrite and not self._is_owner() and any(self.shards.glob("*.tar")):
             raise ConfigError(
                 f"{self.shards} contains shards of another run ({self._difference()}). Set `overwrite` to replace "
                 "them, or use another `output_dir`"
             )
 
-    def check_space(self, needed: int, key: str | None, unfinished: int) -> None:
+    def check_space(self, needed: int, unfinished: int, *, replaces: bool = True) -> None:
         """Refuse a disk that is too small for the tars.
 
         Args:
             needed: bytes that are still to be written.
-            key: fingerprint of the run; None if it deletes no shard of another run before.
             unfinished: maximum bytes of shards that are written at the same time; object stores have the others.
+            replaces: the shards of another run are deleted before.
 
         Raises:
             ConfigError: the disk is too small; the message has both sizes.
         """
-        free = self.free_bytes(key)
+        free = self.free_bytes(replaces=replaces)
         what, place, remedy = "the tars need", self.root, "Free some space, or use another `output_dir`."
         if is_remote(self.root):
             needed, what, place = min(needed, unfinished), "unfinished shards need", self.work
@@ -154,34 +167,34 @@ class Folder:
                 f"{remedy}"
             )
 
-    def free_bytes(self, key: str | None) -> int:
-        """Free bytes for the run with this key, including the shards of another run that it would replace."""
+    def free_bytes(self, *, replaces: bool = True) -> int:
+        """Free bytes for the run, including the shards of another run if it `replaces` them."""
         root = self.work if is_remote(self.root) else self.root
         folder = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
         free = shutil.disk_usage(folder).free
-        if key is None or is_remote(self.root) or self._is_owner(key):
+        if not replaces or is_remote(self.root) or self._is_owner():
             return free
         return free + sum(tar.stat().st_size for tar in self.shards.glob("*.tar"))
 
-    def open_for(self, key: str, *, overwrite: bool) -> None:
+    def open_for_run(self, *, overwrite: bool) -> None:
         """Create the folder of the restart state and choose the folder of the reports.
 
         Raises:
             ConfigError: the folder has shards of another run, as in `check_other_run`.
         """
-        self.check_other_run(key, overwrite=overwrite)
+        self.check_other_run(overwrite=overwrite)
         self.work.mkdir(parents=True, exist_ok=True)
         self.remove_leftovers()
         # The reports of another run stay beside its shards until this run replaces both: its limits may still stop it.
-        self._reports = self.work if not self._is_owner(key) and any(self.shards.glob("*.tar")) else self.root
+        self._reports = self.work if not self._is_owner() and any(self.shards.glob("*.tar")) else self.root
 
-    def delete_other_run(self, key: str) -> None:
-        """Delete the shards of another run, move the reports into place, and record `key` as the run of the shards.
+    def delete_other_run(self) -> None:
+        """Delete the shards of another run, move the reports into place, and record this run as the run of the shards.
 
         Call it before the first shard is written.
         """
         # run.json is written last: a run that is killed before that point starts here again.
-        if not self._is_owner(key):
+        if not self._is_owner():
             self.remove_index()
             self.remove_strays(set())
         for file in (self.lengths, self.rejects):
@@ -189,7 +202,7 @@ class Folder:
                 move(file, self.root / file.name)
         self._reports = self.root
         self.shards.mkdir(parents=True, exist_ok=True)
-        atomic_write(self._run, orjson.dumps({"key": key, "settings": self.settings}))
+        atomic_write(self._run, orjson.dumps({"key": self._key, "settings": self._settings}))
 
     def remove_index(self) -> None:
         """Remove `.nv-meta` and media.yaml before a shard is written: no reader may open an incomplete dataset."""
@@ -230,9 +243,9 @@ class Folder:
                 shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(self.media_work, ignore_errors=True)
 
-    def _is_owner(self, key: str) -> bool:
-        """Whether the shards were written by the run with this key."""
-        return bool(read_json_object(self._run).get("key") == key)
+    def _is_owner(self) -> bool:
+        """Whether the shards were written by this run."""
+        return bool(read_json_object(self._run).get("key") == self._key)
 
     def _difference(self) -> str:
         """Name the settings in which the run of the shards differs."""
@@ -240,10 +253,10 @@ class Folder:
         if not isinstance(saved, dict):
             return "input, options or image root differ, or its .work is gone"
         shown: list[str] = []
-        for name, value in self.settings.items():
+        for name, value in self._settings.items():
             if saved.get(name) == value:
                 continue
-            if name == ENCODER and (named := self.encoder_differences()):
+            if name == ENCODER and (named := self._encoder_differences()):
                 shown += named
             else:  # options have values to read; the others are digests
                 shown.append(f"{name} was {saved.get(name)}, now {value}" if name[0] == "`" else f"the {name} differs")

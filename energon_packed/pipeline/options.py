@@ -31,11 +31,11 @@ from energon_packed.formats.references import parse_media_root
 from energon_packed.options import declared, option, refuse_remote, short
 from energon_packed.packing import algorithm_names, check_algorithm
 from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, PretrainedEncoder
-from energon_packed.pipeline.media.locator import MEDIA, MEDIA_CHECKS, Media, MediaCheck
+from energon_packed.pipeline.media.locator import Media, MediaCheck
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter
 from energon_packed.records.mapping import parse_map
-from energon_packed.records.normalize import RECORD_WEIGHT, RecordWeight
+from energon_packed.records.normalize import RecordWeight
 from energon_packed.shards.nv_meta import SPLITS
 from energon_packed.sources import SourceConfig
 from energon_packed.storage import as_path
@@ -324,7 +324,7 @@ class InputOptions(EncoderSettings):
     )  # fmt: skip
     record_weight: RecordWeight = option(
         "refuse", help="How to use a weight, sample_weight, loss_weight or loss_scale of a record: refuse rejects the "
-        "record, loss multiplies the loss of its targets.", group=INPUT, choices=RECORD_WEIGHT, decides="lengths",
+        "record, loss multiplies the loss of its targets.", group=INPUT, decides="lengths",
     )  # fmt: skip
     group_field: str | None = option(
         None, help="Field with a string or an integer: records of a file with equal values share a row, in their "
@@ -345,7 +345,7 @@ class InputOptions(EncoderSettings):
     encoder: Processor | None = None
     check_media: CheckMedia = option(
         "header", help="How to check images, videos and audio: by header and structure, or by decoding all of them.",
-        group=IMAGES, choices=("header", "full"), decides="tars",
+        group=IMAGES, decides="tars",
     )  # fmt: skip
     sample_class: str = option(
         AUTO, help="Flavor to write; auto chooses PackedTokensSample for groups and labels, PackedCaptioningSample if "
@@ -469,7 +469,7 @@ class RejectOptions(InputOptions):
 
     overlong: Overlong = option(
         "drop", help="Samples longer than a row; split divides documents and token records.",
-        group=PACKING, choices=("drop", "error", "truncate", "split"), decides="tars",
+        group=PACKING, decides="tars",
     )  # fmt: skip
     split_overlap: int = option(
         1, help="With --overlong split: tokens that a fragment repeats from the fragment before, as context.",
@@ -540,9 +540,8 @@ class PackOptions(RejectOptions):
         metavar="N",
     )  # fmt: skip
     group_by: GroupBy = option(
-        "none", help="media: text, image and video samples in separate packs.", group=PACKING,
-        choices=("none", "media"), decides="tars",
-    )  # fmt: skip
+        "none", help="media: text, image and video samples in separate packs.", group=PACKING, decides="tars"
+    )
     split: dict[str, float] = option(
         lambda: {"train": 1.0}, help="Shares of the packs, such as train=0.98,val=0.02 or train=98,val=2.",
         group=PACKING, parse=parse_split, decides="tars", shown_default="train=1", metavar="SHARES",
@@ -561,11 +560,11 @@ class PackOptions(RejectOptions):
     )  # fmt: skip
     media: Media = option(
         "copy", help="Images and videos: copy stores their bytes in the shards, reference only their location and "
-        "digest.", group=OUTPUT, choices=MEDIA,
+        "digest.", group=OUTPUT,
     )  # fmt: skip
     media_check: MediaCheck = option(
         "digest", help="With --media reference: what readers compare: digest of the bytes, or size and time of "
-        "change of the file, without reading its bytes.", group=OUTPUT, choices=MEDIA_CHECKS,
+        "change of the file, without reading its bytes.", group=OUTPUT,
     )  # fmt: skip
     extract_frames: bool = option(
         False, help="Store the selected frames of video files as JPEG images, in place of the files, so that loaders "
@@ -583,9 +582,8 @@ class PackOptions(RejectOptions):
         parse=parse_part, metavar="I/N|auto",
     )  # fmt: skip
     engine: Literal["local", "ray"] = option(
-        "local", help="Engine that runs the tasks: local processes, or a Ray cluster.", group=RUN,
-        choices=("local", "ray"),
-    )  # fmt: skip
+        "local", help="Engine that runs the tasks: local processes, or a Ray cluster.", group=RUN
+    )
     ray_address: str | None = option(
         None, help="Address of the Ray cluster.", group=RUN,
         shown_default="the running cluster, else one on this machine", metavar="ADDRESS",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -22,7 +23,7 @@ from energon_packed.encoding import ChatEncoder, Processor
 from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
-from energon_packed.pipeline.chunks import STATUSES, media_file, read_rows
+from energon_packed.pipeline.chunks import MEDIA, STATUSES, read_rows
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.folder import Folder, work_folder
@@ -30,7 +31,7 @@ from energon_packed.pipeline.locks import FolderLock, lock_holder
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
 from energon_packed.pipeline.options import AUTO, PackOptions
 from energon_packed.pipeline.reader import open_reader
-from energon_packed.pipeline.run_state import COUNTERS, Fingerprints, RunState, compute_fingerprints
+from energon_packed.pipeline.run_state import COUNTERS, RunState, compute_fingerprints
 from energon_packed.pipeline.stages.index import write_index
 from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import make_plan
@@ -213,14 +214,13 @@ def _run(options: PackOptions, output: Folder, lock: FolderLock, progress: Progr
         refuse_other_media_yaml(output.root)
     inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
     keys = compute_fingerprints(options, reader.sources, options.part)
-    output.settings = keys.settings
-    output.encoder_differences = lambda: _encoder_differences(options, output)
+    output.set_run(keys.write, keys.settings, partial(_encoder_differences, options, output))
     if not options.resume:
         output.forget(keys.measure, keys.write)
-    output.open_for(keys.write, overwrite=options.overwrite)
+    output.open_for_run(overwrite=options.overwrite)
     with closing(make_engine(options)) as engine:
-        state = RunState(options=options, progress=progress, engine=engine, output=output, reader=reader)
-        return _stages(state, inputs, keys, lock)
+        state = RunState(options=options, progress=progress, engine=engine, output=output, reader=reader, keys=keys)
+        return _stages(state, inputs, lock)
 
 
 def _encoder_differences(options: PackOptions, output: Folder) -> list[str]:
@@ -232,21 +232,20 @@ def _encoder_differences(options: PackOptions, output: Folder) -> list[str]:
         return []
     if manifest is None or not manifest.tokenizer_fingerprint or not isinstance(encoder, ChatEncoder):
         return []
-    template, fingerprint = manifest.template_fingerprint, manifest.tokenizer_fingerprint
-    images = manifest.image_settings
-    return encoder.differences(manifest.encoder, template=template, fingerprint=fingerprint, images=images)
+    return manifest.encoder_differences(encoder)
 
 
-def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLock) -> PackResult:
+def _stages(state: RunState, inputs: Stamps, lock: FolderLock) -> PackResult:
     options, progress, output, reader = state.options, state.progress, state.output, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
-    _log.info("restart state: %s", output.measure_folder(keys.measure))
+    measured = output.measure_folder(state.keys.measure)
+    _log.info("restart state: %s", measured)
     clock = _Clock(progress)
     measure = MeasureStage(
         options=options,
         reader=reader,
-        folder=output.measure_folder(keys.measure),
+        folder=measured,
         engine=state.engine,
         keep_tokens=options.codec.stores_tokens,
         keep_media=options.media == "reference",
@@ -255,7 +254,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
         counters=state.counters,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage("measure"), _watched(inputs, output, keys):
+    with clock.stage("measure"), _watched(inputs, state):
         table = measure.run()
         # Groups and labels are stored with tokens, which are known for some of the chunks.
         if options.sample_class == AUTO and table.needs_tokens:
@@ -268,15 +267,15 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
     with clock.stage("plan"):
-        plan = make_plan(state, table, keys.tars)
+        plan = make_plan(state, table)
     size = plan.num_bytes / 2**20
     _log.info("plans %d packs in %d shards, %.1f MiB", plan.packs.num_packs, len(plan.shards), size)
     stored = None
-    if options.media == "reference" and any(media_file(file).exists() for file in table.files):
-        with clock.stage("media"), _watched(inputs, output, keys):
-            stored = store_media(state, keys.write, table, plan)
-    with clock.stage("write"), _watched(inputs, output, keys):
-        shards = write_shards(state, keys.write, table, plan, stored)
+    if options.media == "reference" and any(file.with_suffix(MEDIA).exists() for file in table.files):
+        with clock.stage("media"), _watched(inputs, state):
+            stored = store_media(state, table, plan)
+    with clock.stage("write"), _watched(inputs, state):
+        shards = write_shards(state, table, plan, stored)
     if options.media == "reference" and options.media_check == "digest":
         clock.seconds["digest"] = sum(shard.digest_seconds for shard in shards)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
@@ -284,7 +283,7 @@ def _stages(state: RunState, inputs: Stamps, keys: Fingerprints, lock: FolderLoc
     with clock.stage("index"):
         if stored is not None:
             index_media(output, stored)
-        manifest = write_index(state, keys, table, plan, shards, stored)
+        manifest = write_index(state, table, plan, shards, stored)
     remove_unused(output, stored)
     _warn_of_empty_splits(manifest, options)
     return PackResult(
@@ -328,7 +327,7 @@ def _check_unchanged(inputs: Stamps) -> None:
 
 
 @contextmanager
-def _watched(inputs: Stamps, output: Folder, keys: Fingerprints) -> Iterator[None]:
+def _watched(inputs: Stamps, state: RunState) -> Iterator[None]:
     """Raise if the input changed during the block, and delete the restart state that was made from it.
 
     The input is checked after an error of the block, too, because the change is then its likely cause.
@@ -341,7 +340,7 @@ def _watched(inputs: Stamps, output: Folder, keys: Fingerprints) -> Iterator[Non
             raise
         _check_unchanged(inputs)
     except SourceError:
-        output.forget(keys.measure, keys.write)
+        state.output.forget(state.keys.measure, state.keys.write)
         raise
 
 

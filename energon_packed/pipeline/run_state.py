@@ -61,8 +61,16 @@ def compute_fingerprints(
         files = digest([source.fingerprint() for source in sources])
     read_as = [(source.reading.config, source.reading.copy) for source in sources]
     content = [FORMAT_VERSION, files, encoder, part, options.reader_fingerprint(), read_as]
-    # `extract_frames` decodes the selected frames: it rejects records whose frames are damaged, and estimates bytes.
-    extracts = isinstance(options, PackOptions) and options.extract_frames
+    extracts, tars, of_tars = False, "", dict[str, object]()
+    media: list[str] = []
+    if isinstance(options, PackOptions):
+        # It decodes the selected frames: it rejects records whose frames are damaged, and estimates bytes.
+        extracts = options.extract_frames
+        tar_options = options.tar_fingerprint_options()
+        tars = digest(content, tar_options)
+        media = [options.media, options.media_check] if options.media == "reference" else []
+        tar_options["shard_prefix"] = tar_options.pop("prefix")
+        of_tars = {f"`{name}`": value for name, value in tar_options.items()} | {"`media`": media}
     # An encoder without a fingerprint may return other tokens in the next run: a random token prevents any reuse.
     measure = digest(
         [*content, _MEASURE_VERSION, None if encoder else secrets.token_hex(), extracts],
@@ -70,10 +78,6 @@ def compute_fingerprints(
         options.image_check,
         [(str(s.path.resolve()), s.image_root, changed_at(s.path)) for s in sources],
     )
-    tars = digest(content, options.tar_fingerprint_options()) if isinstance(options, PackOptions) else ""
-    media: list[str] = []
-    if isinstance(options, PackOptions) and options.media == "reference":
-        media = [options.media, options.media_check]
     named: dict[str, object] = {
         "content of the input": files,
         "path or time of the input": [(str(s.path.resolve()), changed_at(s.path)) for s in sources],
@@ -82,11 +86,8 @@ def compute_fingerprints(
         "`part`": part,
         "`sample_class`": options.sample_class,
         "`layout`": options.layout,
+        **of_tars,
     }
-    if isinstance(options, PackOptions):
-        tar_options = options.tar_fingerprint_options()
-        tar_options["shard_prefix"] = tar_options.pop("prefix")
-        named |= {f"`{name}`": value for name, value in tar_options.items()} | {"`media`": media}
     return Fingerprints(
         input=files,
         encoder=encoder,
@@ -128,6 +129,7 @@ class RunState:
         engine: runs the tasks.
         output: the output folder.
         reader: reads the input.
+        keys: fingerprints of the run.
         counters: records measured, tokenized, and reused from an earlier run; shards written and reused.
         tokenizer_engines: names of the tokenizer engines in use.
     """
@@ -137,5 +139,6 @@ class RunState:
     engine: Engine
     output: Folder
     reader: RecordReader
+    keys: Fingerprints
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     tokenizer_engines: set[str] = field(default_factory=set)

@@ -4,8 +4,9 @@ Input: a finished tar and its index rows. Output: its state file, and, in a late
 its task are unchanged.
 """
 
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import orjson
 
@@ -16,19 +17,26 @@ from energon_packed.sources.base import changed_at
 from energon_packed.storage import RemotePath, StorageError, is_remote
 
 
-class TarTask(Protocol):
-    """Tar to write, with its state file and a digest of its content, as in `ShardTask`."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TarTask(ABC):
+    """Tar to write.
+
+    Attributes:
+        tar: final path.
+        state: file for the index rows; it appears when the tar is done.
+    """
+
+    tar: Path
+    state: Path
 
     @property
-    def tar(self) -> Path:
-        """Final path."""
+    def label(self) -> str:
+        """Description for messages."""
+        return f"writing {self.tar.name}"
 
-    @property
-    def state(self) -> Path:
-        """File for the index rows."""
-
+    @abstractmethod
     def digest(self) -> str:
-        """Digest of the content."""
+        """Compute the hex digest of the content: only a finished tar with the same digest is kept."""
 
 
 def finish_shard(task: TarTask, rows: ShardRows) -> ShardSummary:

@@ -346,8 +346,8 @@ def dry_run(options: PackOptions) -> DryRun:
         reader = open_reader(options, work, options.part)
         log_notices(options.encoder_loader)
         keys = compute_fingerprints(options, reader.sources, options.part)
-        output.settings = keys.settings
-        output.check_other_run(keys.write, overwrite=options.overwrite)
+        output.set_run(keys.write, keys.settings)
+        output.check_other_run(overwrite=options.overwrite)
         stage = MeasureStage(
             options=options,
             reader=reader,
@@ -372,7 +372,7 @@ def dry_run(options: PackOptions) -> DryRun:
         rejects, summary = rejected.counts, rejected.summary()
         example = _example(table, rejected.status, reader)
         planned = _planned(entries, options, scale)
-    output.check_space(planned["num_bytes"], keys.write, options.unfinished_bytes)
+    output.check_space(planned["num_bytes"], options.unfinished_bytes)
     files = tuple(source.path for source in reader.sources)
     return DryRun(
         files=files,
@@ -382,7 +382,7 @@ def dry_run(options: PackOptions) -> DryRun:
         records=round(len(table) * scale),
         rejects={reason: max(1, round(count * scale)) for reason, count in rejects.items()},
         reject_summary=summary,
-        free_bytes=output.free_bytes(keys.write),
+        free_bytes=output.free_bytes(),
         unused_fields=most_common(table.counts["unused_fields"]),
         notes=most_common(table.counts["notes"]),
         ignored_entries=reader.ignored_entries,

@@ -62,7 +62,6 @@ from energon_packed.records.video import VIDEO_PLACEHOLDER
 from energon_packed.records.video_fields import check_video_fields
 
 RecordWeight = Literal["refuse", "loss"]
-RECORD_WEIGHT: tuple[RecordWeight, ...] = ("refuse", "loss")
 FPS_STORED = "fps stored, no timestamps in the text"
 """Note of a conversation with frame times that do not appear in its text."""
 TIMESTAMPS_ADDED = "fps: the reader adds timestamps to the measured length"

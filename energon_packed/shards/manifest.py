@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import orjson
 
@@ -21,6 +21,9 @@ from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
 from energon_packed.storage import as_path
 from energon_packed.version import FORMAT_VERSION, __version__
+
+if TYPE_CHECKING:
+    from energon_packed.encoding import ChatEncoder
 
 FILE_NAME = "packing.json"
 T = TypeVar("T")
@@ -201,6 +204,15 @@ class PackingManifest:
     def packs_in(self, split: str) -> int:
         """Return the number of packs in `split`."""
         return sum(shard.packs for shard in self.shards if shard.split == split)
+
+    def encoder_differences(self, encoder: "ChatEncoder") -> list[str]:
+        """Describe how an encoder with another fingerprint differs from the encoder of the packs."""
+        return encoder.differences(
+            self.encoder,
+            template=self.template_fingerprint,
+            fingerprint=self.tokenizer_fingerprint,
+            images=self.image_settings,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Content of packing.json; a dataset without audio has no fields of audio, and without groups no `groups`."""

@@ -347,11 +347,16 @@ def test_ranks_of_a_process_group_do_not_hang(pack_demo: Packer, tokenizer_dir: 
 def test_a_dataset_is_built_once_an_epoch_and_only_when_needed(
     pack_demo: Packer, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.internals import EnergonSource
+    from tests.internals import energon_distributor
 
     built: list[int] = []
-    dataset = EnergonSource.dataset
-    monkeypatch.setattr(EnergonSource, "dataset", lambda self, epoch: built.append(epoch) or dataset(self, epoch))
+    create = energon_distributor.epoch_dataset
+
+    def counted(path: Path, config: Any, epoch: int, **options: Any) -> Any:
+        built.append(epoch)
+        return create(path, config, epoch, **options)
+
+    monkeypatch.setattr(energon_distributor, "epoch_dataset", counted)
     shards = pack_demo(sample_class="PackedTokensSample").shards
     loader = get_packed_loader(shards, encoder, epochs=1, num_workers=0)
     assert built == []

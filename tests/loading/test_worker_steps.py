@@ -37,6 +37,7 @@ from tests.internals import (
     StoredTokens,
     StreamSteps,
     WithSource,
+    rejects,
 )
 from tests.loading.flows import feature
 
@@ -45,7 +46,7 @@ DATA = [feature(number) for number in range(ITEMS)]
 
 
 def parts(distributor: Any, packer: Any, epoch_end: str = "repeat", limit: int | None = None) -> Any:
-    failures = FailureLog(limit, readers=distributor.readers)
+    failures = FailureLog(rejects.RejectLimits(max_failures=limit), readers=distributor.readers)
     return LoaderParts(distributor, StoredTokens(), packer, PaddingFreeCollator(), failures, epoch_end)
 
 
@@ -82,8 +83,8 @@ class Data(MapData):
         kinds = [
             FormatError("no sample"),
             [],
-            WithSource(Reject(Reason.EMPTY, "no text"), SampleSource("d", {}), RecordAt(0, 7, "r")),
-            WithSource(Reject(Reason.EMPTY, "no text"), SampleSource("d", {})),
+            WithSource(Reject(Reason.EMPTY, "no text"), SampleSource("d", {}), RecordAt("d", 0, 7, "r")),
+            Reject(Reason.EMPTY, "no text"),
         ]
         for n, item in enumerate(bad):
             self.items[item] = kinds[n % 4]
@@ -166,7 +167,7 @@ def test_each_step_has_its_items_or_a_row_of_another_rank(case: int) -> None:
             assert bool(step.batch.loss_mask.sum()) == bool(used)
         for place in mine:
             kind = bad.index(number(place)) % 4 if number(place) in bad else 1
-            failed[{0: f"item {place}", 1: "", 2: "r", 3: f"item {place} of d"}[kind]] += 1
+            failed[{0: f"item {place}", 1: "", 2: "r", 3: f"item {place}"}[kind]] += 1
         ahead_of = list[int]()
         following = iter(range(index, count if not repeat else index + 10 * workers * ahead + 1, workers))
         while len(ahead_of) < ahead and (following_step := next(following, None)) is not None:

@@ -3,14 +3,12 @@
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 from rich.table import Table
 
 from energon_packed.blends import (
-    SHARES_OF,
-    WEIGHT_BY,
     Blend,
     BlendInput,
     Schema,
@@ -35,12 +33,12 @@ _DECIMAL = re.compile(r"[+-]?[0-9]+\.[0-9]*([eE][+-]?[0-9]+)?|[+-]?[0-9]+[eE][+-
 @click.argument("inputs", nargs=-1, required=True, metavar="[FILE] DIR[=WEIGHT]...")
 @click.option("--output", "-o", "out", type=InputPath(dir_okay=False), metavar="FILE",
               help="YAML file to write. [default: the first argument]")  # fmt: skip
-@click.option("--weight-by", type=click.Choice(WEIGHT_BY), default="samples", show_default=True,
+@click.option("--weight-by", type=click.Choice(get_args(WeightBy)), default="samples", show_default=True,
               help="Quantity that default weights are proportional to.")  # fmt: skip
-@click.option("--shares-of", type=click.Choice(SHARES_OF), default="packs", show_default=True,
+@click.option("--shares-of", type=click.Choice(get_args(SharesOf)), default="packs", show_default=True,
               help="Unit of each WEIGHT as a share. Energon draws packs: for samples or tokens, the weights of packs "
               "are computed from packing.json.")  # fmt: skip
-@click.option("--schema", type=click.Choice(["v2", "v1"]), default="v2", show_default=True,
+@click.option("--schema", type=click.Choice(get_args(Schema)), default="v2", show_default=True,
               help="Metadataset version; v1 for Energon releases without MetadatasetV2.")  # fmt: skip
 @click.option("--split-from", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
               help="Split of the inputs to train on.")  # fmt: skip

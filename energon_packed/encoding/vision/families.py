@@ -54,7 +54,6 @@ Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 UInt8 = npt.NDArray[np.uint8]
 PatchOrder = Literal["auto", "row", "block"]
-PATCH_ORDERS: tuple[PatchOrder, ...] = ("auto", "row", "block")
 
 
 class BoxFormat(NamedTuple):

@@ -11,7 +11,7 @@ Megatron-LM.
 
 import sys
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -19,10 +19,11 @@ from torch.nn.utils.rnn import pad_sequence
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.errors import ConfigError
 from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.options import check_choice
 
 Layout = Literal["bridge", "bridge-audio", "megatron-lm", "megatron-gpt"]
 """Name of a layout of `megatron_batch`, by the training step that reads it."""
-LAYOUTS: tuple[Layout, ...] = ("bridge", "bridge-audio", "megatron-lm", "megatron-gpt")
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 """All layouts of `megatron_batch`."""
 _AUDIO_LAYOUT: Layout = "bridge-audio"
 _ABOVE_ROUNDING = 1 + 2**-18  # larger than the rounding error of a float32 sum, smaller than one target in 2**18
@@ -71,16 +72,6 @@ class AudioInputs:
         return dict(self.__dict__)
 
 
-def check_layout(layout: str) -> None:
-    """Check the name of a layout.
-
-    Raises:
-        ConfigError: the layout is unknown.
-    """
-    if layout not in LAYOUTS:
-        raise ConfigError(f"`layout` must be one of {', '.join(LAYOUTS)}, got {layout!r}.")
-
-
 def release(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
     return tuple(int(number) for number in version.split(".")[:2])
@@ -120,7 +111,7 @@ def megatron_batch(batch: PackedBatch, layout: Layout, *, with_pixels: bool = Tr
             `bridge-audio` images and M-RoPE positions, `megatron-lm` padding between samples, loss weights and video
             files, `megatron-gpt` and `bridge` before its release 0.6 images and video files.
     """
-    check_layout(layout)
+    check_choice("layout", layout, Layout)
     if batch.vision_inputs:
         raise ConfigError(
             f"layout {layout!r} supports only pixel_values of patches and image_grid_thw, got "

@@ -7,7 +7,7 @@ from typing import Any, Literal, Unpack
 from energon_packed.blends import has_split
 from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError
-from energon_packed.integrations.megatron.layouts import Layout, check_layout
+from energon_packed.integrations.megatron.layouts import Layout
 from energon_packed.integrations.megatron.ranks import (
     MegatronRanks,
     check_parallelism,
@@ -25,7 +25,7 @@ from energon_packed.loading.energon.packed_loader import get_packed_loader
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics
 from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
-from energon_packed.options import declared
+from energon_packed.options import check_choice, declared
 
 Provider = Callable[[Any], tuple[MegatronIterator | None, MegatronIterator | None, MegatronIterator | None]]
 Order = Literal["global", "energon"]
@@ -88,7 +88,7 @@ def train_valid_test_dataloaders_provider(
             state to restore.
         BatchError: when the provider is called, the state does not match the loader.
     """
-    check_layout(layout)
+    check_choice("layout", layout, Layout)
     of_order = {"collator": collator, "packer": packer, "balance": balance, "accumulation": accumulation}
     given: dict[str, Any] = {**options, **{name: value for name, value in of_order.items() if value is not None}}
     _check_options(given, order)

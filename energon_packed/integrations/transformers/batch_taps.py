@@ -9,6 +9,7 @@ Trainer also reads ahead. The forward pass is the only place in which every Trai
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,13 +58,14 @@ class BatchTap:
         self._undo = []
 
     def _extended(self, convert: Any, *, of_batch: bool) -> Any:
+        make = partial(_carried, self._make)
         if isinstance(convert, Collator):
-            return with_extra(convert, self._name, _Make(self._make))
+            return with_extra(convert, self._name, make)
         if isinstance(getattr(convert, "data_collator", None), Collator):  # the Trainer removes columns before it
             outer = copy(convert)
-            outer.data_collator = with_extra(convert.data_collator, self._name, _Make(self._make))
+            outer.data_collator = with_extra(convert.data_collator, self._name, make)
             return outer
-        return _Extended(convert, self._name, _Make(self._make), of_batch=of_batch)
+        return partial(_with_entry, convert, self._name, make, of_batch)
 
     def _before(self, module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         carried = kwargs.pop(self._name, None)
@@ -89,26 +91,20 @@ class _Carried:
         self.value, self.used = value, False
 
 
-class _Make:
-    def __init__(self, make: Make) -> None:
-        self._make = make
-
-    def __call__(self, batch: Any) -> _Carried:
-        return _Carried(self._make(batch))
+def _carried(make: Make, batch: Any) -> _Carried:
+    return _Carried(make(batch))
 
 
-class _Extended:
-    """A conversion to a dict of inputs, with an entry more.
+def _with_entry(
+    convert: Callable[[Any], dict[str, Any]], name: str, make: Callable[[Any], Any], of_batch: bool, batch: Any
+) -> dict[str, Any]:
+    """Convert a batch to a dict of inputs with an entry more.
 
     Args:
         convert: returns the dict.
         name, make: the entry.
-        of_batch: `make` gets the argument of `convert`, a PackedBatch, and not its result.
+        of_batch: `make` gets the batch, a PackedBatch, and not the dict.
+        batch: to convert.
     """
-
-    def __init__(self, convert: Any, name: str, make: _Make, *, of_batch: bool) -> None:
-        self._convert, self._name, self._make, self._of_batch = convert, name, make, of_batch
-
-    def __call__(self, batch: Any) -> Any:
-        inputs = self._convert(batch)
-        return {**inputs, self._name: self._make(batch if self._of_batch else inputs)}
+    inputs = convert(batch)
+    return {**inputs, name: make(batch if of_batch else inputs)}

@@ -9,7 +9,6 @@ Transformers asks callbacks that are `ExportableState` for their states on rank 
 the states of all ranks.
 """
 
-import os
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,15 @@ from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from energon_packed.errors import BatchError, ConfigError
+from energon_packed.files import atomic_path
 from energon_packed.integrations.transformers.arguments import check_training_arguments
 from energon_packed.integrations.transformers.stream import TrainerStream
+
+
+def epoch_of(trainer_state: Any) -> int:
+    """Index of the current epoch of a Trainer, from 0."""
+    # `epoch` is a float that sums fractions of steps, and may be slightly below the next integer.
+    return int((trainer_state.epoch or 0) + 1e-6)
 
 
 class CheckpointCallback(TrainerCallback, ABC):
@@ -71,10 +77,9 @@ class CheckpointCallback(TrainerCallback, ABC):
         path = Path(args.output_dir) / f"checkpoint-{state.global_step}" / TRAINER_STATE_NAME
         if not path.is_file():
             raise ConfigError(f"{path} is missing, so the loader state cannot be saved. Set save_on_each_node=True.")
-        # The Trainer has written the file before callbacks run; it is replaced atomically.
-        atomic_path = path.with_name(path.name + ".tmp")
-        state.save_to_json(str(atomic_path))
-        os.replace(atomic_path, path)
+        # The Trainer has written the file before callbacks run.
+        with atomic_path(path) as temporary:
+            state.save_to_json(str(temporary))
 
 
 class TrainerStreamCallback(CheckpointCallback):

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from energon_packed.loading.collation.batch import (
 )
 from energon_packed.loading.distributors.mixture import MixtureDistributor
 from energon_packed.loading.ranks import all_gather_object, group_place
+from energon_packed.options import check_choice
 
 Rewards = Callable[[dict[str, float]], Mapping[str, float]]
 RewardSignal = Literal["loss", "entropy", "gradient_norm", "validation_loss"]
@@ -91,8 +92,7 @@ class MixtureCallback(CheckpointCallback, LogCallback):
     ) -> None:
         if every < 1:
             raise ConfigError(f"`every` must be at least 1, got {every}.")
-        if signal not in (valid := get_args(RewardSignal)):
-            raise ConfigError(f"`signal` must be one of {', '.join(valid)}, got {signal!r}.")
+        check_choice("signal", signal, RewardSignal)
         self.mixture = mixture
         self.needs_logits = signal != "validation_loss"  # PackedTrainer then does not compute them in pieces
         self._signal: RewardSignal = signal

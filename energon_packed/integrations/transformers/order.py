@@ -7,7 +7,7 @@ from typing import Any
 
 from energon_packed.errors import ConfigError
 from energon_packed.integrations.transformers.batch_taps import BatchTap
-from energon_packed.integrations.transformers.checkpoints import CheckpointCallback
+from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, epoch_of
 from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.monitoring.order_log import LoggedSamples, OrderLog
 from energon_packed.loading.ranks import group_place
@@ -55,8 +55,7 @@ class OrderLogCallback(CheckpointCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count the micro batches of this epoch."""
-        epoch = int((state.epoch or 0) + 1e-6)  # a sum of fractions, perhaps slightly below the next integer
-        if epoch != self._at.epoch:
+        if (epoch := epoch_of(state)) != self._at.epoch:
             self._at = Position(epoch, 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

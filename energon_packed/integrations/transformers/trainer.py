@@ -23,7 +23,11 @@ from energon_packed.integrations.accelerate import PreparedLoader
 from energon_packed.integrations.consumed import Consumed
 from energon_packed.integrations.isolation import check_isolation, check_positions
 from energon_packed.integrations.transformers.arguments import check_training_arguments
-from energon_packed.integrations.transformers.checkpoints import CheckpointCallback, TrainerStreamCallback
+from energon_packed.integrations.transformers.checkpoints import (
+    CheckpointCallback,
+    TrainerStreamCallback,
+    epoch_of,
+)
 from energon_packed.integrations.transformers.model_loss import loss_in_pieces
 from energon_packed.integrations.transformers.patches import check_trainer, names_of_model
 from energon_packed.integrations.transformers.sample_loss import (
@@ -598,8 +602,7 @@ class SetEpochCallback(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Draw the packs of this epoch."""
-        # `state.epoch` is a float that sums fractions of steps, and may be slightly below the next integer.
-        self.dataset.set_epoch(int((state.epoch or 0) + 1e-6))
+        self.dataset.set_epoch(epoch_of(state))
 
 
 class _OrderState(CheckpointCallback):

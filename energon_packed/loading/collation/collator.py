@@ -20,6 +20,7 @@ from energon_packed.loading.collation.dummy_images import DummyChoice, DummyImag
 from energon_packed.loading.collation.features import row_of
 from energon_packed.loading.collation.row_media import media_tensors
 from energon_packed.loading.resharding import DISPATCHED, dispatch_refusal, is_dispatched
+from energon_packed.options import check_choice
 from energon_packed.records.columns import FILL
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
@@ -177,8 +178,7 @@ class PaddingFreeCollator(Collator):
         for name, value in (("pad_multiple", pad_multiple), ("pad_to", pad_to)):
             if value is not None and value < 1:
                 raise ConfigError(f"`{name}` must be at least 1, got {value}.")
-        if loss_weighting not in _EXPONENT:
-            raise ConfigError(f"`loss_weighting` must be one of {', '.join(_EXPONENT)}, got {loss_weighting!r}.")
+        check_choice("loss_weighting", loss_weighting, LossWeighting)
         if pixel_dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"`pixel_dtype` must be torch.float32 or torch.bfloat16, got {pixel_dtype!r}.")
         self.loss_weighting = loss_weighting

@@ -48,6 +48,7 @@ from energon_packed.loading.state import (
     states_of,
 )
 from energon_packed.options import check_type, make
+from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.pipeline.run_state import digest
 
 _log = logging.getLogger(__name__)
@@ -219,11 +220,13 @@ class DataflowLoader(torch.utils.data.DataLoader[Any], Loader):
         if batch_size is not None:
             packer = SimpleBatcher(batch_size)
         context = of_torch.get("multiprocessing_context")
-        self.failures = FailureLog(self._options.max_failures, context=context, readers=distributor.readers)
+        packer = packer or PlannedPacker()
+        limits = RejectLimits(max_failures=self._options.max_failures, overlong=packer.overlong)
+        self.failures = FailureLog(limits, context=context, readers=distributor.readers)
         self.roles = LoaderParts(
             distributor,
             processor or StoredTokens(),
-            packer or PlannedPacker(),
+            packer,
             collator or PaddingFreeCollator(),
             self.failures,
             self._options.epoch_end,

@@ -376,7 +376,7 @@ class PackedIterableDataset(DataflowLoader, torch.utils.data.IterableDataset[Any
             batch_size=batch_size,
             **_with_defaults(config, options),
         )
-        self.failures.limits = config.limits
+        self.failures.limits = replace(config.limits, max_failures=self._options.max_failures)
 
     def rest_of_epoch(self) -> Iterator[PackedBatch]:
         """Iterate over the rest of the current epoch, as `DataflowLoader.rest_of_epoch`.

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from energon_packed.encoding import EncodedRow, EncodedSample
 from energon_packed.errors import BatchError
-from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step, WorkerStream, count_failures, failures_of
+from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step, WorkerStream, failures_of
 from energon_packed.loading.distributors.base import LoaderLayout
 from energon_packed.loading.distributors.schedule import Mark
 from energon_packed.loading.epoch_end import check_rest
@@ -292,8 +292,8 @@ class PlannedSteps(Steps):
         rows: list[Sequence[EncodedSample]] = []
         used, dropped = list[int](), list[int]()
         for place, value, result in zip(places, values, encoded, strict=True):
-            if is_counted and (failures := failures_of(result, value, place)):
-                count_failures(roles.failures, *failures)
+            if is_counted:
+                roles.failures.count(failures_of(result, value, place))
             if result.samples:
                 rows.append(result.samples)
                 used.append(place)

@@ -24,7 +24,7 @@ import orjson
 
 from energon_packed.encoding import EncodedRow, EncodedSample, Processor
 from energon_packed.encoding.fragments import fragment_of, split_sample
-from energon_packed.errors import REQUESTED_REJECTS, BatchError, ConfigError, RecordError, Reject
+from energon_packed.errors import BatchError, ConfigError, RecordError, Reject
 from energon_packed.flavors import PackSample
 from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.collation.collator import Collator
@@ -92,7 +92,7 @@ class BufferedItem:
         size: (tokens, images, patches); zeros if the packer makes rows by the number of items alone.
         squares: sum of the squared sample lengths.
         kind: 0 for text, 1 with images, 2 with videos, 3 with audio alone.
-        at: location of its record and its dataset, if it is a record of an input file.
+        at: position of its record, if it is a record of an input file.
         ref: number and key of the item (and index of the fragment) as JSON: the state after every step lists them, so
             they are made once.
         name: the number; for a fragment, `"NUMBER#K/N"`.
@@ -107,7 +107,7 @@ class BufferedItem:
         number: int,
         samples: Sequence[EncodedSample],
         packer: Packer,
-        at: tuple[RecordAt, str] | None = None,
+        at: RecordAt | None = None,
         fragment: tuple[int, int] | None = None,
         pack: str | None = None,
     ) -> None:
@@ -246,13 +246,13 @@ class _EncodedItem(NamedTuple):
     Attributes:
         number, position: of the item.
         entries: an entry for each fragment of its samples, none if it cannot be used, or has no samples.
-        failures: arguments of `count_failures`; () if all its samples can be used.
+        failures: its samples that cannot be used, each with its place.
     """
 
     number: int
     position: Any
     entries: Sequence[BufferedItem]
-    failures: tuple[Any, ...]
+    failures: Sequence[Failure]
 
 
 class WorkerStream:
@@ -302,8 +302,7 @@ class WorkerStream:
         for number, position, entries, failures in self._items():
             # Before a row is yielded, so that the state of the row continues after the item that completed it.
             self._position, self._number = position, number + 1
-            if failures:
-                count_failures(self.roles.failures, *failures)
+            self.roles.failures.count(failures)
             if not entries:
                 self._dropped.append(number)
             dropped = len(self._dropped)
@@ -386,7 +385,7 @@ class WorkerStream:
         if reject is None:
             failures.drop("epoch_end")
         elif item.at is not None:
-            failures.reject(*item.at, reject, overlong=packer.overlong)
+            failures.reject(item.at, reject)
         elif packer.overlong == "error":
             raise unfit(reject)
         else:
@@ -421,7 +420,7 @@ class WorkerStream:
         buffered: dict[int, Sequence[BufferedItem]] = {}
         for number, _, entries, failures in self._encode(items):
             if not entries:
-                reason = failures[0][0].error if failures else "it has no samples"
+                reason = failures[0].error if failures else "it has no samples"
                 raise BatchError(f"item {number} of the saved state cannot be encoded any more: {reason}")
             buffered[number] = entries
         groups = [[buffered[number][fragment[0] if fragment else 0] for number, _, *fragment in g] for g in saved]
@@ -429,34 +428,17 @@ class WorkerStream:
         self._buffer.ready.extend(groups)
 
 
-def failures_of(result: Encoded, value: Any, number: int) -> tuple[Any, ...]:
-    """Return the arguments of `count_failures` for an item; () if all its samples can be used."""
-    return (result.failures, item_name(value, number), record_of(value)) if result.failures else ()
+def failures_of(result: Encoded, value: Any, number: int) -> Sequence[Failure]:
+    """Return the samples of an item that cannot be used, each with its place."""
+    if not result.failures:  # as almost always
+        return ()
+    record, item = record_of(value), PackAt(item_name(value, number))
+    return [Failure(error, pack if pack.key else item, record) for error, pack, _ in result.failures]
 
 
-def count_failures(log: FailureLog, failures: Sequence[Failure], name: str, at: tuple[RecordAt, str] | None) -> None:
-    """Count the samples of an item that cannot be used, or raise if a limit of the loader is exceeded.
-
-    Args:
-        log: of the loader.
-        failures: samples of the item.
-        name: of the item.
-        at: location of its record, and its dataset; None for items that are not records of an input file.
-    """
-    for error, pack in failures:
-        if isinstance(error, RecordError) and at is not None:
-            log.reject(*at, error.reject)
-        elif isinstance(error, RecordError) and error.reason in REQUESTED_REJECTS:
-            log.drop(error.reason.value)
-        else:
-            log.handle(error, pack or PackAt(name))
-
-
-def record_of(value: Any) -> tuple[RecordAt, str] | None:
-    """Return the location of an item's record, and its dataset."""
-    if isinstance(value, WithSource) and value.at is not None:
-        return value.at, value.source.dataset
-    return None
+def record_of(value: Any) -> RecordAt | None:
+    """Return the position of an item's record, if it is a record of an input file."""
+    return value.at if isinstance(value, WithSource) else None
 
 
 def item_name(value: Any, number: int) -> str:

@@ -11,9 +11,9 @@ from megatron.energon import Sample, SavableDataset, WorkerConfig, edataclass, s
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.flavors import PackSample
 from energon_packed.loading.distributors.base import Distributor, Item, LoaderLayout
+from energon_packed.loading.energon.epoch_dataset import epoch_dataset, reading
 from energon_packed.loading.energon.faults import key_and_sources, raise_with_file_name, raise_with_location
 from energon_packed.loading.energon.ranks import packs_of_epoch
-from energon_packed.loading.energon.source import EnergonSource, reading
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, to_plain
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.epoch_end import EpochEnd, steps_of_epoch
@@ -204,9 +204,10 @@ class EnergonDistributor(Distributor):
 
     def _dataset(self, shard: ShardSpec, error_handler: Callable[..., None]) -> "SavableDataset[Any]":
         config = self._config
-        source = EnergonSource(
-            path=self.path,
-            config=replace(config, seed=shard.seed, micro_batch_size=1),
+        return epoch_dataset(
+            self.path,
+            replace(config, seed=shard.seed, micro_batch_size=1),
+            shard.epoch,
             task_encoder=_PackPassthrough(
                 self._encoder,
                 packer=self._packer,
@@ -224,7 +225,6 @@ class EnergonDistributor(Distributor):
                 global_error_handler=error_handler,
             ),
         )
-        return source.dataset(shard.epoch)
 
 
 def _value(sample: Any) -> Any:

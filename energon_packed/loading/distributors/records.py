@@ -70,13 +70,14 @@ class RecordDistributor(Distributor):
 
     def _value(self, source: int, record: SourceRecord) -> WithSource:
         origin = self._sample_sources[source]
+        at = RecordAt(origin.dataset, source, record.address, None)
         try:
             conversation = self.reader.conversation(source, record)
         except RecordError as error:
-            return WithSource(error.reject, origin, RecordAt(source, record.address, raw_id(record.record)))
+            return WithSource(error.reject, origin, at._replace(id=raw_id(record.record)))
         if conversation.id is None:
             conversation = replace(conversation, id=self.reader.default_id(source, record.address))
-        return WithSource(conversation, origin, RecordAt(source, record.address, conversation.id))
+        return WithSource(conversation, origin, at._replace(id=conversation.id))
 
     def _mine(self, shard: ShardSpec) -> list[tuple[int, tuple[int, int, int]]]:
         """Return (index, (source, start, stop)) of every chunk of a shard, in order."""

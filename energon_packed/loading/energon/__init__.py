@@ -1,7 +1,7 @@
 """Energon's datasets: the order of `get_packed_loader`, and the four roles as hooks of Energon's own loader.
 
 packed_loader.py   get_packed_loader
-source.py          EnergonSource: Energon's dataset of an epoch
+epoch_dataset.py   Energon's dataset of an epoch
 pack_reader.py     WholePacks: a pack by one read of its bytes, in place of Energon's readers
 task_encoder.py    PackedTaskEncoder: Energon's hooks, each a call of a role
 ranks.py           number of packs in an epoch, and in each worker

@@ -67,25 +67,21 @@ class Run:
 _DEFAULT = Run()
 
 
-def replay(
-    path: str | Path, step: int, run: Run = _DEFAULT, *, split: str = "train", shuffle: bool = True
-) -> Iterator[Replayed]:
+def replay(path: str | Path, step: int, run: Run = _DEFAULT) -> Iterator[Replayed]:
     """Compute step `step` of `DataflowLoader(MapDistributor(PackedDataset(path)), batch_size=...)` on every rank.
 
     Args:
         path: dataset folder or Metadataset.
         step: step in the epoch, from 1.
         run: settings of the run.
-        split: `train`, `val` or `test`.
-        shuffle: `shuffle` of the distributor.
 
     Raises:
         ConfigError: `step` is below 1, or beyond the epoch on every rank.
         FormatError: there is no dataset.
     """
     # Only keys and ids are read, so any processor serves, and the tokenizer of the data is not needed.
-    dataset = PackedDataset(path, StoredTokens(), split=split, check_encoder=False)
-    return _of_ranks(MapDistributor(dataset, shuffle=shuffle), step, run)
+    dataset = PackedDataset(path, StoredTokens(), check_encoder=False)
+    return _of_ranks(MapDistributor(dataset), step, run)
 
 
 def replay_config(config: DataflowConfig, step: int, run: Run = _DEFAULT) -> Iterator[Replayed]:

@@ -6,7 +6,7 @@ when the buffer is packed, and states why a sample fits no row.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -225,16 +225,6 @@ def check_positive(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
-
-
-def check_choice(name: str, value: str, literal: Any) -> None:
-    """Check that a value is one of the values of a Literal.
-
-    Raises:
-        ConfigError: the message names the argument and the valid values.
-    """
-    if value not in (valid := get_args(literal)):
-        raise ConfigError(f"`{name}` must be one of {', '.join(valid)}, got {value!r}.")
 
 
 def unfit(reject: Reject) -> BatchError:

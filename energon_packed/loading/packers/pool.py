@@ -15,7 +15,8 @@ import numpy as np
 from energon_packed.errors import BatchError
 from energon_packed.keywords import PoolKeywords
 from energon_packed.loading.costs.model import CostModel, RowSizes
-from energon_packed.loading.packers.base import Packer, check_choice, check_positive
+from energon_packed.loading.packers.base import Packer, check_positive
+from energon_packed.options import check_choice
 from energon_packed.packing import pack_lengths
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import GroupBy, Overlong

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.loading.packers.base import Packer, check_choice, check_positive, in_order
+from energon_packed.loading.packers.base import Packer, check_positive, in_order
+from energon_packed.options import check_choice
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import GroupBy, Overlong
 from energon_packed.seqlens import round_up

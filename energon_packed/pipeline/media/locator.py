@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,9 +31,7 @@ from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 
 Media = Literal["copy", "reference"]
-MEDIA: tuple[Media, ...] = get_args(Media)
 MediaCheck = Literal["digest", "time"]
-MEDIA_CHECKS: tuple[MediaCheck, ...] = get_args(MediaCheck)
 PLACE_BITS = 40  # of the offset in a tar, so that a tar has at most 1 TiB
 
 

@@ -17,7 +17,7 @@ import orjson
 from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_path, atomic_write
 from energon_packed.formats import codec_for
-from energon_packed.formats.references import MEDIA_PART, MediaRoot, complete_parts, moved_folders
+from energon_packed.formats.references import MEDIA_PART, complete_parts, moved_folders
 from energon_packed.metadatasets import read_split
 from energon_packed.options import refuse_remote
 from energon_packed.pipeline.engine import LocalEngine, Progress
@@ -38,16 +38,16 @@ class ShardCopy:
     Attributes:
         target: folder of the new tars.
         rows: folder of their index rows.
-        media_root: folders that moved.
+        media_root: as for `materialize`.
     """
 
     target: Path
     rows: Path
-    media_root: MediaRoot
+    media_root: Mapping[str, str] | None
 
     def __call__(self, tar: Path) -> ShardSummary:
         """Write the tar, its index and its index rows."""
-        reader = ShardReader([tar], media_root=dict(self.media_root))
+        reader = ShardReader([tar], media_root=self.media_root)
         with TarShardWriter(self.target / tar.name, self.rows) as shard:
             for pack in range(len(reader)):
                 raw = reader[pack]
@@ -94,7 +94,7 @@ def materialize(
         )
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"`output_dir` must be a new or empty folder, got {output}.")
-    moved = moved_folders(media_root)
+    moved_folders(media_root)  # raises before anything is written
     tars = [source / shard.name for shard in manifest.shards]
     progress = progress or Progress()
     is_inside = not is_remote(output) and output.exists()  # an empty folder may be a mount, which cannot be replaced
@@ -108,7 +108,7 @@ def materialize(
         rows.mkdir()
         progress.start("write", len(tars), "tars")
         done: dict[str, ShardSummary] = {}
-        with closing(LocalEngine(workers).run(ShardCopy(shards, rows, moved), tars)) as summaries:
+        with closing(LocalEngine(workers).run(ShardCopy(shards, rows, media_root), tars)) as summaries:
             for summary in summaries:
                 done[summary.name] = summary
                 progress.advance(1)

@@ -29,12 +29,12 @@ from energon_packed.errors import ConfigError, EnergonPackedError, RecordError
 from energon_packed.files import atomic_path, remove_tree
 from energon_packed.formats.references import media_digest
 from energon_packed.metadatasets import NV_META
-from energon_packed.pipeline.chunks import MEDIA_ENTRY, MediaEntries, media_file, read_media
+from energon_packed.pipeline.chunks import MEDIA, MEDIA_ENTRY, MediaEntries, read_media
 from energon_packed.pipeline.folder import Folder
 from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_states import finish_shard, finished_shard, shard_rows, state_file
+from energon_packed.pipeline.shard_states import TarTask, finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.pipeline.stages.plan import Plan, cut_evenly
 from energon_packed.pipeline.stages.samples import changed_record
 from energon_packed.pipeline.table import RecordTable
@@ -53,23 +53,14 @@ _OWN_NAME = re.compile(r"(media-\d{6}-[0-9a-f]{16}\.tar)(\.idx)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class MediaTask:
+class MediaTask(TarTask):
     """Tar of images to write.
 
     Attributes:
-        tar: final path.
-        state: file for the index rows; it appears when the tar is done.
         entries: the images, in order.
     """
 
-    tar: Path
-    state: Path
     entries: MediaEntries
-
-    @property
-    def label(self) -> str:
-        """Description for messages."""
-        return f"writing {self.tar.name}"
 
     def digest(self) -> str:
         """Hex digest of the content."""
@@ -141,8 +132,8 @@ class MediaPlan:
     """
 
     def __init__(self, files: Sequence[Path], index: Path, max_bytes: int) -> None:
-        self._files = [file for file in files if media_file(file).exists()]
-        counts = [media_file(file).stat().st_size // MEDIA_ENTRY.itemsize for file in self._files]
+        self._files = [file for file in files if file.with_suffix(MEDIA).exists()]
+        counts = [file.with_suffix(MEDIA).stat().st_size // MEDIA_ENTRY.itemsize for file in self._files]
         self._starts = np.cumsum([0, *counts], dtype=np.int64)
         total = int(self._starts[-1])
         self.images = self.bytes = 0
@@ -214,12 +205,11 @@ class MediaPlan:
         return np.concatenate([read_media(self._files[chunk])[own] for chunk, own in parts])
 
 
-def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> StoredMedia | None:
+def store_media(state: RunState, table: RecordTable, plan: Plan) -> StoredMedia | None:
     """Write the tars that no earlier run has finished.
 
     Args:
         state: objects of the run.
-        key: fingerprint of the write stage.
         table, plan: results of the earlier stages.
 
     Returns:
@@ -241,8 +231,8 @@ def store_media(state: RunState, key: str, table: RecordTable, plan: Plan) -> St
         if (finished := finished_shard(task)) is not None:
             done[finished.name] = finished
     todo = [number for number, name in enumerate(names) if name not in done]
-    output.check_space(int(media.sizes[todo].sum()), None, state.options.unfinished_bytes)
-    output.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, key, state.options.unfinished_bytes)
+    output.check_space(int(media.sizes[todo].sum()), state.options.unfinished_bytes, replaces=False)
+    output.check_space(int(media.sizes[todo].sum()) + plan.num_bytes, state.options.unfinished_bytes)
     state.progress.start("media", media.images, "images")
     state.progress.advance(sum(shard.packs for shard in done.values()))
     state.counters["media_shards_reused"] = len(done)

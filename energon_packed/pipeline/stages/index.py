@@ -20,7 +20,7 @@ from energon_packed.encoding.fragments import Fragments
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline.media.locator import StoredMedia
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.run_state import Fingerprints, RunState
+from energon_packed.pipeline.run_state import RunState
 from energon_packed.pipeline.shard_states import is_stored, shard_rows, state_file
 from energon_packed.pipeline.stages.plan import Plan
 from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
@@ -37,7 +37,6 @@ _MAX_SOURCES = 200  # separate entries in the manifest; thousands of inputs woul
 
 def write_index(
     state: RunState,
-    keys: Fingerprints,
     table: RecordTable,
     plan: Plan,
     shards: Sequence[ShardSummary],
@@ -48,7 +47,7 @@ def write_index(
     by_name = {shard.name: shard for shard in shards}
     map_paths(lambda tar: _check_shard(tar, by_name[tar.name]), [state.output.shards / name for name in by_name])
     entries = _entries(plan, shards, state.options)
-    folder = state.output.write_folder(keys.write)
+    folder = state.output.write_folder(state.keys.write)
     write_nv_meta(
         state.output.shards,
         codec=state.options.codec,
@@ -60,7 +59,7 @@ def write_index(
     )
     if state.options.media == "reference":
         write_media_yaml(state.output.shards)
-    manifest = _manifest(state, keys, table, plan, entries, stored)
+    manifest = _manifest(state, table, plan, entries, stored)
     manifest = replace(manifest, loading_code=loading_code(manifest))
     manifest.save(state.output.shards)
     state.progress.advance(len(shards))
@@ -111,7 +110,6 @@ def _entries(plan: Plan, shards: Sequence[ShardSummary], options: PackOptions) -
 
 def _manifest(
     state: RunState,
-    keys: Fingerprints,
     table: RecordTable,
     plan: Plan,
     entries: list[ShardEntry],
@@ -173,9 +171,9 @@ def _manifest(
         media_stored={} if stored is None else {"images": stored.images, "bytes": stored.bytes},
         template_fingerprint=encoder.renderer.template.fingerprint if isinstance(encoder, ChatEncoder) else "",
         image_settings=encoder.image_settings() if isinstance(encoder, ChatEncoder) else {},
-        tokenizer_fingerprint=keys.encoder,
-        input_fingerprint=keys.input,
-        fingerprint=keys.tars,
+        tokenizer_fingerprint=state.keys.encoder,
+        input_fingerprint=state.keys.input,
+        fingerprint=state.keys.tars,
         tokenizer_engine=", ".join(sorted(state.tokenizer_engines)),
         encoder=options.encoder_loader.as_dict(),
         counters=state.counters,

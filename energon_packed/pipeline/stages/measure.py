@@ -29,13 +29,16 @@ from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject
 from energon_packed.formats.references import MOST_BYTES
 from energon_packed.pipeline.chunks import (
     AUDIO_COLUMNS,
+    COLUMNS,
     COUNTED,
+    FRAMES,
     GROUP_COLUMNS,
     KINDS,
     MEMBER,
     SCHEMA,
     STATUSES,
     TOKEN_COLUMNS,
+    TOKENS,
     VIDEO_COLUMNS,
     WEIGHTED,
     Chunk,
@@ -49,8 +52,7 @@ from energon_packed.pipeline.chunks import (
     has_media,
     is_measured,
     measured_records,
-    write_columns,
-    write_frames,
+    write_beside,
     write_rows,
     write_tokens,
 )
@@ -430,15 +432,16 @@ class _ChunkContent:
 
     def write(self) -> None:
         """Write the files."""
+        file = self._chunk.file
         # The other files first: a complete record file marks the chunk as measured.
         if self._chunk.keep_tokens:
-            write_tokens(self._chunk.tokens, self._tokens)
-            write_columns(self._chunk, self._token_columns)
+            write_tokens(file.with_suffix(TOKENS), self._tokens)
+            write_beside(file, COLUMNS, b"".join(self._token_columns))
         else:
-            self._chunk.tokens.unlink(missing_ok=True)  # of a run that found groups, which it stores as tokens
-        write_frames(self._chunk, self._frames)
+            file.with_suffix(TOKENS).unlink(missing_ok=True)  # of a run that found groups, which it stores as tokens
+        write_beside(file, FRAMES, b"".join(self._frames))
         members = np.array(self._members, dtype=MEMBER) if self._members else None
-        write_rows(self._chunk.file, self._columns, self._counts, self.media, self._in_memory.write(), members)
+        write_rows(file, self._columns, self._counts, self.media, self._in_memory.write(), members)
 
     def report(self) -> ChunkReport:
         """Return the report of the chunk."""

@@ -22,15 +22,15 @@ from energon_packed.files import DiskList
 from energon_packed.packing import PackPlan
 from energon_packed.packing.planner import Assignment, assign, index_type
 from energon_packed.pipeline.chunks import (
+    COLUMNS,
+    FRAMES,
     KINDS,
     STATUSES,
+    TOKENS,
     RecordBytes,
     RecordOffsets,
     TokenCache,
     TokenReader,
-    columns_file,
-    frames_file,
-    tokens_file,
 )
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
@@ -435,13 +435,12 @@ class Plan:
         return sum(shard.num_bytes for shard in self.shards)
 
 
-def make_plan(state: RunState, table: RecordTable, fingerprint: str) -> Plan:
+def make_plan(state: RunState, table: RecordTable) -> Plan:
     """Plan all packs, write lengths.parquet and rejects.jsonl, and compare the rejects with the limits.
 
     Args:
         state: objects of the run.
         table: measured records.
-        fingerprint: of the tars, for lengths.parquet.
 
     Raises:
         RejectLimitError: more records are rejected than allowed.
@@ -455,7 +454,7 @@ def make_plan(state: RunState, table: RecordTable, fingerprint: str) -> Plan:
         entries.fragments,
         usable_len=options.usable_len,
         output=output,
-        fingerprint=fingerprint,
+        fingerprint=state.keys.tars,
         groups=entries.group_numbers(),
     )
     try:
@@ -523,10 +522,6 @@ def plan_rejects(
     if options.truncate is not None:
         supervised, checksums = table.copy(supervised), table.copy(checksums)
     details = Details(len(table), table.folder)
-    # `status` and `details` are filled below, after the object that shares them is made.
-    rejects = TableRejects(
-        table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
-    )
     if max_images is not None:
         for block in blocks(len(table)):
             status[block][(status[block] == 0) & (table.num_images[block] > max_images)] = OVERLONG
@@ -560,6 +555,9 @@ def plan_rejects(
                     supervised[row], checksums[row] = result
                 else:
                     fragments.extend(result)
+    rejects = TableRejects(
+        table=table, reader=reader, status=status, details=details, options=options, max_images=max_images
+    )
     return rejects, _with_fragments(entries, fragments)
 
 
@@ -625,9 +623,9 @@ def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
         return None
     columns = None
     if table.columns_bytes.any():
-        files = [columns_file(file) for file in table.files]
+        files = [file.with_suffix(COLUMNS) for file in table.files]
         columns = RecordBytes(files, table.file_starts, table.columns_bytes, table.empty)
-    files = [tokens_file(file) for file in table.files]
+    files = [file.with_suffix(TOKENS) for file in table.files]
     return TokenCache(files, table.file_starts, table.length, table.empty, columns)
 
 
@@ -635,5 +633,5 @@ def kept_frames(table: RecordTable) -> RecordBytes | None:
     """Return the frames and clips that the measure stage selected; None if no record has videos or audio."""
     if not table.frames_bytes.any():
         return None
-    files = [frames_file(file) for file in table.files]
+    files = [file.with_suffix(FRAMES) for file in table.files]
     return RecordBytes(files, table.file_starts, table.frames_bytes, table.empty)

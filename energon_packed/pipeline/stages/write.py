@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from energon_packed.pipeline.chunks import RecordOffsets, TokenReader
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_states import finish_shard, finished_shard, state_file
+from energon_packed.pipeline.shard_states import TarTask, finish_shard, finished_shard, state_file
 from energon_packed.pipeline.stages.plan import Plan, in_order, kept_frames, kept_tokens
 from energon_packed.pipeline.stages.samples import SampleReader, SampleSettings, records_of
 from energon_packed.pipeline.table import IN_REFS, RecordRefs, RecordTable
@@ -35,12 +34,10 @@ _REQUESTS = 16  # at a time, to check the shards in an object store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardTask:
+class ShardTask(TarTask):
     """Shard to write.
 
     Attributes:
-        tar: final path.
-        state: file for the index rows; it appears when the shard is done.
         prefix: prefix of keys.
         first_pack: index of the first pack.
         records: records of all packs, pack after pack.
@@ -50,8 +47,6 @@ class ShardTask:
         media: names of the tars with referenced images and videos that are in no file of the input.
     """
 
-    tar: Path
-    state: Path
     prefix: str
     first_pack: int
     records: RecordRefs
@@ -59,11 +54,6 @@ class ShardTask:
     tokens: RecordOffsets | None = None
     frames: RecordOffsets | None = None
     media: Sequence[str] = ()
-
-    @property
-    def label(self) -> str:
-        """Description for messages."""
-        return f"writing {self.tar.name}"
 
     def digest(self) -> str:
         """Compute the hex digest of the records of all packs and their measurements.
@@ -111,13 +101,12 @@ class ShardWriter:
 
 
 def write_shards(
-    state: RunState, key: str, table: RecordTable, plan: Plan, stored: StoredMedia | None = None
+    state: RunState, table: RecordTable, plan: Plan, stored: StoredMedia | None = None
 ) -> list[ShardSummary]:
     """Write the shards that no earlier run has finished.
 
     Args:
         state: objects of the run.
-        key: fingerprint of the stage; names the folder of the index rows.
         table, plan: results of the earlier stages.
         stored: images of `out/media`; None without such images.
 
@@ -125,13 +114,13 @@ def write_shards(
         All shards, in order.
     """
     options, output = state.options, state.output
-    folder = output.write_folder(key)
+    folder = output.write_folder(state.keys.write)
     shards = {shard.name(options.prefix): shard for shard in plan.shards}
     present = {tar.name for tar in output.shards.glob("*.tar")}
     missing = [name for name in shards if name not in present or not state_file(folder, name).exists()]
     needed = sum(shards[name].num_bytes for name in missing)
-    output.check_space(needed, key, options.unfinished_bytes)  # before anything is replaced
-    output.delete_other_run(key)
+    output.check_space(needed, options.unfinished_bytes)  # before anything is replaced
+    output.delete_other_run()
     folder.mkdir(parents=True, exist_ok=True)
     kept, frames = kept_tokens(state, table), kept_frames(table)
     columns = [getattr(plan.entries, name) for name in IN_REFS]
