@@ -24,11 +24,12 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import AudioReference, Conversation, MediaReference, VideoReference
-from energon_packed.records.audio import AUDIO_PLACEHOLDER, AUDIO_SUFFIXES
+from energon_packed.records.audio import AUDIO_SUFFIXES
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import is_given
+from energon_packed.records.kinds import AUDIO_PLACEHOLDER, VIDEO_PLACEHOLDER
 from energon_packed.records.record_formats import RECORD_FORMATS
-from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, is_video_content
+from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_SUFFIXES, is_video_content
 from energon_packed.sources.base import LONGEST_RECORD
 from energon_packed.tarfiles import Member, key_faults, read_content
 
