@@ -123,16 +123,10 @@ class ChatEncoder(Processor):
         self.vision, self.audio = vision, audio
         control = [] if settings.allow_special_in_text else control_tokens_of(self.parts, vision, audio)
         self.text_tokenizer = TextTokenizer(self.parts.backend, settings.tokenizer_engine, control=control)
+        tokens, placeholders = _texts_of_media(vision, audio)
         self.renderer = Renderer(
-            ChatTemplate(
-                self.parts,
-                image_token=vision.template_token if vision else None,
-                audio_token=audio.token if audio else None,
-                video_token=vision.video_token if vision and vision.takes_clips else None,
-            ),
-            placeholder=vision.placeholder if vision else None,
-            video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
-            audio_placeholder=audio.placeholder if audio else None,
+            ChatTemplate(self.parts, tokens=tokens),
+            placeholders=placeholders,
             boxes=vision.boxes if vision else None,
             gap=vision.gap if vision else "",
             end=self.parts.end_of_document,
@@ -723,6 +717,20 @@ class ChatEncoder(Processor):
         if problem:
             raise ConfigError(f"audio of {self.audio.name} is not supported: {problem}. Remove the audio.")
         return self.audio
+
+
+def _texts_of_media(vision: VisionFamily | None, audio: AudioFamily | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (text that a template writes for a content part, text of a file that is not a part), by kind."""
+    tokens, placeholders = dict[str, str](), dict[str, str]()
+    if vision is not None:
+        tokens["image"], placeholders["image"] = vision.template_token, vision.placeholder
+        if vision.video_token is not None:
+            placeholders["video"] = vision.video_placeholder
+            if vision.takes_clips:
+                tokens["video"] = vision.video_token
+    if audio is not None:
+        tokens["audio"], placeholders["audio"] = audio.token, audio.placeholder
+    return tokens, placeholders
 
 
 def _values_of_spans(batch: TokenBatch, rendered: Sequence[Rendered]) -> dict[int, Columns]:
