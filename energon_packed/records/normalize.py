@@ -178,7 +178,7 @@ def _group(
     record_weight: RecordWeight,
     weight: float,
 ) -> Conversation:
-    """Read the members of a record like records of their own, and collect their media and notes.
+    """Read the members of a record like records of their own, and collect their notes.
 
     Raises:
         RecordError: of a member; the detail names its role.
@@ -207,10 +207,6 @@ def _group(
     return Conversation(
         id=None if ident is None else str(ident),
         members=tuple(members),
-        images=tuple(image for member in members for image in member.images),
-        videos=tuple(video for member in members for video in member.videos),
-        audios=tuple(audio for member in members for audio in member.audios),
-        video=any(member.video for member in members),
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
