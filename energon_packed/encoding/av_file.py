@@ -17,6 +17,7 @@ from energon_packed.encoding.vision.video_container import ContainerHeader, read
 from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
 from energon_packed.libraries import calls
 from energon_packed.records import MediaReference
+from energon_packed.records.kinds import MediaKind
 from energon_packed.storage import is_remote
 from energon_packed.system import memory_limit, raise_resource_error
 
@@ -34,17 +35,14 @@ class FileKind:
     """Kind of a file.
 
     Attributes:
-        a: the kind with its article, as in "is not a video": `a video` or `an audio file`.
-        missing, corrupt: reasons of rejected records.
+        media: the kind of media that it contains, for messages and reasons.
         demuxers: names of the demuxers; other formats of FFmpeg read other files (playlists), devices, or images.
         containers: their formats, for messages.
         remedy: what to do with a damaged file.
         options: options of FFmpeg.
     """
 
-    a: str
-    missing: Reason
-    corrupt: Reason
+    media: MediaKind
     demuxers: str
     containers: str
     remedy: str
@@ -194,8 +192,8 @@ def _open_reference(reference: MediaReference, kind: FileKind) -> BinaryIO:
     except RecordError as error:
         if error.reason is not Reason.MISSING_IMAGE:
             raise
-        detail = error.detail.replace("of an image file", f"of {kind.a.removesuffix(' file')} file")
-        raise RecordError(kind.missing, detail) from error
+        detail = error.detail.replace("of an image file", f"of {kind.media.a.removesuffix(' file')} file")
+        raise RecordError(kind.media.missing, detail) from error
 
 
 def _refuse(name: str, flags: int, options: object) -> NoReturn:
@@ -204,7 +202,7 @@ def _refuse(name: str, flags: int, options: object) -> NoReturn:
 
 def _described(error: Exception, kind: FileKind, *, is_open: bool) -> str:
     if not is_open:
-        return f"is not {kind.a} of the formats {kind.containers}, or its header is damaged"
+        return f"is not {kind.media.a} of the formats {kind.containers}, or its header is damaged"
     reason = (getattr(error, "strerror", None) or str(error)).lower()
     return f"has damaged data ({reason})"
 
@@ -212,4 +210,4 @@ def _described(error: Exception, kind: FileKind, *, is_open: bool) -> str:
 def _corrupt(reference: MediaReference, kind: FileKind, detail: str) -> RecordError:
     detail = " ".join(detail.split())
     remedy = "" if ";" in detail else f"; {kind.remedy}"
-    return RecordError(kind.corrupt, f"{reference.label} {detail}{remedy}")
+    return RecordError(kind.media.corrupt, f"{reference.label} {detail}{remedy}")

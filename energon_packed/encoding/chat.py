@@ -10,7 +10,7 @@ to the token ids, `_tokenize`, so a measured length is always the encoded length
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.audio.families import AudioFamily
-from energon_packed.encoding.audio.media import AudioSize, measure_audio, read_features
+from energon_packed.encoding.audio.media import measure_audio, read_features
 from energon_packed.encoding.audio.settings import audio_problem, load_audio
 from energon_packed.encoding.pretrained import TokenizerParts, find_pretrained, is_same_folder, load_tokenizer
 from energon_packed.encoding.processor import Measurement, Processor, TokenBatch, TokenRules
@@ -41,14 +41,20 @@ from energon_packed.encoding.tokenizer import TextTokenizer, Weights
 from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.encoding.vision.media import (
     AUDIO_IGNORED,
-    MediaSize,
     measure_media,
     patch_positions,
     read_pixels,
     trained_grids,
     with_frames_as_images,
 )
-from energon_packed.encoding.vision.positions import ImageRun, MediaTokens, ModelNeeds, Pixels, expanded
+from energon_packed.encoding.vision.positions import (
+    AudioSize,
+    MediaSize,
+    MediaTokens,
+    ModelNeeds,
+    Pixels,
+    expanded,
+)
 from energon_packed.encoding.vision.processor_videos import ProcessorVision
 from energon_packed.encoding.vision.settings import load_vision
 from energon_packed.encoding.vision.timestamps import has_timestamps
@@ -57,6 +63,7 @@ from energon_packed.keywords import EncoderKeywords
 from energon_packed.options import declared, make, plain_values
 from energon_packed.records import Conversation
 from energon_packed.records.columns import FILL, Columns
+from energon_packed.records.kinds import MEDIA_KINDS
 from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED, TIMESTAMPS_WRITTEN
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 from energon_packed.system import announced
@@ -65,7 +72,7 @@ Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 _M = TypeVar("_M", MediaSize, Pixels)
 _BATCH = 256  # conversations tokenized and checked together
-_NO_MEDIA, _SILENT = MediaSize(), AudioSize()
+_NO_MEDIA = MediaSize()
 # Part of the fingerprint; increase it when the same input produces different tokens.
 _VERSION = 1
 _DIGITS = 12  # characters shown of a fingerprint
@@ -123,16 +130,10 @@ class ChatEncoder(Processor):
         self.vision, self.audio = vision, audio
         control = [] if settings.allow_special_in_text else control_tokens_of(self.parts, vision, audio)
         self.text_tokenizer = TextTokenizer(self.parts.backend, settings.tokenizer_engine, control=control)
+        tokens, placeholders = _texts_of_media(vision, audio)
         self.renderer = Renderer(
-            ChatTemplate(
-                self.parts,
-                image_token=vision.template_token if vision else None,
-                audio_token=audio.token if audio else None,
-                video_token=vision.video_token if vision and vision.takes_clips else None,
-            ),
-            placeholder=vision.placeholder if vision else None,
-            video_placeholder=vision.video_placeholder if vision and vision.video_token else None,
-            audio_placeholder=audio.placeholder if audio else None,
+            ChatTemplate(self.parts, tokens=tokens),
+            placeholders=placeholders,
             boxes=vision.boxes if vision else None,
             gap=vision.gap if vision else "",
             end=self.parts.end_of_document,
@@ -206,34 +207,24 @@ class ChatEncoder(Processor):
             return [rejects.get(index, sample) for index, sample in enumerate(row)]
         results: dict[int, EncodedSample | Reject] = {}
         media: dict[int, Pixels] = {}
-        audios: dict[int, AudioSize] = {}
         for index, conversation in enumerate(conversations):
             try:
-                has_media = conversation.images or conversation.videos
-                pixels = read_pixels(self._vision(conversation), conversation) if has_media else Pixels()
-                audios[index] = (
-                    read_features(self._audio(conversation), conversation) if self._is_heard(conversation) else _SILENT
-                )
-                media[index] = self._with_tracks(pixels, audios[index])
+                media[index] = self._media(conversation, read_pixels, read_features, Pixels())
             except RecordError as error:
                 results[index] = error.reject
-        sizes = [MediaSize(pixels.runs, frames=pixels.frames, spelled=pixels.spelled) for pixels in media.values()]
-        chosen = [audios[index] for index in media]
-        batch, rejects = self._tokenize([conversations[index] for index in media], sizes, chosen)
+        batch, rejects = self._tokenize([conversations[index] for index in media], [*media.values()])
         for slot, (index, pixels) in enumerate(media.items()):  # slot: index in the batch, which has no rejects
             if slot in rejects:
                 results[index] = rejects[slot]
                 continue
             try:
-                results[index] = self._with_pixels(conversations[index], pixels, audios[index], batch, slot)
+                results[index] = self._with_pixels(conversations[index], pixels, batch, slot)
             except RecordError as error:
                 results[index] = error.reject
         return [results[index] for index in range(len(results))]
 
-    def _with_pixels(
-        self, conversation: Conversation, pixels: Pixels, audio: AudioSize, batch: TokenBatch, slot: int
-    ) -> EncodedSample:
-        sample = self._expanded(conversation, pixels.runs, audio.runs, batch, slot)
+    def _with_pixels(self, conversation: Conversation, pixels: Pixels, batch: TokenBatch, slot: int) -> EncodedSample:
+        sample, audio = self._expanded(conversation, pixels, batch, slot), pixels.audio
         if audio.inputs is not None or self.vision is None:
             sample = replace(sample, audio_inputs=audio.inputs, dummy=self.dummy)
         if self.vision is None or self.image_token_id is None:
@@ -271,23 +262,16 @@ class ChatEncoder(Processor):
         """
         results: list[Measurement | None] = [None] * len(conversations)
         media: dict[int, MediaSize] = {}
-        audios: dict[int, AudioSize] = {}
         for index, conversation in enumerate(conversations):
             try:
-                has_media = conversation.images or conversation.videos
-                size = measure_media(self._vision(conversation), conversation) if has_media else _NO_MEDIA
-                audios[index] = (
-                    measure_audio(self._audio(conversation), conversation) if self._is_heard(conversation) else _SILENT
-                )
-                media[index] = self._with_tracks(size, audios[index])
+                media[index] = self._media(conversation, measure_media, measure_audio, _NO_MEDIA)
             except RecordError as error:
                 results[index] = Measurement.rejected(error.reject)
         usable = list(media)
         for start in range(0, len(usable), _BATCH):
             indices = usable[start : start + _BATCH]
             chosen, sizes = [conversations[index] for index in indices], [media[index] for index in indices]
-            audio_sizes = [audios[index] for index in indices]
-            batch, rejects = self._tokenize(chosen, sizes, audio_sizes)
+            batch, rejects = self._tokenize(chosen, sizes)
             lengths = np.diff(batch.cu_seqlens).tolist()
             # Image tokens are never targets, so the expanded sample has the same counts.
             targets = targets_per_sample(batch.labels, batch.cu_seqlens).tolist()
@@ -297,17 +281,17 @@ class ChatEncoder(Processor):
                 labels = batch.sample(slot)[1]
                 checksums[slot] += int(column_checksums(labels, columns, np.array([0, len(labels)]))[0])
                 checksums[slot] %= 2**63
-            for slot, (index, size, audio) in enumerate(zip(indices, sizes, audio_sizes, strict=True)):
+            for slot, (index, size) in enumerate(zip(indices, sizes, strict=True)):
                 if slot in rejects:
                     results[index] = Measurement.rejected(rejects[slot])
                     continue
-                conversation, length = chosen[slot], lengths[slot]
+                conversation, length, audio = chosen[slot], lengths[slot], size.audio
                 if conversation.input_ids is None:  # stored tokens contain the full run of each image already
                     length += sum([run.length - 1 for run in (*size.runs, *audio.runs)])
                 results[index] = Measurement(
                     length,
                     size.num_bytes + audio.num_bytes,
-                    sample=self._expanded(conversation, size.runs, audio.runs, batch, slot) if keep_tokens else None,
+                    sample=self._expanded(conversation, size, batch, slot) if keep_tokens else None,
                     supervised=targets[slot],
                     decoded=size.decoded,
                     frames=size.frames,
@@ -484,7 +468,7 @@ class ChatEncoder(Processor):
     # --- tokens ----------------------------------------------------------------------------------------------------
 
     def _tokenize(
-        self, conversations: Sequence[Conversation], media: Sequence[MediaSize], audios: Sequence[AudioSize] = ()
+        self, conversations: Sequence[Conversation], media: Sequence[MediaSize]
     ) -> tuple[TokenBatch, dict[int, Reject]]:
         """Tokenize S conversations, with one token per image, video and audio; `input_ids` records keep their ids.
 
@@ -510,8 +494,8 @@ class ChatEncoder(Processor):
                 rejects[index] = Reject(Reason.UNSUPPORTED_FIELD, detail)
             elif conversation.input_ids is None:
                 try:
-                    spoken = audios[index].runs if audios else ()
-                    rendered[index] = self.renderer.render(conversation, media[index].runs, spoken)
+                    size = media[index]
+                    rendered[index] = self.renderer.render(conversation, size.runs, size.audio.runs)
                 except RecordError as error:
                     rejects[index] = error.reject
         pieces: list[tuple[Int64, Int64, Float32 | None] | None] = [None] * len(conversations)
@@ -535,7 +519,7 @@ class ChatEncoder(Processor):
             own = _values_of_spans(batch, list(chosen.values()))
             columns |= {index: own[slot] for slot, index in enumerate(chosen) if slot in own}
             if len(chosen) == len(conversations):  # the usual case: nothing to reorder or copy
-                batch, unusable = self._checked(conversations, media, audios, batch)
+                batch, unusable = self._checked(conversations, media, batch)
                 return _with_columns(batch, columns, conversations), unusable | rejects
             for slot, index in enumerate(chosen):
                 pieces[index] = batch.sample(slot)
@@ -546,41 +530,20 @@ class ChatEncoder(Processor):
                 pieces[index] = (ids, labels, conversation.loss_weights)
                 if conversation.columns:
                     columns[index] = conversation.columns
-        batch, unusable = self._checked(conversations, media, audios, TokenBatch.joined(pieces))
+        batch, unusable = self._checked(conversations, media, TokenBatch.joined(pieces))
         return _with_columns(batch, columns, conversations), unusable | rejects
 
     def _checked(
-        self,
-        conversations: Sequence[Conversation],
-        media: Sequence[MediaSize],
-        audios: Sequence[AudioSize],
-        batch: TokenBatch,
+        self, conversations: Sequence[Conversation], media: Sequence[MediaSize], batch: TokenBatch
     ) -> tuple[TokenBatch, dict[int, Reject]]:
         """`TokenRules.check` of a batch, with a clearer reason for conversations without an assistant turn."""
         in_vocabulary = all([conversation.input_ids is None for conversation in conversations])
-        images: Sequence[int] = ()  # without a vision family, images and videos are rejected earlier
-        videos: Sequence[int] = ()
-        spoken: Sequence[int] = ()
-        if any([size.runs or size.tracks for size in audios]):
-            spoken = [
-                len(c.audios)
-                if c.input_ids is None
-                else sum([run.features(self.rules.audio_token_id) for run in size.runs]) + sum(size.tracks.values())
-                for c, size in zip(conversations, audios, strict=True)
-            ]
-        if self.vision is not None:
-            # Rendered text has a single token per image or video so far; stored tokens have the full run.
-            images = [
-                len(c.images) if c.input_ids is None else self._features(size, is_video=False)
-                for c, size in zip(conversations, media, strict=True)
-            ]
-            if any([c.videos for c in conversations]):
-                videos = [
-                    len(c.videos) if c.input_ids is None else self._features(size, is_video=True)
-                    for c, size in zip(conversations, media, strict=True)
-                ]
+        needed: dict[str, list[int]] = {}
+        if any([size is not _NO_MEDIA for size in media]):
+            pairs = list(zip(conversations, media, strict=True))
+            needed = {kind: [self._needed(kind, *pair) for pair in pairs] for kind in self.rules.media}
         batch = batch.scaled([conversation.weight for conversation in conversations])
-        batch, rejects = self.rules.check(batch, images, videos, spoken, in_vocabulary=in_vocabulary)
+        batch, rejects = self.rules.check(batch, needed, in_vocabulary=in_vocabulary)
         for index, conversation in enumerate(conversations):
             if (
                 conversation.videos
@@ -614,26 +577,24 @@ class ChatEncoder(Processor):
         found = np.unique(np.searchsorted(batch.cu_seqlens, is_pair[~np.isin(is_pair, batch.cu_seqlens)], "right") - 1)
         return [index for index in found.tolist() if conversations[index].input_ids is None]
 
-    def _features(self, size: MediaSize, *, is_video: bool) -> int:
-        """Number of image tokens, or of video tokens, that the media of a conversation need."""
-        token = self.rules.video_token_id if is_video else self.image_token_id
+    def _needed(self, kind: str, conversation: Conversation, size: MediaSize) -> int:
+        """Number of tokens of a kind of media that a conversation must have."""
+        if conversation.input_ids is None:  # rendered text has a single token per file so far
+            return len(getattr(conversation, MEDIA_KINDS[kind].field))
+        token, _ = self.rules.media[kind]  # stored tokens have the full runs
+        if kind == "audio":
+            return sum([run.features(token) for run in size.audio.runs]) + sum(size.audio.tracks.values())
         # In some families, image tokens are in the runs of videos.
+        is_video = kind == "video"
         return sum([run.features(token) for run in size.runs if run.is_video == is_video or run.make is not None])
 
-    def _expanded(
-        self,
-        conversation: Conversation,
-        runs: Sequence[ImageRun],
-        audio_runs: Sequence[ImageRun],
-        batch: TokenBatch,
-        slot: int,
-    ) -> EncodedSample:
+    def _expanded(self, conversation: Conversation, media: MediaSize, batch: TokenBatch, slot: int) -> EncodedSample:
         """Sample `slot` of a batch, with all tokens of its images, videos and audio files."""
         ids, labels, weights = batch.sample(slot)
         columns = batch.columns.get(slot)
         token, audio_token = self.image_token_id, self.rules.audio_token_id
         # Audio first: the tokens of a video may contain tokens of its audio track.
-        of_kinds = (((audio_token,), audio_runs), ((token, self.rules.video_token_id), runs))
+        of_kinds = (((audio_token,), media.audio.runs), ((token, self.rules.video_token_id), media.runs))
         for tokens, found in of_kinds if conversation.input_ids is None else ():
             if not found:
                 continue
@@ -691,23 +652,30 @@ class ChatEncoder(Processor):
             raise ConfigError(f"{record} has images or videos, but {cause}. {remedy}.")
         return self.vision
 
-    def _is_heard(self, conversation: Conversation) -> bool:
-        """Whether a conversation has audio files, or videos whose audio tracks are used."""
-        has_tracks = self.audio is not None and self.audio.uses_tracks
-        return bool(conversation.audios or (has_tracks and conversation.videos))
+    def _media(
+        self,
+        conversation: Conversation,
+        see: Callable[[VisionFamily, Conversation], _M],
+        hear: Callable[[AudioFamily, Conversation], AudioSize],
+        none: _M,
+    ) -> _M:
+        """Measure or read images and videos by `see` and audio by `hear`; `none` is the result without media."""
+        media = see(self._vision(conversation), conversation) if conversation.images or conversation.videos else none
+        has_tracks = self.audio is not None and self.audio.uses_tracks and conversation.videos
+        if not (conversation.audios or has_tracks):
+            return media
+        audio = hear(self._audio(conversation), conversation)
+        return self._with_tracks(replace(media, audio=audio), audio) if audio.tracks else replace(media, audio=audio)
 
     def _with_tracks(self, media: _M, audio: AudioSize) -> _M:
         """Put the tokens of audio tracks among the tokens of their videos."""
-        if not audio.tracks:
-            return media
         vision, runs = self.vision, list(media.runs)
         assert isinstance(vision, ProcessorVision), "only such a family has videos and an audio family with tracks"
         videos = [at for at, run in enumerate(runs) if run.is_video]
         for video, tokens in audio.tracks.items():
             runs[videos[video]] = vision.heard_run(media.frames[video], tokens)
-        if isinstance(media, MediaSize):
-            media = replace(media, notes=tuple([note for note in media.notes if note != AUDIO_IGNORED]))
-        return replace(media, runs=runs)
+        notes = tuple([note for note in media.notes if note != AUDIO_IGNORED])
+        return replace(media, runs=runs, notes=notes)
 
     def _audio(self, conversation: Conversation) -> AudioFamily:
         if self.audio is None:
@@ -723,6 +691,20 @@ class ChatEncoder(Processor):
         if problem:
             raise ConfigError(f"audio of {self.audio.name} is not supported: {problem}. Remove the audio.")
         return self.audio
+
+
+def _texts_of_media(vision: VisionFamily | None, audio: AudioFamily | None) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (text that a template writes for a content part, text of a file that is not a part), by kind."""
+    tokens, placeholders = dict[str, str](), dict[str, str]()
+    if vision is not None:
+        tokens["image"], placeholders["image"] = vision.template_token, vision.placeholder
+        if vision.video_token is not None:
+            placeholders["video"] = vision.video_placeholder
+            if vision.takes_clips:
+                tokens["video"] = vision.video_token
+    if audio is not None:
+        tokens["audio"], placeholders["audio"] = audio.token, audio.placeholder
+    return tokens, placeholders
 
 
 def _values_of_spans(batch: TokenBatch, rendered: Sequence[Rendered]) -> dict[int, Columns]:

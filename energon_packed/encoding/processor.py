@@ -11,7 +11,7 @@ images need. Measuring, encoding and stored tokens all use it, so they reject th
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import AudioClip, Conversation, FrameSelection
 from energon_packed.records.columns import Columns, check_columns
+from energon_packed.records.kinds import MEDIA_KINDS
 
 Int64 = npt.NDArray[np.int64]
 Reads = Literal["conversations", "any", "raw"]
@@ -86,23 +87,14 @@ class TokenRules:
 
     Attributes:
         vocabulary: number of token ids; None does not check ids.
-        image_token_id: token that represents an image; None for text models.
-        image_token: its string, for messages.
-        video_token_id: token that represents a video; None for families without it.
-        video_token: its string, for messages.
-        audio_token_id: token that represents an audio file; None for families without it.
-        audio_token: its string, for messages.
+        media: token that represents a file, and its string for messages, by the name of its kind; only of kinds that
+            the families have.
         reserved: tokens that text must not contain.
         reserved_strings: their strings, for messages.
     """
 
     vocabulary: int | None = None
-    image_token_id: int | None = None
-    image_token: str = ""
-    video_token_id: int | None = None
-    video_token: str = ""
-    audio_token_id: int | None = None
-    audio_token: str = ""
+    media: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     reserved: tuple[int, ...] = ()
     reserved_strings: tuple[str, ...] = ()
 
@@ -111,31 +103,35 @@ class TokenRules:
         cls, tokenizer: TokenizerParts, vision: VisionFamily | None, audio: AudioFamily | None = None
     ) -> "TokenRules":
         """Rules of a tokenizer, a vision family and an audio family."""
-        of_audio: dict[str, Any] = {}
-        if audio is not None:
-            of_audio = {"audio_token": audio.token, "audio_token_id": tokenizer.backend.token_to_id(audio.token)}
-        if vision is None:
-            return cls(vocabulary=tokenizer.vocabulary, **of_audio)
-        image = tokenizer.backend.token_to_id(vision.image_token)
-        video = None if vision.video_token is None else tokenizer.backend.token_to_id(vision.video_token)
-        reserved = {tokenizer.backend.token_to_id(token) for token in vision.reserved} - {None, image, video}
-        return cls(
-            vocabulary=tokenizer.vocabulary,
-            image_token_id=image,
-            image_token=vision.image_token,
-            video_token_id=video,
-            video_token=vision.video_token or "",
-            reserved=tuple(sorted(reserved)),
-            reserved_strings=vision.reserved,
-            **of_audio,
-        )
+        to_id, reserved_strings = tokenizer.backend.token_to_id, vision.reserved if vision else ()
+        strings = {} if vision is None else {"image": vision.image_token, "video": vision.video_token or ""}
+        strings |= {} if audio is None else {"audio": audio.token}
+        media = {kind: (ident, token) for kind, token in strings.items() if (ident := to_id(token)) is not None}
+        reserved = {to_id(token) for token in reserved_strings} - {None, *(ident for ident, _ in media.values())}
+        return cls(tokenizer.vocabulary, media, tuple(sorted(reserved)), reserved_strings)
+
+    @property
+    def image_token_id(self) -> int | None:
+        """Token that represents an image; None for text models."""
+        return self._token("image")
+
+    @property
+    def video_token_id(self) -> int | None:
+        """Token that represents a video; None for families without it."""
+        return self._token("video")
+
+    @property
+    def audio_token_id(self) -> int | None:
+        """Token that represents an audio file; None for families without it."""
+        return self._token("audio")
+
+    def _token(self, kind: str) -> int | None:
+        return self.media[kind][0] if kind in self.media else None
 
     def check(
         self,
         batch: TokenBatch,
-        image_tokens: Sequence[int],
-        video_tokens: Sequence[int] = (),
-        audio_tokens: Sequence[int] = (),
+        needed: Mapping[str, Sequence[int]],
         *,
         in_vocabulary: bool = False,
     ) -> tuple[TokenBatch, dict[int, Reject]]:
@@ -143,8 +139,8 @@ class TokenRules:
 
         Args:
             batch: S samples.
-            image_tokens: number of image tokens that each sample must have, S integers.
-            video_tokens, audio_tokens: the same of video and audio tokens; empty if no sample has any.
+            needed: number of tokens of a kind of media that each sample must have, S integers by the name of the kind;
+                none of a kind that is left out.
             in_vocabulary: the ids come from the tokenizer itself, so they are not compared with the vocabulary.
 
         Returns:
@@ -157,24 +153,16 @@ class TokenRules:
         if self.vocabulary is not None and not in_vocabulary:
             self._check_ids(batch, rejects)
         labels = batch.labels
-        kinds = (
-            ("images", self.image_token_id, self.image_token, image_tokens, Reason.IMAGE_COUNT_MISMATCH),
-            ("videos", self.video_token_id, self.video_token, video_tokens, Reason.VIDEO_COUNT_MISMATCH),
-            ("audio files", self.audio_token_id, self.audio_token, audio_tokens, Reason.AUDIO_COUNT_MISMATCH),
-        )
-        for kind, token_id, token, tokens, reason in kinds:
-            if token_id is None:
-                continue
-            is_media = batch.input_ids == token_id
+        for name, (token_id, token) in self.media.items():
+            kind, is_media = MEDIA_KINDS[name], batch.input_ids == token_id
             counts = _per_sample(is_media, batch.cu_seqlens)
-            needed = np.asarray(tokens or [0] * len(counts))
-            for index in np.flatnonzero(counts != needed).tolist():
-                detail = f"{counts[index]} {token} tokens, but the {kind} need {needed[index]}"
-                rejects.setdefault(index, Reject(reason, detail))
+            expected = np.asarray(needed.get(name) or [0] * len(counts))
+            for index in np.flatnonzero(counts != expected).tolist():
+                detail = f"{counts[index]} {token} tokens, but the {kind.plural} need {expected[index]}"
+                rejects.setdefault(index, Reject(kind.mismatch, detail))
             if counts.any():
                 labels = np.where(is_media, IGNORE_INDEX, labels)
-        if self.image_token_id is not None:
-            self._check_reserved(batch, rejects)
+        self._check_reserved(batch, rejects)
         weights = batch.loss_weights
         if weights is not None:
             labels = np.where(weights == 0, IGNORE_INDEX, labels)
@@ -369,7 +357,7 @@ class Processor(ABC):
         """
         row = TokenBatch(input_ids, labels, np.asarray(cu_seqlens), loss_weights)
         # An encoder with the same fingerprint compared the ids with the vocabulary when they were packed.
-        batch, rejects = self.rules.check(row, [0] * len(ids), in_vocabulary=True)
+        batch, rejects = self.rules.check(row, {}, in_vocabulary=True)
         for reject in rejects.values():
             raise RecordError.of(reject)
         return self._as_row(ids, batch)
@@ -377,7 +365,7 @@ class Processor(ABC):
     @property
     def rules(self) -> TokenRules:
         """Conditions that the tokens of a sample must meet."""
-        return TokenRules(image_token_id=self.image_token_id)
+        return TokenRules(media={} if self.image_token_id is None else {"image": (self.image_token_id, "")})
 
     def _as_row(self, ids: Sequence[str | None], batch: TokenBatch) -> EncodedRow:
         """The samples of a batch without images."""

@@ -19,8 +19,9 @@ from energon_packed.encoding.template import RESULT_TAGS, ChatTemplate
 from energon_packed.encoding.vision.families import BoxFormat
 from energon_packed.encoding.vision.positions import ImageRun
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Conversation, Message
+from energon_packed.records import Conversation, Message
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
+from energon_packed.records.kinds import IMAGE, MEDIA_KINDS, MediaKind
 from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 
 LossOn = Literal["assistant", "last", "all"]
@@ -53,9 +54,8 @@ class Renderer:
 
     Attributes:
         template: chat template of the tokenizer.
-        placeholder: text of an image for the vision family; None without a family.
-        video_placeholder: text of a video; None without a family, or for a family whose videos are images.
-        audio_placeholder: text of an audio file that is not a content part; None without a family.
+        placeholders: text of an image, a video and an audio file that is not a content part, by the name of the kind;
+            only of kinds that the families have.
         end: token to append to a document; "" if the tokenizer appends it, None if it has no such token.
         loss_on: supervised text: every assistant turn, only the last assistant turn, or all text.
         boxes: text of names and boxes; None without a family, or for a family without boxes.
@@ -65,11 +65,9 @@ class Renderer:
 
     template: ChatTemplate
     _: KW_ONLY
-    placeholder: str | None
+    placeholders: Mapping[str, str]
     end: str | None
     loss_on: LossOn
-    video_placeholder: str | None = None
-    audio_placeholder: str | None = None
     boxes: BoxFormat | None = None
     gap: str = ""
     special: SpecialText | None = None
@@ -91,9 +89,10 @@ class Renderer:
         escaped = self.escaped(conversation)
         own = self.of_record(escaped)
         rendered = own.with_placeholders(own.by_template(escaped), escaped)
-        for token, is_video in ((self.placeholder, False), (self.template.video_token, True)):
+        tokens = self.template.tokens
+        for token, is_video in ((self.placeholders.get("image"), False), (tokens.get("video"), True)):
             rendered = self._with_edges(rendered, token, [run.edges for run in runs if run.is_video == is_video])
-        rendered = self._with_edges(rendered, self.template.audio_token, [run.edges for run in audios], gap="")
+        rendered = self._with_edges(rendered, tokens.get("audio"), [run.edges for run in audios], gap="")
         return rendered if escaped is conversation else rendered._replace(text=EscapedText(rendered.text))
 
     def of_record(self, conversation: Conversation) -> "Renderer":
@@ -114,8 +113,8 @@ class Renderer:
 
     def with_placeholders(self, rendered: Rendered, conversation: Conversation) -> Rendered:
         """Replace the template's tokens of images by the placeholder of the vision family, and move the spans."""
-        token, placeholder = self.template.image_token, self.placeholder
-        if not (self._has_parts(conversation) and token and placeholder and token != placeholder):
+        token, placeholder = self.template.tokens.get("image"), self.placeholders.get("image")
+        if not (self._are_parts(IMAGE, conversation) and token and placeholder and token != placeholder):
             return rendered
         return _replaced(rendered, token, [placeholder] * rendered.text.count(token))
 
@@ -135,17 +134,10 @@ class Renderer:
         texts = [f"{before}{token}{after}{gap}" for (before, after), gap in zip(edges, gaps, strict=True)]
         return _replaced(rendered, token, texts)
 
-    def _has_parts(self, conversation: Conversation) -> bool:
-        """Whether the template gets the images of this conversation as content parts."""
-        return bool(conversation.images) and conversation.text is None and self.template.needs_image_parts
-
-    def _has_audio_parts(self, conversation: Conversation) -> bool:
-        """Whether the template gets the audio files of this conversation as content parts."""
-        return bool(conversation.audios) and conversation.text is None and self.template.needs_audio_parts
-
-    def _has_video_parts(self, conversation: Conversation) -> bool:
-        """Whether the template gets the videos of this conversation as content parts."""
-        return bool(conversation.videos) and conversation.text is None and self.template.needs_video_parts
+    def _are_parts(self, kind: MediaKind, conversation: Conversation) -> bool:
+        """Whether the template gets the media of a kind in this conversation as content parts."""
+        has_media = conversation.text is None and bool(getattr(conversation, kind.field))
+        return has_media and kind.name in self.template.needs_parts
 
     def escaped(self, conversation: Conversation) -> Conversation:
         """Return the conversation as it is rendered: with its special tokens escaped."""
@@ -174,7 +166,7 @@ class Renderer:
         if any(values) or any([weight != 1 for weight in weights]):
             return self._weighted(conversation)
         # Most conversations: the template only puts fixed text around the contents, so Jinja is not needed.
-        has_parts = any([has(conversation) for has in (self._has_parts, self._has_audio_parts, self._has_video_parts)])
+        has_parts = any([self._are_parts(kind, conversation) for kind in MEDIA_KINDS.values()])
         is_plain = not (conversation.tools or any(extras) or has_parts)
         joined = self.template.join(roles, self.contents(conversation)) if is_plain else None
         if joined is not None:
@@ -206,7 +198,9 @@ class Renderer:
         turns = list(by_turn)[-1:] if self.loss_on == "last" else list(by_turn)
         weighted = [(span, _effect(conversation.messages[turn])) for turn in turns for span in by_turn[turn]]
         if self.loss_on == "all":
-            contents = turn_places(text, [message["content"] for message in messages], self.template.media_tokens)
+            contents = turn_places(
+                text, [message["content"] for message in messages], [*self.template.tokens.values()]
+            )
             others = zip(contents, conversation.messages, strict=True)
             weighted += [(span, _effect(m)) for span, m in others if m.role != "assistant" and not m.weight]
             weighted = _with_rest(len(text), [pair for pair in weighted if pair[1] != _PLAIN])
@@ -235,11 +229,11 @@ class Renderer:
         return text, spans
 
     def _check(self, text: str, messages: Messages, tools: Sequence[Any] | None) -> None:
-        check_rendered(text, messages, tools, self.template.render, self.template.media_tokens)
+        check_rendered(text, messages, tools, self.template.render, [*self.template.tokens.values()])
 
     def _document(self, conversation: Conversation) -> str:
         text = conversation.text or ""
-        if conversation.images or conversation.videos or conversation.audios:
+        if conversation.media_files:
             text = self._with_placeholders([text], conversation)[0]
         return text if text.endswith(self.end or "") else f"{text}{self.end}"
 
@@ -254,7 +248,7 @@ class Renderer:
         for turn, message in enumerate(conversation.messages):
             if message.role == "tool":
                 contents[turn] = self._result(message.content)
-        if not (conversation.images or conversation.videos or conversation.audios):
+        if not conversation.media_files:
             return contents
         return self._with_placeholders(contents, conversation)
 
@@ -266,19 +260,10 @@ class Renderer:
         return inner[len(opener) : -len(closer)].strip("\n")
 
     def _with_placeholders(self, contents: Sequence[str], conversation: Conversation) -> list[str]:
-        if conversation.images or conversation.videos:
-            text = self.template.image_token if self._has_parts(conversation) else self.placeholder
-            assert text is not None, "without a vision family, images are rejected earlier"
-            contents = [content.replace(IMAGE_PLACEHOLDER, text) for content in contents]
-        if conversation.videos and self.video_placeholder is not None:
-            text = self.template.video_token if self._has_video_parts(conversation) else self.video_placeholder
-            assert text is not None, "only a template with a video token needs parts"
-            contents = [content.replace(VIDEO_PLACEHOLDER, text) for content in contents]
-        if conversation.audios:
-            has_parts = self._has_audio_parts(conversation)
-            text = self.template.audio_token if has_parts else self.audio_placeholder
-            assert text is not None, "without an audio family, audio is rejected earlier"
-            contents = [content.replace(AUDIO_PLACEHOLDER, text) for content in contents]
+        for name, kind in MEDIA_KINDS.items():
+            texts = self.template.tokens if self._are_parts(kind, conversation) else self.placeholders
+            if getattr(conversation, kind.field) and name in texts:
+                contents = [content.replace(kind.placeholder, texts[name]) for content in contents]
         return self._with_boxes(contents, conversation) if conversation.objects is not None else list(contents)
 
     def _with_boxes(self, contents: Sequence[str], conversation: Conversation) -> list[str]:

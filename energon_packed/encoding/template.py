@@ -101,8 +101,7 @@ class ChatTemplate:
 
     Attributes:
         source: the Jinja source, or None.
-        image_token: text that the template writes for a content part of type `image`; None without images.
-        audio_token, video_token: the same of the types `audio` and `video`.
+        tokens: text that the template writes for a content part, by its type: `image`, `video` or `audio`.
         is_tagged: the template has `{% generation %}` tags.
     """
 
@@ -110,20 +109,17 @@ class ChatTemplate:
         self,
         tokenizer: TokenizerParts,
         *,
-        image_token: str | None = None,
-        audio_token: str | None = None,
-        video_token: str | None = None,
+        tokens: Mapping[str, str] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
         """Analyze the template of a tokenizer.
 
         Args:
             tokenizer: its template, special tokens and added tokens.
-            image_token: text that the template writes for a content part of type `image`; None without images.
-            audio_token, video_token: the same of the types `audio` and `video`.
+            tokens: text that the template writes for a content part, by its type; None without media.
             variables: further variables of the template, such as `enable_thinking`, by name; None for no variables.
         """
-        self.image_token, self.audio_token, self.video_token = image_token, audio_token, video_token
+        self.tokens = tokens or {}
         self.source = tokenizer.chat_template
         self._tokenizer = tokenizer
         self._variables = {
@@ -167,13 +163,7 @@ class ChatTemplate:
                 raise RecordError(Reason.UNSUPPORTED_FIELD, detail)
         if not used:
             return self
-        found = ChatTemplate(
-            self._tokenizer,
-            image_token=self.image_token,
-            audio_token=self.audio_token,
-            video_token=self.video_token,
-            variables=used,
-        )
+        found = ChatTemplate(self._tokenizer, tokens=self.tokens, variables=used)
         found._fault = self._fault  # tried once, in another process
         return found
 
@@ -385,7 +375,7 @@ class ChatTemplate:
     def _adapted(self, message: dict[str, Any]) -> dict[str, Any]:
         """Convert a message to the format that the template expects."""
         content = message["content"]
-        tokens = {token: kind for token, kind in self._parts.items() if token in content}
+        tokens = {self.tokens[kind]: kind for kind in self.needs_parts if self.tokens[kind] in content}
         if tokens:
             message = {**message, "content": _media_parts(content, tokens)}
         else:
@@ -395,41 +385,17 @@ class ChatTemplate:
         return message
 
     @cached_property
-    def needs_image_parts(self) -> bool:
-        """Whether images must be content parts, because the template renders the same text in a string differently.
+    def needs_parts(self) -> tuple[str, ...]:
+        """Types of media that must be content parts: the template renders the same text in a string differently.
 
         Idefics 3's template leaves out the space after `User:` before an image, LLaVA-NeXT's writes images first,
-        Gemma 3's removes white space around the text next to an image.
+        Gemma 3's removes white space around the text next to an image, Qwen2-Audio's writes the number of an audio
+        file before it, GLM-4.1V's writes tags around a video.
         """
-        return self._needs_parts(self.image_token, "image")
+        return tuple(kind for kind, token in self.tokens.items() if self._needs_part(token, kind))
 
-    @cached_property
-    def needs_audio_parts(self) -> bool:
-        """Whether audio files must be content parts: Qwen2-Audio's template writes their number before them."""
-        return self._needs_parts(self.audio_token, "audio")
-
-    @cached_property
-    def needs_video_parts(self) -> bool:
-        """Whether videos must be content parts: GLM-4.1V's template writes tags around a video."""
-        return self._needs_parts(self.video_token, "video")
-
-    @cached_property
-    def media_tokens(self) -> tuple[str, ...]:
-        """Tokens of images, audio files and videos in contents."""
-        return tuple(token for token in (self.image_token, self.audio_token, self.video_token) if token)
-
-    @property
-    def _parts(self) -> dict[str, str]:
-        """Types of the content parts that media must be, by their tokens."""
-        parts = {self.image_token: "image"} if self.image_token and self.needs_image_parts else {}
-        if self.audio_token and self.needs_audio_parts:
-            parts[self.audio_token] = "audio"
-        if self.video_token and self.needs_video_parts:
-            parts[self.video_token] = "video"
-        return parts
-
-    def _needs_parts(self, token: str | None, kind: str) -> bool:
-        if token is None or self.source is None:
+    def _needs_part(self, token: str, kind: str) -> bool:
+        if self.source is None:
             return False
         contents = ("{0} a", "{0}\na", "a\n{0}", "a {0} b", "{0}{0}a", "a{0}", " {0} ")
         for content in [places.format(token) for places in contents]:
@@ -441,8 +407,8 @@ class ChatTemplate:
 
     @cached_property
     def other_image_text(self) -> str:
-        """Text that the template writes for a content part of type `image` if it is not `image_token`; else ""."""
-        token, part = self.image_token, {"type": "image"}
+        """Text that the template writes for a content part of type `image` if it is not its token; else ""."""
+        token, part = self.tokens.get("image"), {"type": "image"}
         if token is None or self.source is None:
             return ""
         text = [{"type": "text", "text": marker(0)}]

@@ -80,10 +80,10 @@ class CaptioningCodec(Codec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        media = write_media(samples)
+        parts, media = write_media(samples)
         conversations = [sample.conversation for sample in samples]
         value: dict[str, Any] = {
-            "images": media.images,
+            "images": media["images"],
             "prompts": [[text for role, text, *_ in c.messages if role == "user"] for c in conversations],
             "captions": [
                 [text for role, text, *_ in c.messages if role == "assistant"] if c.text is None else [c.text]
@@ -98,14 +98,14 @@ class CaptioningCodec(Codec):
         }
         value |= optional(
             {
-                "patch_positions": media.positions,
+                "patch_positions": media["patch_positions"],
                 "timestamp_decimal": [c.timestamp_decimal for c in conversations],
                 "fps": [c.fps for c in conversations],
                 "timestamps": [c.timestamps or None for c in conversations],
                 "videos": [c.video for c in conversations],
-                "video_files": media.videos,
-                "audio_files": media.audios,
-                "image_settings": media.settings,
+                "video_files": media["video_files"],
+                "audio_files": media["audio_files"],
+                "image_settings": media["image_settings"],
                 "chat_template_kwargs": [c.chat_template_kwargs for c in conversations],
                 "objects": [c.objects for c in conversations],
                 "weights": [_weights(c) for c in conversations],
@@ -114,7 +114,7 @@ class CaptioningCodec(Codec):
         )
         if samples[0].truncate is not None:  # an option of the run, so all samples have the same value
             value |= {"truncate": samples[0].truncate, "truncated": [sample.is_truncated for sample in samples]}
-        return [("json", write_json(value)), *media.parts]
+        return [("json", write_json(value)), *parts]
 
     def read(self, raw: RawPack) -> list[StoredSample]:
         """Convert the parts of one pack to its samples; absent optional keys become None.
@@ -130,8 +130,7 @@ class CaptioningCodec(Codec):
         turns_of_samples = [[*asked, *answered] for asked, answered in zip(prompts, captions, strict=True)]
         names = names_by_sample(raw, value.get("images"), turns_of_samples)
         positions = _position_names(raw, value.get("patch_positions"))
-        files = value.get("video_files"), value.get("audio_files"), value.get("image_settings")
-        media = read_media(raw, member_names(raw, names), positions, *files)
+        media = read_media(raw, {**value, "images": member_names(raw, names), "patch_positions": positions})
         # This package always writes both columns.
         is_third_party = value.get("ids") is None and value.get("lengths") is None
         columns = {name: value[name] for name in _COLUMNS if value.get(name)}

@@ -25,16 +25,16 @@ from energon_packed.formats.codec import (
     SampleMedia,
     StoredSample,
 )
-from energon_packed.formats.parts import has_value, read_json, read_media, read_object, write_json, write_media
+from energon_packed.formats.parts import (
+    MEDIA_COLUMNS,
+    has_value,
+    read_json,
+    read_media,
+    read_object,
+    write_json,
+    write_media,
+)
 from energon_packed.records import Conversation, Message
-
-_MEDIA = (
-    "images",
-    "patch_positions",
-    "video_files",
-    "audio_files",
-    "image_settings",
-)  # fields of a SAMPLE that name members
 
 
 class MultiMixCodec(Codec):
@@ -56,7 +56,7 @@ class MultiMixCodec(Codec):
     def read(self, raw: RawPack) -> list[StoredSample]:
         """Convert the parts of one pack to its samples."""
         values = self._objects(raw)
-        media = read_media(raw, *([value.get(name) for value in values] for name in _MEDIA))
+        media = read_media(raw, {name: [value.get(name) for value in values] for name in MEDIA_COLUMNS})
         return list(map(_sample, values, media))
 
     def lengths(self, raw: RawPack) -> list[int | None]:
@@ -90,13 +90,10 @@ class SingleMultiMixCodec(MultiMixCodec):
 
 def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str, Any]]]:
     """Return the media parts and the SAMPLE objects."""
-    media = write_media(samples)
+    parts, media = write_media(samples)
     values = []
-    videos = media.videos or [[]] * len(samples)
-    audios = media.audios or [[]] * len(samples)
-    settings = media.settings or [[]] * len(samples)
-    columns = zip(samples, media.images, media.positions, videos, audios, settings, strict=True)
-    for sample, image_names, position_names, video_entries, audio_entries, of_images in columns:
+    for sample, *own in zip(samples, *(media[name] for name in MEDIA_COLUMNS), strict=True):
+        image_names, position_names, video_entries, audio_entries, of_images = own
         c = sample.conversation
         value: dict[str, Any] = {"id": c.id, "length": sample.length}
         if c.input_ids is not None:
@@ -127,7 +124,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
         # Absent rather than null: most samples have none of these fields.
         value.update({name: item for name, item in more.items() if has_value([item])})
         values.append(value)
-    return media.parts, values
+    return parts, values
 
 
 def _sample(value: Mapping[str, Any], media: SampleMedia) -> StoredSample:

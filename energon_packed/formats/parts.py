@@ -18,7 +18,7 @@ LLaVA-OneVision-2, `4_convert_packedsample_to_wds.py` of its 1.5 examples.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -93,67 +93,40 @@ def optional(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     return {name: column for name, column in columns.items() if has_value(column)}
 
 
-class WrittenMedia(NamedTuple):
-    """Media parts of a pack, and their entries in its json.
-
-    Attributes:
-        parts: the parts.
-        images, positions: image names and .npy names of each sample.
-        videos: `video_files` of each sample, as in videos.py; [] if no sample has a video.
-        audios: `audio_files` of each sample, as in audios.py; [] if no sample has audio.
-        settings: settings of each image, or None, for each sample (`image_settings`); [] if no image has any.
-    """
-
-    parts: list[Part]
-    images: list[list[str]]
-    positions: list[list[str]]
-    videos: list[list[dict[str, Any]]]
-    audios: list[list[dict[str, Any]]]
-    settings: list[list[Mapping[str, int] | None]]
+MEDIA_COLUMNS = ("images", "patch_positions", "video_files", "audio_files", "image_settings")
+"""Keys of the json with the media of each sample: image names, .npy names, entries as in videos.py and audios.py, and
+the settings of each image or None."""
 
 
-def write_media(samples: Sequence[StoredSample]) -> WrittenMedia:
-    """Return the media parts of a pack.
+def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], dict[str, list[list[Any]]]]:
+    """Return the media parts of a pack, and its entries in the json: `MEDIA_COLUMNS`, with an entry for each sample.
 
     Files with a locator are listed in the part `media.json`, which is then the first of the parts.
     """
     parts: list[Part] = []
     references: dict[str, Any] = {}
-    images: list[list[str]] = []
-    positions: list[list[str]] = []
-    videos: list[list[dict[str, Any]]] = []
-    audios: list[list[dict[str, Any]]] = []
+    columns: dict[str, list[list[Any]]] = {name: [[] for _ in samples] for name in MEDIA_COLUMNS}
     for i, sample in enumerate(samples):
-        videos.append([])
-        audios.append([])
         if not (sample.images or sample.patch_positions or sample.videos or sample.audios):  # most samples
-            images.append([])
-            positions.append([])
             continue
-        images.append([f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)])
-        positions.append([f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))])
-        _add_files(zip(images[-1], sample.images, strict=True), parts, references)
-        parts += zip(positions[-1], sample.patch_positions, strict=True)
-        references |= dict.fromkeys(positions[-1])
+        images, positions, videos, audios, settings = (columns[name][i] for name in MEDIA_COLUMNS)
+        images += [f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)]
+        settings += _settings(sample.images)
+        positions += [f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))]
+        _add_files(zip(images, sample.images, strict=True), parts, references)
+        parts += zip(positions, sample.patch_positions, strict=True)
+        references |= dict.fromkeys(positions)
         for j, video in enumerate(sample.videos):
             entry, files = _named_video(f"vid{i}_{j}", video)
-            videos[-1].append(entry)
+            videos.append(entry)
             _add_files(files, parts, references)
         for j, audio in enumerate(sample.audios):
             part = f"aud{i}_{j}.{audio.file.extension}"
-            audios[-1].append({"part": part, **clip_as_dict(audio.clip)})
+            audios.append({"part": part, **clip_as_dict(audio.clip)})
             _add_files([(part, audio.file)], parts, references)
     if any(references.values()):
         parts.insert(0, (MEDIA_PART, write_json(references)))
-    settings = [_settings(sample.images) for sample in samples]
-    return WrittenMedia(
-        parts,
-        images,
-        positions,
-        videos if any(videos) else [],
-        audios if any(audios) else [],
-        settings if any(settings) else [],
-    )
+    return parts, columns
 
 
 def _settings(images: Sequence[StoredImage]) -> list[Mapping[str, int] | None]:
@@ -181,30 +154,21 @@ def _named_video(name: str, video: StoredVideo) -> tuple[dict[str, Any], list[tu
     return {"parts": [part for part, _ in named], **frames}, named
 
 
-def read_media(
-    raw: RawPack,
-    images: Sequence[Any],
-    positions: Sequence[Any] | None = None,
-    videos: Sequence[Any] | None = None,
-    audios: Sequence[Any] | None = None,
-    settings: Sequence[Any] | None = None,
-) -> list[SampleMedia]:
+def read_media(raw: RawPack, columns: Mapping[str, Any]) -> list[SampleMedia]:
     """Return the media of each sample.
 
     Args:
         raw: the pack.
-        images: image names of each sample.
-        positions: .npy names of each sample; None if the pack has none.
-        videos, audios, settings: `video_files`, `audio_files` and `image_settings` of each sample; None if the pack
-            has none.
+        columns: `MEDIA_COLUMNS`, with an entry for each sample; None, or left out, for columns that the pack has not.
 
     Raises:
         FormatError: a member is missing, or a decoder has converted it from bytes.
         ValueError, LookupError: an entry is damaged.
     """
-    if not any(images) and not positions and not videos and not audios:  # most packs of many datasets
+    images = columns["images"]
+    given = [columns.get(name) or [()] * len(images) for name in MEDIA_COLUMNS]
+    if not any(map(any, given)):  # most packs of many datasets
         return [SampleMedia()] * len(images)
-    none = [()] * len(images)
     return [
         SampleMedia(
             _stored_images(raw, _names(image_names), of_images),
@@ -212,9 +176,7 @@ def read_media(
             tuple([_read_video(raw, entry) for entry in entries or ()]),
             tuple([StoredAudio(clip_from_dict(entry), _stored(raw, entry["part"])) for entry in spoken or ()]),
         )
-        for image_names, position_names, entries, spoken, of_images in zip(
-            images, positions or none, videos or none, audios or none, settings or none, strict=True
-        )
+        for image_names, position_names, entries, spoken, of_images in zip(*given, strict=True)
     ]
 
 

@@ -25,6 +25,7 @@ import orjson
 from energon_packed.errors import ConfigError, FormatError, ResourceError
 from energon_packed.files import of_type
 from energon_packed.options import short
+from energon_packed.records.kinds import AUDIO, IMAGE, VIDEO
 from energon_packed.records.media import ImageChanged, MediaReference, PackedImage, read_packed
 from energon_packed.records.media import media_digest as media_digest
 from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
@@ -42,7 +43,7 @@ no file of the input, in the folder `media` beside the dataset."""
 MOST_BYTES = 1 << 30
 """Bytes of the largest media file of a pack, which loaders read into memory; larger files are rejected while
 packing."""
-_KINDS = {"vid": ("video", "a video"), "aud": ("audio file", "an audio file")}  # by the start of a part
+_KINDS = {"vid": VIDEO, "aud": AUDIO}  # by the start of a part; all others are images
 _moved: dict[str, str] = {}
 _DIGITS = 32  # hex digits of a digest
 
@@ -313,13 +314,12 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
 
 
 def _packed(locator: Locator, raw: Mapping[str, Any], part: str) -> PackedImage:
-    kind = _KINDS.get(part[:3], ("image", ""))[0]
-    return PackedImage(_place(raw, part), locator.digest, locator.changed, kind)
+    return PackedImage(_place(raw, part), locator.digest, locator.changed, _KINDS.get(part[:3], IMAGE).noun)
 
 
 def _place(raw: Mapping[str, Any], part: str) -> str:
     """Pack, part, index and id of the sample of a media file, for messages."""
-    kind = _KINDS.get(part[:3], ("", "an image"))[1]
+    kind = _KINDS.get(part[:3], IMAGE).a
     number = part.removeprefix("img").removeprefix("vid").removeprefix("aud").partition("_")[0]
     try:
         value = of_type(raw["json"] if isinstance(raw["json"], Mapping) else orjson.loads(raw["json"]), dict)

@@ -112,7 +112,7 @@ class LlavaOnevision2Codec(CaptioningCodec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        media = write_media(samples)
+        parts, media = write_media(samples)
         conversations = [sample.conversation for sample in samples]
         prompts, captions = (
             [[message.content for message in c.messages if message.role == role] for c in conversations]
@@ -120,12 +120,13 @@ class LlavaOnevision2Codec(CaptioningCodec):
         )
         # The reader indexes `patch_positions` and `timestamp_decimal` of every sample, so both are always written.
         value: dict[str, Any] = {
-            "images": media.images,
+            "images": media["images"],
             "prompts": prompts,
             "captions": captions,
             "sample_count": len(samples),
             "patch_positions": [
-                names or [""] * len(listed) for names, listed in zip(media.positions, media.images, strict=True)
+                names or [""] * len(listed)
+                for names, listed in zip(media["patch_positions"], media["images"], strict=True)
             ],
             "timestamp_decimal": [c.timestamp_decimal or 1 for c in conversations],
         }
@@ -137,7 +138,7 @@ class LlavaOnevision2Codec(CaptioningCodec):
             }
         )
         value |= {"ids": [c.id for c in conversations], "lengths": [sample.length for sample in samples]}
-        return [("json", write_json(value)), *media.parts]
+        return [("json", write_json(value)), *parts]
 
 
 class LoongForgeCodec(Codec):
@@ -169,7 +170,7 @@ class LoongForgeCodec(Codec):
         files = value.get("media_files") or [[]] * len(records)
         if len(files) != len(records):
             raise FormatError(f"{key} has media_files of {len(files)} samples, but {len(records)} samples")
-        media = read_media(raw, files if kind == "image" else [()] * len(records))
+        media = read_media(raw, {"images": files if kind == "image" else [()] * len(records)})
         ids = (value.get("_meta") or {}).get("sample_ids") or [None] * len(records)
         samples = []
         for i, (record, name, of_sample) in enumerate(zip(records, ids, media, strict=True)):

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from energon_packed.errors import FormatError, RecordError
 from energon_packed.formats.codec import Codec, Part, RawPack, SampleMedia, StoredSample
-from energon_packed.formats.parts import has_value, read_json, read_media, write_json, write_media
+from energon_packed.formats.parts import optional, read_json, read_media, write_json, write_media
 from energon_packed.records import Conversation
 from energon_packed.records.columns import Column, Columns, check_columns, cut_columns, join_columns
 from energon_packed.records.conversation import is_loss_weight
@@ -115,7 +115,7 @@ class TokensCodec(Codec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        media = write_media(samples)
+        parts, media = write_media(samples)
         rows = [_tokens(sample.conversation) for sample in samples]
         input_ids = np.concatenate([ids for ids, _, _ in rows])
         labels = np.concatenate([labels for _, labels, _ in rows])
@@ -128,16 +128,9 @@ class TokensCodec(Codec):
         value: dict[str, Any] = {
             "sample_count": len(samples),
             "ids": [sample.conversation.id for sample in samples],
-            "images": media.images,
+            "images": media["images"],
+            **optional(media),
         }
-        if has_value(media.positions):
-            value["patch_positions"] = media.positions
-        if media.videos:
-            value["video_files"] = media.videos
-        if media.audios:
-            value["audio_files"] = media.audios
-        if media.settings:
-            value["image_settings"] = media.settings
         value |= _of_samples([sample.conversation for sample in samples])
         # Labels repeat the ids, so a few spans replace 4 bytes per token. Records with custom labels need the array.
         supervised = labels != _IGNORE
@@ -156,7 +149,7 @@ class TokensCodec(Codec):
             *targets,
             *[_column_part(name, column) for name, column in columns],
             ("json", write_json(value)),
-            *media.parts,
+            *parts,
         ]
 
     def read(self, raw: RawPack) -> list[StoredSample]:
@@ -186,8 +179,7 @@ class TokensCodec(Codec):
             labels = np.full_like(input_ids, _IGNORE)
             for start, end in _load(raw, "loss_spans.npy").tolist():
                 labels[start:end] = input_ids[start:end]
-        files = value.get("video_files"), value.get("audio_files"), value.get("image_settings")
-        media = read_media(raw, value["images"], value.get("patch_positions"), *files)
+        media = read_media(raw, value)
         of_samples = {}
         if not value.keys().isdisjoint(_OF_SAMPLES):
             of_samples = _read_of_samples(value, len(value["ids"]))

@@ -52,7 +52,7 @@ def _turns(renderer: Renderer, conversation: Conversation, text: str) -> list[Sp
             start = renderer.template.turn_start(turn, text, messages, conversation.tools)
         except EnergonPackedError:  # the template does not render these turns alone
             contents = [message["content"] for message in messages]
-            start = turn_places(text, contents, renderer.template.media_tokens)[turn][0]
+            start = turn_places(text, contents, [*renderer.template.tokens.values()])[turn][0]
         starts.append(max([start, *starts[-1:]]))
     return list(pairwise([*starts, len(text)]))
 

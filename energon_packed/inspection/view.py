@@ -29,11 +29,10 @@ from energon_packed.formats.references import MEDIA_PART, complete_parts, locate
 from energon_packed.inspection.supervision import supervised_turns
 from energon_packed.inspection.tokens import KINDS, encoded_samples, token_runs
 from energon_packed.records import AudioClip, AudioReference, Conversation, FrameSelection, MediaReference
-from energon_packed.records.audio import AUDIO_PLACEHOLDER
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER
-from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
+from energon_packed.records.kinds import MEDIA_KINDS
+from energon_packed.records.video import VideoReference
 
-_MARKS = {"image": IMAGE_PLACEHOLDER, "video": VIDEO_PLACEHOLDER, "audio": AUDIO_PLACEHOLDER}
+_MARKS = {name: kind.placeholder for name, kind in MEDIA_KINDS.items()}
 _TIMES = 3  # timestamps of a video that are shown, besides the last
 
 

@@ -17,7 +17,6 @@ from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unused_fields import unused_fields
 from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 
-AUDIO_PLACEHOLDER = "<audio>"
 AUDIO_SUFFIXES = (
     *(".wav", ".flac", ".mp3", ".m4a", ".aac", ".ogg", ".oga", ".opus", ".weba", ".aif", ".aiff", ".aifc", ".au"),
     *(".caf", ".w64", ".wma", ".amr", ".mka", ".mp2"),

@@ -15,13 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AUDIO_PLACEHOLDER, AudioReference
+from energon_packed.records.audio import AudioReference
 from energon_packed.records.columns import check_columns
+from energon_packed.records.kinds import MEDIA_KINDS
 from energon_packed.records.media import MediaReference
 from energon_packed.records.objects import read_objects
-from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
+from energon_packed.records.video import VideoReference
 
-IMAGE_PLACEHOLDER = "<image>"
 ROLES = ("system", "user", "assistant", "tool")
 EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 """Keys of a message, beside role and content, that are passed to the chat template."""
@@ -238,14 +238,11 @@ class Conversation:
     def _check_placeholders(self, texts: Sequence[str]) -> None:
         """Compare placeholders and media: a missing placeholder would shift all later media, an extra one is text."""
         joined = "\0".join(texts)  # no placeholder has a NUL
-        for reason, placeholder, kind, media in (
-            (Reason.IMAGE_COUNT_MISMATCH, IMAGE_PLACEHOLDER, "images", self.images),
-            (Reason.VIDEO_COUNT_MISMATCH, VIDEO_PLACEHOLDER, "videos", self.videos),
-            (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER, "audio files", self.audios),
-        ):
-            count = joined.count(placeholder)
+        for kind in MEDIA_KINDS.values():
+            count, media = joined.count(kind.placeholder), getattr(self, kind.field)
             if count != len(media):
-                raise RecordError(reason, f"{count} {placeholder} placeholders for {len(media)} {kind}")
+                detail = f"{count} {kind.placeholder} placeholders for {len(media)} {kind.plural}"
+                raise RecordError(kind.mismatch, detail)
 
     def _check_messages(self) -> None:
         roles = [message.role for message in self.messages]

@@ -20,6 +20,7 @@ from urllib.parse import unquote, urlparse
 from energon_packed.errors import DataChangedError, Reason, RecordError, ResourceError
 from energon_packed.files import IrregularFile, LinkRefused, open_regular, open_shared, read_range, status
 from energon_packed.records.fields import read_setting, shown, unsupported_field
+from energon_packed.records.kinds import MEDIA_KINDS, MediaKind
 from energon_packed.storage import RangeStream, RemotePath, RemoteReader, absolute_name, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
 
@@ -28,9 +29,6 @@ _BLOCK = 1024  # bytes per read of a byte range, so that reading a header does n
 _REMOTE_BLOCK = 1 << 16  # the same of an object: a request is slower than the transfer of more bytes
 IMAGE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Fields of a content part or object with an image that resize it, as in qwen-vl-utils."""
-_A = {"image": "an image", "video": "a video", "audio": "an audio file"}
-_MISSING = {"video": Reason.MISSING_VIDEO, "audio": Reason.MISSING_AUDIO}
-_CORRUPT = {"video": Reason.CORRUPT_VIDEO, "audio": Reason.CORRUPT_AUDIO}
 
 
 class PackedImage(NamedTuple):
@@ -197,24 +195,24 @@ class MediaReference:
             RecordError: `missing_image`, `missing_video` or `missing_audio` if the value does not name media;
                 `unsupported_media` if it is remote; `unsupported_field` for an invalid setting of an image.
         """
-        missing = _MISSING.get(kind, Reason.MISSING_IMAGE)
         if isinstance(value, MediaReference):
             return value
+        expected = MEDIA_KINDS[kind]
         # `bytes` first: datasets stores {"bytes", "path"}, and its path is a name without a file.
         if isinstance(value, dict):
             inner = next(
                 (value[key] for key in ("bytes", "path", "url", "image") if value.get(key)), value.get("bytes")
             )
             if isinstance(inner, dict):
-                raise RecordError(missing, f"{_A[kind]} is nested in two objects; use a path, url or bytes")
+                raise RecordError(expected.missing, f"{expected.a} is nested in two objects; use a path, url or bytes")
             reference = cls.from_value(inner, root, kind=kind)
             return reference.with_settings(read_image_settings(value)) if kind == "image" else reference
         if isinstance(value, bytes | bytearray | memoryview):
             return cls(data=bytes(value))
         if not isinstance(value, str) or not value:
-            raise RecordError(missing, f"{_A[kind]} is {shown(value)}; use a path or bytes")
+            raise RecordError(expected.missing, f"{expected.a} is {shown(value)}; use a path or bytes")
         if value.startswith("data:"):
-            return cls(data=_data_url(value, kind))
+            return cls(data=_data_url(value, expected))
         if value.startswith("file://"):
             return cls(path=_file_url(value), root=root)
         # Nothing is fetched: a run must not depend on the network, nor contact hosts that a data file names.
@@ -412,16 +410,15 @@ class _Window(RangeStream):
         super().close()
 
 
-def _data_url(value: str, kind: str) -> bytes:
-    missing, corrupt = _MISSING.get(kind, Reason.MISSING_IMAGE), _CORRUPT.get(kind, Reason.CORRUPT_IMAGE)
+def _data_url(value: str, kind: MediaKind) -> bytes:
     head, _, body = value.partition(",")
     # Percent-encoded data URLs are valid, but not supported.
     if not head.endswith(";base64"):
-        raise RecordError(missing, f"{shown(value)} is not a base64 data URL")
+        raise RecordError(kind.missing, f"{shown(value)} is not a base64 data URL")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RecordError(corrupt, f"{shown(value)}: {error}") from error
+        raise RecordError(kind.corrupt, f"{shown(value)}: {error}") from error
 
 
 def _file_url(value: str) -> str:

@@ -11,34 +11,41 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AUDIO_PLACEHOLDER, AUDIO_SUFFIXES, AudioReference, read_audio
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER
+from energon_packed.records.audio import AUDIO_SUFFIXES, AudioReference, read_audio
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field
+from energon_packed.records.kinds import (
+    AUDIO,
+    IMAGE,
+    IMAGE_PLACEHOLDER,
+    MEDIA_KINDS,
+    VIDEO,
+    VIDEO_PLACEHOLDER,
+    MediaKind,
+)
 from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, MediaReference
 from energon_packed.records.objects import BOX_PLACEHOLDER, BOX_REMEDY, REF_PLACEHOLDER
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
 from energon_packed.records.unused_fields import unused_fields
-from energon_packed.records.video import VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, VideoReference
+from energon_packed.records.video import VIDEO_SUFFIXES, VideoReference
 from energon_packed.records.video_fields import Video, read_video, read_videos, unsupported_media
 
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
-# Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
-_TAGGED = re.compile(r"(?:Picture \d+: ?)?<img>(?!\s*</img>)([^<>\n]+)</img>")
-# ms-swift 2 writes `<video>path</video>`; other content is not read as a path.
-_TAGGED_VIDEO = re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO_SUFFIXES))}))</video>", re.IGNORECASE)
-# As ms-swift 2; Qwen-Audio writes `Audio 1: <audio>path</audio>`.
-_TAGGED_AUDIO = re.compile(
-    rf"(?:Audio \d+: ?)?<audio>([^<>\n]+(?:{'|'.join(map(re.escape, AUDIO_SUFFIXES))}))</audio>", re.IGNORECASE
-)
+_TAGGED = {
+    # Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
+    IMAGE: re.compile(r"(?:Picture \d+: ?)?<img>(?!\s*</img>)([^<>\n]+)</img>"),
+    # ms-swift 2 writes `<video>path</video>`; other content is not read as a path.
+    VIDEO: re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO_SUFFIXES))}))</video>", re.IGNORECASE),
+    # As ms-swift 2; Qwen-Audio writes `Audio 1: <audio>path</audio>`.
+    AUDIO: re.compile(
+        rf"(?:Audio \d+: ?)?<audio>([^<>\n]+(?:{'|'.join(map(re.escape, AUDIO_SUFFIXES))}))</audio>", re.IGNORECASE
+    ),
+}
 # Placeholders of other data formats: Qwen-VL without a path, DeepSeek-VL, InternLM-XComposer, MiniCPM-V, MMMU and Phi.
 _UNREAD = re.compile(
     r"<img>\s*</img>|<image_placeholder>|<ImageHere>|<(?P<bar>\|)?(?P<kind>image|video|audio)[ _]?\d+(?(bar)\|)>"
 )
 _BOXES = re.compile(f"{REF_PLACEHOLDER}|{BOX_PLACEHOLDER}")  # of ms-swift, whose `objects` replace them
 _IMAGE_KNOWN = IMAGE_OBJECT | {*IMAGE_SETTINGS}
-_IMAGE_FIELDS = ("images", "image")
-_VIDEO_FIELDS = ("video", "videos")
-_AUDIO_FIELDS = ("audios", "audio")
 _UNSUPPORTED = {
     **dict.fromkeys(("frames", "video_frames"), "rename it to videos, with a list of frames for each <video>"),
     "video_path": "read it with `--map video=video_path`",
@@ -47,12 +54,7 @@ _UNSUPPORTED = {
 NO_IMAGE = "image field is null or empty: read without an image"
 """Note of a record that has an image field without a value. An empty list is the usual form of no images."""
 _BASE64 = "image_base64_str"  # the image field of M3IT
-_PLACEHOLDERS = {
-    "image": (Reason.IMAGE_COUNT_MISMATCH, IMAGE_PLACEHOLDER),
-    "video": (Reason.VIDEO_COUNT_MISMATCH, VIDEO_PLACEHOLDER),
-    "audio": (Reason.AUDIO_COUNT_MISMATCH, AUDIO_PLACEHOLDER),
-}
-_BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *_VIDEO_FIELDS, *_AUDIO_FIELDS))
+_BEYOND_IMAGES = frozenset((*_UNSUPPORTED, *VIDEO.fields, *AUDIO.fields))
 
 
 @dataclass(slots=True)
@@ -67,9 +69,7 @@ class Media:
         audios: audio files of the audio field, in order.
         is_video: the images are frames of a video.
         has_objects: the record has objects, which may replace the placeholders of names and boxes.
-        inline: images of content parts, in order.
-        inline_videos: video files of content parts, in order.
-        inline_audios: audio files of content parts, in order.
+        inline_images, inline_videos, inline_audios: media of turns and content parts, in order.
         unused_fields: fields of turns and content parts that are not read.
         unlisted: fields that refer to media and are not read.
         notes: decisions made while reading, such as the choice of a caption.
@@ -82,7 +82,7 @@ class Media:
     audios: list[AudioReference] = field(default_factory=list)
     is_video: bool = False
     has_objects: bool = False
-    inline: list[MediaReference] = field(default_factory=list)
+    inline_images: list[MediaReference] = field(default_factory=list)
     inline_videos: list[VideoReference] = field(default_factory=list)
     inline_audios: list[AudioReference] = field(default_factory=list)
     unlisted: list[UnlistedMedia] = field(default_factory=list)
@@ -104,15 +104,20 @@ class Media:
 
         Qwen-VL writes the first, with `Picture 1:` before it, and ms-swift 2 both, and the same of `<audio>`.
         """
-        for match in _TAGGED.finditer(text):
-            self.add_inline(match[1].strip())
-        text = _TAGGED.sub(IMAGE_PLACEHOLDER, text)
-        for match in _TAGGED_VIDEO.finditer(text):
-            self.inline_videos.append(read_video(match[1].strip(), self.root))
-        text = _TAGGED_VIDEO.sub(VIDEO_PLACEHOLDER, text)
-        for match in _TAGGED_AUDIO.finditer(text):
-            self.inline_audios.append(read_audio(match[1].strip(), self.root))
-        return _TAGGED_AUDIO.sub(AUDIO_PLACEHOLDER, text)
+        for kind, pattern in _TAGGED.items():
+            for match in pattern.finditer(text):
+                self.add(kind, match[1].strip())
+            text = pattern.sub(kind.placeholder, text)
+        return text
+
+    def add(self, kind: MediaKind, value: Any) -> None:
+        """Add a file of a turn or content part."""
+        if kind is VIDEO:
+            self.inline_videos.append(read_video(value, self.root))
+        elif kind is AUDIO:
+            self.inline_audios.append(read_audio(value, self.root))
+        else:
+            self.add_inline(value)
 
     def add_unused(self, record: Record, known: frozenset[str] | None, label: str = "the record") -> None:
         """Count the fields of a record, a turn or a content part that are not read, and keep those with media.
@@ -147,7 +152,7 @@ class Media:
         elif isinstance(value, Mapping) and value.get("type") == "url":
             value = value.get("url")
         self.unused_fields.update(_unused(value))
-        self.inline.append(MediaReference.from_value(value, self.root).with_settings(settings or {}))
+        self.inline_images.append(MediaReference.from_value(value, self.root).with_settings(settings or {}))
 
     def place(self, strings: Sequence[str]) -> list[str]:
         """Replace each `<video>` of frames by an `<image>` for each frame; `images` gets all images in text order.
@@ -202,9 +207,10 @@ def check_spellings(contents: Sequence[str], *, has_objects: bool = False) -> No
                 f"{box[0]} is not replaced by a box of `objects`, which the messages do not have; {BOX_REMEDY}"
             )
         for match in _UNREAD.finditer(text) if "<" in text else ():
-            reason, placeholder = _PLACEHOLDERS[match["kind"] or "image"]
-            if match["kind"] is None or not any(placeholder in other for other in contents):
-                raise RecordError(reason, f"{match[0]} is not read as a placeholder; write {placeholder} instead")
+            kind = MEDIA_KINDS[match["kind"] or IMAGE.name]
+            if match["kind"] is None or not any(kind.placeholder in other for other in contents):
+                detail = f"{match[0]} is not read as a placeholder; write {kind.placeholder} instead"
+                raise RecordError(kind.mismatch, detail)
 
 
 def read_media(
@@ -222,7 +228,7 @@ def read_media(
         RecordError: `unsupported_media` for media in a field of another name, `missing_image`, `missing_audio`,
             `image_count_mismatch` if the record lists its images twice, and the errors of `read_videos`.
     """
-    media = Media(root, images=references(record, _IMAGE_FIELDS, root) if with_images else [])
+    media = Media(root, images=references(record, IMAGE.fields, root) if with_images else [])
     media.has_objects = is_given(record.get("objects"))
     if is_given(record.get(_BASE64)):
         # M3IT has a single image field; with a second field, the order of the images would be undefined.
@@ -261,7 +267,7 @@ def references(record: Record, keys: Sequence[str], root: str | ImageRoot | None
 
 def has_empty_image_field(record: Record) -> bool:
     """Whether a record without images has an image field: null or an empty string, not an empty list."""
-    return any(key in record and not isinstance(record[key], list | tuple) for key in _IMAGE_FIELDS)
+    return any(key in record and not isinstance(record[key], list | tuple) for key in IMAGE.fields)
 
 
 def _has_media(value: Any) -> bool:
@@ -300,14 +306,14 @@ def _read_videos(record: Record, root: str | ImageRoot | None, known: frozenset[
             and len(value) > 0
         ):
             raise unsupported_media(f"the field {key} is not supported; {remedy}")
-    filled = [key for key in _VIDEO_FIELDS if not isinstance(record.get(key), bool) and _has_media(record.get(key))]
+    filled = [key for key in VIDEO.fields if not isinstance(record.get(key), bool) and _has_media(record.get(key))]
     if len(filled) > 1:
         raise unsupported_media("both video and videos are in the record; use one")
     return read_videos(record[filled[0]], filled[0], root) if filled else []
 
 
 def _read_audios(record: Record, root: str | ImageRoot | None) -> list[AudioReference]:
-    filled = [key for key in _AUDIO_FIELDS if _has_media(record.get(key))]
+    filled = [key for key in AUDIO.fields if _has_media(record.get(key))]
     if len(filled) > 1:
         raise RecordError(Reason.AUDIO_COUNT_MISMATCH, "both audio and audios are in the record; use one")
     return [read_audio(item, root) for key in filled for item in flatten(record[key])]

@@ -17,9 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AUDIO_PLACEHOLDER
 from energon_packed.records.conversation import (
-    IMAGE_PLACEHOLDER,
     LOSS_WEIGHTS,
     Conversation,
     Message,
@@ -41,6 +39,7 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
+from energon_packed.records.kinds import IMAGE_PLACEHOLDER, MEDIA_KINDS, VIDEO_PLACEHOLDER
 from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, read_image_settings
 from energon_packed.records.media_fields import (
     NO_IMAGE,
@@ -58,7 +57,6 @@ from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, is_turn, keys_of
 from energon_packed.records.unlisted_media import check_unlisted
 from energon_packed.records.unused_fields import RECORD_WEIGHTS, unsupported
-from energon_packed.records.video import VIDEO_PLACEHOLDER
 from energon_packed.records.video_fields import check_video_fields
 
 RecordWeight = Literal["refuse", "loss"]
@@ -127,7 +125,7 @@ def normalize(
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
     if not record_format.has_roles:
-        found = media.images or media.inline or media.files or media.audios or media.inline_audios
+        found = media.images or media.inline_images or media.files or media.audios or media.inline_audios
         _check_pairs(draft, has_media=bool(found))
     tools = None if _TOOL_FIELDS.isdisjoint(record) else read_tools(record, draft, media)
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
@@ -139,7 +137,7 @@ def normalize(
             check_writable(message.extra, f"the {message.role} turn")
     ident = record.get("id")
     fps = read_number(record.get("fps"), "fps", float)
-    images, videos = tuple(media.inline or media.images), tuple(media.files)
+    images, videos = tuple(media.inline_images or media.images), tuple(media.files)
     if not images and has_empty_image_field(record):
         media.notes.append(NO_IMAGE)
     if videos:  # also of content parts and of the format's own fields
@@ -179,7 +177,7 @@ def _group(
     record_weight: RecordWeight,
     weight: float,
 ) -> Conversation:
-    """Read the members of a record like records of their own, and collect their media and notes.
+    """Read the members of a record like records of their own, and collect their notes.
 
     Raises:
         RecordError: of a member; the detail names its role.
@@ -208,10 +206,6 @@ def _group(
     return Conversation(
         id=None if ident is None else str(ident),
         members=tuple(members),
-        images=tuple(image for member in members for image in member.images),
-        videos=tuple(video for member in members for video in member.videos),
-        audios=tuple(audio for member in members for audio in member.audios),
-        video=any(member.video for member in members),
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
@@ -262,11 +256,11 @@ def _template_kwargs(record: Record, draft: PartialConversation, media: Media) -
     if not isinstance(value, OBJECT):
         raise missing_field(f"{name} must be an object, not {type(value).__name__}")
     settings = read_image_settings(value, name)
-    if settings and (media.videos or media.inline_videos or not (media.images or media.inline)):
+    if settings and (media.videos or media.inline_videos or not (media.images or media.inline_images)):
         place = "into the content part or object of each image or video, as in images=[{path, max_pixels}]"
         raise unsupported_field(f"{' and '.join(settings)} in {name} apply to images alone; write them {place}")
     media.images = [image.with_settings(settings) for image in media.images]
-    media.inline = [image.with_settings(settings) for image in media.inline]
+    media.inline_images = [image.with_settings(settings) for image in media.inline_images]
     kwargs = {key: item for key, item in value.items() if key not in IMAGE_SETTINGS and item is not None}
     if any(map(is_given, kwargs.values())) and (draft.text is not None or draft.input_ids is not None):
         raise unsupported(name, remedy="no template renders a text or input_ids; remove it")
@@ -412,21 +406,13 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
     if any(has_tags(message.content) for message in draft.messages):  # formats without typed turns
         draft.messages = [message._replace(content=media.take_tagged(message.content)) for message in draft.messages]
     # The order of the two lists relative to each other is not defined.
-    if media.inline and media.images:
-        raise RecordError(
-            Reason.IMAGE_COUNT_MISMATCH, "images are both in the messages and in the images field; use one"
-        )
-    if media.inline_videos and media.videos:
-        raise RecordError(
-            Reason.VIDEO_COUNT_MISMATCH, "videos are both in the messages and in the videos field; use one"
-        )
-    if media.inline_audios and media.audios:
-        raise RecordError(
-            Reason.AUDIO_COUNT_MISMATCH, "audio files are both in the messages and in the audios field; use one"
-        )
+    for kind in MEDIA_KINDS.values():
+        if getattr(media, f"inline_{kind.field}") and getattr(media, kind.field):
+            detail = f"{kind.plural} are both in the messages and in the {kind.field} field; use one"
+            raise RecordError(kind.mismatch, detail)
     if media.unlisted:
         frames = [frame for video in media.videos if isinstance(video, list) for frame in video]
-        used = [*media.images, *media.inline, *frames, *(file for video in media.files for file in video.files)]
+        used = [*media.images, *media.inline_images, *frames, *(file for video in media.files for file in video.files)]
         used += [audio.file for audio in media.inline_audios or media.audios]
         media.notes += check_unlisted(media.unlisted, used, media.root)
     if draft.input_ids is not None:
@@ -461,8 +447,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
 
 def _leading_placeholders(texts: list[str], media: Media) -> str:
     """Build the placeholders of the media for which the strings have none."""
-    sizes = {IMAGE_PLACEHOLDER: len(media.images), VIDEO_PLACEHOLDER: len(media.videos)}
-    sizes[AUDIO_PLACEHOLDER] = len(media.audios)
+    sizes = {kind.placeholder: len(getattr(media, kind.field)) for kind in MEDIA_KINDS.values()}
     return "".join([name * size for name, size in sizes.items() if not any(name in text for text in texts)])
 
 
@@ -475,7 +460,7 @@ def _mark_videos(texts: list[str], media: Media) -> list[str]:
     images = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
     videos = sum(text.count(VIDEO_PLACEHOLDER) for text in texts)
     # `<image>` for each video, as in LLaVA-Video.
-    if media.videos and not media.images and not media.inline and not videos and images == len(media.videos):
+    if media.videos and not media.images and not media.inline_images and not videos and images == len(media.videos):
         return [text.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for text in texts]
     # A single `<video>`, and its frames in the images field.
     if not media.videos and not media.inline_videos and len(media.images) > 1 and videos == 1 and not images:

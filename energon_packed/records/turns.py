@@ -31,11 +31,10 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AUDIO_PLACEHOLDER, read_audio
 from energon_packed.records.audio import FILE_FIELDS as AUDIO_FILE_FIELDS
 from energon_packed.records.audio import KEYS as AUDIO_KEYS
 from energon_packed.records.columns import read_numbers
-from energon_packed.records.conversation import EXTRA_FIELDS, IMAGE_PLACEHOLDER, LOSS_WEIGHTS, Message, is_loss_weight
+from energon_packed.records.conversation import EXTRA_FIELDS, LOSS_WEIGHTS, Message, is_loss_weight
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import (
     OBJECT,
@@ -50,10 +49,11 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
+from energon_packed.records.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO
 from energon_packed.records.media import IMAGE_SETTINGS, read_image_settings
 from energon_packed.records.media_fields import Media, has_tags
 from energon_packed.records.unused_fields import unsupported
-from energon_packed.records.video import VIDEO_PLACEHOLDER, VideoReference
+from energon_packed.records.video import VideoReference
 from energon_packed.records.video_fields import (
     FILE_FIELDS,
     VIDEO_KEYS,
@@ -73,9 +73,6 @@ ROLE_FIELDS = ("role", "from", "speaker")
 CONTENT_FIELDS = ("content", "value", "text")
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 CALL_FIELDS = ("tool_calls", "function_call")
-IMAGE_FIELDS = ("images", "image")
-VIDEO_FIELDS = ("videos", "video")
-AUDIO_FIELDS = ("audios", "audio")
 FUNCTION_CALL = "function_call"  # the role of a turn whose content is the call
 # Spellings of roles in published datasets; ShareGPT alone has human, gpt, chatgpt, bing and bard.
 ROLE_NAMES = {
@@ -92,7 +89,7 @@ PLAIN_ROLES = {name: role for name, role in ROLE_NAMES.items() if role != FUNCTI
 _KNOWN = frozenset(
     (
         *(*ROLE_FIELDS, *CONTENT_FIELDS, *EXTRA_FIELDS, *REASONING_FIELDS, *WEIGHT_FIELDS, *CALL_FIELDS),
-        *(*IMAGE_FIELDS, *VIDEO_FIELDS, *AUDIO_FIELDS),
+        *(name for kind in MEDIA_KINDS.values() for name in kind.fields),
     )
 )
 _CALL = frozenset(("id", "type", "index", "function"))
@@ -192,7 +189,7 @@ def _message(turn: Record, media: Media) -> Message:
             content = read_text("" if content is None else content, f"content of the {role} message")
         text = media.take_tagged(content) if has_tags(content) else content
     if not keys.is_plain:
-        text = _own_images(turn, _own_videos(turn, _own_audios(turn, text, media), media), media)
+        text = _with_own_media(turn, text, media)
     return Message(role, text, extra, weight, values)
 
 
@@ -218,57 +215,30 @@ def _parts_with_values(parts: Sequence[Any]) -> tuple[Sequence[Any], dict[str, A
     return others, extra | ({"tool_calls": calls} if calls else {})
 
 
-def _own_videos(turn: Record, text: str, media: Media) -> str:
-    """Add the video files that the turn lists; their placeholders precede the content if it has none."""
-    filled = [key for key in VIDEO_FIELDS if is_given(turn.get(key))]
-    if not filled:
-        return text
-    values = flatten(turn[filled[0]])
-    if not all(is_video_file(value, alone=len(values) == 1) for value in values):
-        raise unsupported(filled[0], "a turn", "pass video files, or the frames of each video as videos of the record")
-    if len(filled) > 1 or (VIDEO_PLACEHOLDER in text and text.count(VIDEO_PLACEHOLDER) != len(values)):
-        raise RecordError(
-            Reason.VIDEO_COUNT_MISMATCH,
-            f"a turn has {' and '.join(filled)} with {len(values)} videos for {text.count(VIDEO_PLACEHOLDER)} "
-            f"{VIDEO_PLACEHOLDER}; use one list and one placeholder per video",
-        )
-    check_video_fields(turn, "a turn", of_one_video=False)
-    media.inline_videos += [read_video(value, media.root) for value in values]
-    return text if VIDEO_PLACEHOLDER in text else VIDEO_PLACEHOLDER * len(values) + text
-
-
-def _own_audios(turn: Record, text: str, media: Media) -> str:
-    """Add the audio files that the turn lists; their placeholders precede the content if it has none."""
-    filled = [key for key in AUDIO_FIELDS if is_given(turn.get(key))]
-    if not filled:
-        return text
-    values = flatten(turn[filled[0]])
-    if len(filled) > 1 or (AUDIO_PLACEHOLDER in text and text.count(AUDIO_PLACEHOLDER) != len(values)):
-        raise RecordError(
-            Reason.AUDIO_COUNT_MISMATCH,
-            f"a turn has {' and '.join(filled)} with {len(values)} audio files for {text.count(AUDIO_PLACEHOLDER)} "
-            f"{AUDIO_PLACEHOLDER}; use one list and one placeholder per file",
-        )
-    media.inline_audios += [read_audio(value, media.root) for value in values]
-    return text if AUDIO_PLACEHOLDER in text else AUDIO_PLACEHOLDER * len(values) + text
-
-
-def _own_images(turn: Record, text: str, media: Media) -> str:
-    """Add the images that the turn lists; their placeholders precede the content if it has none."""
-    filled = [key for key in IMAGE_FIELDS if is_given(turn.get(key))]
-    if not filled:
-        return text
-    # `images` and `image` of a turn may be a value or a list.
-    images = flatten(turn[filled[0]])
-    if len(filled) > 1 or (IMAGE_PLACEHOLDER in text and text.count(IMAGE_PLACEHOLDER) != len(images)):
-        raise RecordError(
-            Reason.IMAGE_COUNT_MISMATCH,
-            f"a turn has {' and '.join(filled)} with {len(images)} images for {text.count(IMAGE_PLACEHOLDER)} "
-            f"{IMAGE_PLACEHOLDER}; use one list and one placeholder per image",
-        )
-    for image in images:
-        media.add_inline(image)
-    return text if IMAGE_PLACEHOLDER in text else IMAGE_PLACEHOLDER * len(images) + text
+def _with_own_media(turn: Record, text: str, media: Media) -> str:
+    """Add the media that the turn lists; their placeholders precede the content if it has none of the kind."""
+    for kind in (AUDIO, VIDEO, IMAGE):  # as each puts its placeholders before the others, images are the first
+        filled = [name for name in kind.fields if is_given(turn.get(name))]
+        if not filled:
+            continue
+        values = flatten(turn[filled[0]])  # a value or a list
+        if kind is VIDEO and not all(is_video_file(value, alone=len(values) == 1) for value in values):
+            remedy = "pass video files, or the frames of each video as videos of the record"
+            raise unsupported(filled[0], "a turn", remedy)
+        count = text.count(kind.placeholder)
+        if len(filled) > 1 or count not in (0, len(values)):
+            one = kind.noun.rpartition(" ")[2]
+            raise RecordError(
+                kind.mismatch,
+                f"a turn has {' and '.join(filled)} with {len(values)} {kind.plural} for {count} {kind.placeholder}; "
+                f"use one list and one placeholder per {one}",
+            )
+        if kind is VIDEO:
+            check_video_fields(turn, "a turn", of_one_video=False)
+        for value in values:
+            media.add(kind, value)
+        text = text if count else kind.placeholder * len(values) + text
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +340,7 @@ def _read_part(part: Any, media: Media) -> str:
             f"{' and '.join(settings)} of a content part without an image; write it into the object of the image, as "
             "in images=[{path, max_pixels}]"
         )
-    return IMAGE_PLACEHOLDER
+    return IMAGE.placeholder
 
 
 def _kind_of_part(part: Record) -> str | None:
@@ -389,7 +359,7 @@ def _read_video(part: Mapping[str, Any], media: Media) -> str:
         media.add_unused(part, _FIELDS["video"], "a content part of type video")
         # The part is only a placeholder: its frames or its file are in the videos field.
         if media.videos:
-            return VIDEO_PLACEHOLDER
+            return VIDEO.placeholder
         raise RecordError(Reason.MISSING_VIDEO, "a content part of type video has no video; use a file or frames")
     videos = read_videos(value, "video of a content part", media.root)
     has_files = any(isinstance(video, VideoReference) for video in videos)
@@ -401,11 +371,11 @@ def _read_video(part: Mapping[str, Any], media: Media) -> str:
     for video in videos:
         if isinstance(video, VideoReference):
             media.inline_videos.append(read_video(video, media.root, settings))
-            texts.append(VIDEO_PLACEHOLDER)
+            texts.append(VIDEO.placeholder)
         else:
             media.is_video = True
-            media.inline += video
-            texts.append(IMAGE_PLACEHOLDER * len(video))
+            media.inline_images += video
+            texts.append(IMAGE.placeholder * len(video))
     return "".join(texts)
 
 
@@ -413,10 +383,10 @@ def _read_audio(part: Mapping[str, Any], media: Media) -> str:
     """Add the audio file of a part; without a file, the part is the placeholder of a file in the audios field."""
     media.add_unused(part, _FIELDS["audio"], "a content part of type audio")
     if any(is_given(part.get(name)) for name in ("input_audio", *AUDIO_KEYS)):
-        media.inline_audios.append(read_audio(part, media.root))
+        media.add(AUDIO, part)
     elif not media.audios:
         raise RecordError(Reason.MISSING_AUDIO, "a content part of type audio has no file; use a path, url or bytes")
-    return AUDIO_PLACEHOLDER
+    return AUDIO.placeholder
 
 
 def read_tool_calls(value: Any, label: str) -> list[dict[str, Any]]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from energon_packed.records.media import MediaReference
 
-VIDEO_PLACEHOLDER = "<video>"
 VIDEO_SUFFIXES = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".flv", ".f4v"),
     *(".wmv", ".asf", ".3gp", ".3g2", ".ogv", ".vob"),

@@ -34,6 +34,7 @@ from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
 from energon_packed.records import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, MediaReference, VideoReference
+from energon_packed.records.kinds import VIDEO
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.sample_loader import SampleLoader
 from energon_packed.sources.tar_records import (
@@ -283,7 +284,7 @@ def _value(group: KeyMembers, field: str, description: str, *, is_required: bool
 
 def _decoded(group: KeyMembers, member: Member) -> Any:
     """Decode a part like Energon's default decoder; an image, video or audio file stays a member."""
-    if group.is_media(member):
+    if group.kind_of(member) is not None:
         return member
     if member.extension in JSON_PARTS:
         return group.json(member)
@@ -292,11 +293,11 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
 
 
 def _captioning(group: KeyMembers, values: Fields) -> dict[str, Any]:
-    return caption_record(group, _text(values, "caption"), _images(group, values["image"]))
+    return caption_record(group, _text(values, "caption"), {"images": _images(group, values["image"])})
 
 
 def _ocr(group: KeyMembers, values: Fields) -> dict[str, Any]:
-    return caption_record(group, _text(values, "text"), _images(group, values["image"]))
+    return caption_record(group, _text(values, "text"), {"images": _images(group, values["image"])})
 
 
 def _plain_text(group: KeyMembers, values: Fields) -> dict[str, Any]:
@@ -355,7 +356,7 @@ def _interleaved(group: KeyMembers, values: Fields) -> dict[str, Any]:
     texts: list[str] = []
     for item in sequence:
         member = group.find(item) if isinstance(item, str) else item if isinstance(item, Member) else None
-        if isinstance(item, VideoReference) or (member is not None and group.is_video(member)):
+        if isinstance(item, VideoReference) or (member is not None and group.kind_of(member) is VIDEO):
             videos += _videos(group, item)
             texts.append(VIDEO_PLACEHOLDER)
         elif isinstance(item, MediaReference | Member) or (member is not None and member.extension in IMAGE_PARTS):
@@ -443,6 +444,6 @@ def _videos(group: KeyMembers, value: Any) -> list[VideoReference]:
     if isinstance(value, VideoReference):
         return [value]
     member = group.find(value) if isinstance(value, str) else value
-    if not isinstance(member, Member) or not group.is_video(member):
+    if not isinstance(member, Member) or group.kind_of(member) is not VIDEO:
         raise RecordError(Reason.MISSING_VIDEO, f"{group.key} has no video {str(value)[:80]!r}")
     return [VideoReference(file=group.reference(member))]

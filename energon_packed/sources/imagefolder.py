@@ -6,7 +6,6 @@ captions       `x.png`, `x.mp4` or `x.wav` with its text in `x.txt`, `x.caption`
 save_to_disk   the Arrow streams that state.json lists
 """
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -19,10 +18,11 @@ from energon_packed.records.audio import has_audio_suffix
 from energon_packed.records.video import has_video_suffix
 from energon_packed.sources.arrow import ArrowSource, ParquetSource
 from energon_packed.sources.base import Source, SourceRecord
-from energon_packed.sources.convert import converted, not_utf8
+from energon_packed.sources.convert import not_utf8
 from energon_packed.sources.csv import CsvSource
 from energon_packed.sources.folder_entries import CAPTIONED_FILES, ignored_kind, is_caption
-from energon_packed.sources.json import ELEMENTS, JsonlSource
+from energon_packed.sources.json import JsonlSource
+from energon_packed.sources.listed import ListedSource
 from energon_packed.system import raise_resource_error
 
 _FIELDS = {"file_name": "", "file_names": "s"}
@@ -111,7 +111,7 @@ def _has_turns(record: dict[str, Any]) -> bool:
     return any(record.get(name) for name in ("messages", "conversations", "conversation"))
 
 
-class CaptionFolderSource(JsonlSource):
+class CaptionFolderSource(ListedSource):
     """The images, videos and audio files of a folder, each with its text in a file of the same name; no subfolders.
 
     A media file without a text is a record that is rejected, and so is a text without a media file.
@@ -121,69 +121,48 @@ class CaptionFolderSource(JsonlSource):
 
     @classmethod
     def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Write a line per media file or text without one to a copy in `work_dir`, named after its content."""
-        digest = hashlib.sha256()
-        for line in _captioned(path):
-            digest.update(line)
-        copy = converted(
-            path, work_dir, ELEMENTS, lambda folder, out: out.writelines(_captioned(folder)), name=digest.hexdigest()
-        )
-        return cls(path, data=copy, image_root=path)
+        """Open the folder, from which its media paths start."""
+        return super().open(path, work_dir=work_dir, image_root=path)
 
-    def fingerprint(self) -> str:
-        """Digest of all names and captions."""
-        return self.data.name.removesuffix(ELEMENTS)
+    @classmethod
+    def records(cls, path: Path) -> Iterator[dict[str, Any]]:
+        """Yield a record per media file or text without one, in the order of the names.
 
-    def row(self, entry: tuple[int, bytes]) -> SourceRecord:
-        """Parse a line; one without a caption, or without an image or video, is rejected."""
-        row = super().row(entry)
-        if (fault := row.record.get("fault")) is None:
-            return row
-        reason = Reason.MISSING_FIELD if row.record.keys() & {"image", "video", "audio"} else Reason.MISSING_IMAGE
-        return row._replace(record=None, reject=Reject(reason, fault))
-
-
-def _captioned(folder: Path) -> Iterator[bytes]:
-    """Yield a record per media file or text without one, in the order of the names, as lines of JSON.
-
-    Raises:
-        SourceError: a name is not UTF-8, or a caption cannot be read.
-    """
-    names = sorted(os.listdir(folder))
-    media = [name for name in names if name.lower().endswith(CAPTIONED_FILES) and not name.startswith(".")]
-    captions: dict[str, list[str]] = {}
-    for name in names:
-        if is_caption(name):
-            captions.setdefault(os.path.splitext(name)[0], []).append(name)
-    stems = {os.path.splitext(name)[0] for name in media}
-    alone = {files[0] for stem, files in captions.items() if stem not in stems}
-    for name in sorted([*media, *alone]):
-        record = {"id": name}
-        try:
+        Raises:
+            SourceError: a caption cannot be read.
+        """
+        names = sorted(os.listdir(path))
+        media = [name for name in names if name.lower().endswith(CAPTIONED_FILES) and not name.startswith(".")]
+        captions: dict[str, list[str]] = {}
+        for name in names:
+            if is_caption(name):
+                captions.setdefault(os.path.splitext(name)[0], []).append(name)
+        stems = {os.path.splitext(name)[0] for name in media}
+        alone = {files[0] for stem, files in captions.items() if stem not in stems}
+        for name in sorted([*media, *alone]):
             if name in alone:
-                record["fault"] = f"{name} is a caption, and no media file has its name; add the file"
+                detail = f"{name} is a caption, and no media file has its name; add the file"
+                yield {"id": name, "fault": (Reason.MISSING_IMAGE, detail)}
             else:
-                stem = os.path.splitext(name)[0]
-                record |= {_kind(name): name}
-                record |= _caption(folder, name, captions.get(stem, []))
-            yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
-        except UnicodeEncodeError as error:
-            raise SourceError(f"{folder} has the file name {name!r}, which is not UTF-8. Rename the file.") from error
+                own = _caption(path, name, captions.get(os.path.splitext(name)[0], []))
+                yield {"id": name, _kind(name): name, **own}
 
 
-def _caption(folder: Path, name: str, files: list[str]) -> dict[str, str]:
+def _caption(folder: Path, name: str, files: list[str]) -> dict[str, Any]:
     """Read the caption of a media file, or say why it has none."""
     if not files:
-        return {"fault": f"{name} has no caption; write it to {os.path.splitext(name)[0]}.txt"}
-    if len(files) > 1:
-        return {"fault": f"{name} has {len(files)} captions, {' and '.join(files)}; keep one"}
-    try:
-        return {"caption": (folder / files[0]).read_text(encoding="utf-8-sig").strip()}
-    except UnicodeDecodeError as error:
-        return {"fault": f"{files[0]}: {not_utf8(error.object[error.start])}"}
-    except OSError as error:
-        raise_resource_error(error, folder / files[0])
-        raise SourceError(f"{folder / files[0]} cannot be read: {error.strerror}. Make it readable.") from error
+        detail = f"{name} has no caption; write it to {os.path.splitext(name)[0]}.txt"
+    elif len(files) > 1:
+        detail = f"{name} has {len(files)} captions, {' and '.join(files)}; keep one"
+    else:
+        try:
+            return {"caption": (folder / files[0]).read_text(encoding="utf-8-sig").strip()}
+        except UnicodeDecodeError as error:
+            detail = f"{files[0]}: {not_utf8(error.object[error.start])}"
+        except OSError as error:
+            raise_resource_error(error, folder / files[0])
+            raise SourceError(f"{folder / files[0]} cannot be read: {error.strerror}. Make it readable.") from error
+    return {"fault": (Reason.MISSING_FIELD, detail)}
 
 
 class HuggingFaceSource(ArrowSource):

@@ -129,7 +129,7 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
         except Exception as error:
             raise_resource_error(error, group.path)
             raise RecordError(Reason.CORRUPT_IMAGE, f"{member.name}: {error}") from error
-    if group.is_media(member):
+    if group.kind_of(member) is not None:
         return group.media(member)
     if kind in JSON_PARTS:
         return group.json(member)

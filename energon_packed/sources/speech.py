@@ -6,19 +6,18 @@ Kaldi          `wav.scp` with `text`, and perhaps `segments`; commands in wav.sc
 """
 
 import csv
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.records.audio import has_audio_suffix
 from energon_packed.records.fields import shown
-from energon_packed.sources.base import Source, SourceRecord
-from energon_packed.sources.convert import converted, not_utf8
+from energon_packed.sources.base import SourceRecord
+from energon_packed.sources.convert import not_utf8
 from energon_packed.sources.csv import CsvSource
-from energon_packed.sources.json import ELEMENTS, JsonlSource
+from energon_packed.sources.json import JsonlSource
+from energon_packed.sources.listed import ListedSource
 from energon_packed.system import raise_resource_error
 
 _COLUMNS = {"client_id", "path", "sentence"}
@@ -68,54 +67,30 @@ class CommonVoiceSource(CsvSource):
         return record
 
 
-class KaldiSource(JsonlSource):
+class KaldiSource(ListedSource):
     """A data folder of Kaldi, by its wav.scp; the format is described in kaldi-asr.org/doc/data_prep.html."""
 
     suffixes: ClassVar[tuple[str, ...]] = ("wav.scp",)
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Write a line per utterance to a copy in `work_dir`, named after its content."""
-        digest = hashlib.sha256()
-        for line in _utterances(path):
-            digest.update(line)
-
-        def convert(source: Path, out: BinaryIO) -> None:
-            out.writelines(_utterances(source))
-
-        copy = converted(path, work_dir, ELEMENTS, convert, name=digest.hexdigest())
-        return cls(path, data=copy, image_root=image_root)
-
-    def fingerprint(self) -> str:
-        """Digest of all utterances."""
-        return self.data.name.removesuffix(ELEMENTS)
-
-    def row(self, entry: tuple[int, bytes]) -> SourceRecord:
-        """Parse a line; one with a fault is rejected."""
-        row = super().row(entry)
-        fault = row.record.get("fault")
-        return row if fault is None else row._replace(record=None, reject=Reject(Reason(fault[0]), fault[1]))
-
-
-def _utterances(wav_scp: Path) -> Iterator[bytes]:
-    """Yield a record per utterance, in the order of `segments`, or else of wav.scp, as lines of JSON."""
-    folder = wav_scp.parent
-    files, texts = _lines(wav_scp), _lines(folder / "text")
-    has_segments = (folder / "segments").is_file()
-    utterances = _lines(folder / "segments") if has_segments else {name: name for name in files}
-    for name, value in utterances.items():
-        record: dict[str, Any] = {"id": name}
-        if name not in texts:
-            record["fault"] = Reason.MISSING_FIELD, f"{name} has no line in text"
-        else:
-            part = _segment(name, value) if has_segments else {"path": name}
-            record |= {"transcript": texts[name]} | (part if "fault" in part else _audio(part, files))
-        yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
-    listed = "segments" if has_segments else "wav.scp"
-    for name in texts:
-        if name not in utterances:
-            fault = Reason.MISSING_AUDIO, f"{name} of text has no line in {listed}"
-            yield json.dumps({"id": name, "fault": fault}, ensure_ascii=False).encode() + b"\n"
+    def records(cls, path: Path) -> Iterator[dict[str, Any]]:
+        """Yield a record per utterance, in the order of `segments`, or else of wav.scp."""
+        folder = path.parent
+        files, texts = _lines(path), _lines(folder / "text")
+        has_segments = (folder / "segments").is_file()
+        utterances = _lines(folder / "segments") if has_segments else {name: name for name in files}
+        for name, value in utterances.items():
+            record: dict[str, Any] = {"id": name}
+            if name not in texts:
+                record["fault"] = Reason.MISSING_FIELD, f"{name} has no line in text"
+            else:
+                part = _segment(name, value) if has_segments else {"path": name}
+                record |= {"transcript": texts[name]} | (part if "fault" in part else _audio(part, files))
+            yield record
+        listed = "segments" if has_segments else "wav.scp"
+        for name in texts:
+            if name not in utterances:
+                yield {"id": name, "fault": (Reason.MISSING_AUDIO, f"{name} of text has no line in {listed}")}
 
 
 def _segment(name: str, line: str) -> dict[str, Any]:

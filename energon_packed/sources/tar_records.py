@@ -24,11 +24,12 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import AudioReference, Conversation, MediaReference, VideoReference
-from energon_packed.records.audio import AUDIO_PLACEHOLDER, AUDIO_SUFFIXES
+from energon_packed.records.audio import AUDIO_SUFFIXES
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import is_given
+from energon_packed.records.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO, MediaKind
 from energon_packed.records.record_formats import RECORD_FORMATS
-from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_PLACEHOLDER, VIDEO_SUFFIXES, is_video_content
+from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_SUFFIXES, is_video_content
 from energon_packed.sources.base import LONGEST_RECORD
 from energon_packed.tarfiles import Member, key_faults, read_content
 
@@ -43,9 +44,8 @@ _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 _MEMBER_LISTS = {"image_keys": "images", "patch_positions_keys": "patch_positions"}  # of LLaVA-OneVision-2
 _CAPTION_FIELDS = ("caption", "text", "captions")
 _TRANSCRIPT_FIELDS = (*_CAPTION_FIELDS, "transcription", "transcript", "sentence")
-_VIDEO_FIELDS = ("videos", "video", "frames")
-_AUDIO_FIELDS = ("audios", "audio")
-_MEDIA_FIELDS = ("images", "image", *_VIDEO_FIELDS, "video_path", *_AUDIO_FIELDS)
+_VIDEO_FIELDS = (*VIDEO.fields, "frames")
+_MEDIA_FIELDS = (*IMAGE.fields, *_VIDEO_FIELDS, "video_path", *AUDIO.fields)
 # Paths from before the tar was written.
 _PATH_FIELDS = (
     *(*_MEDIA_FIELDS, "image_path", "image_file", "img", "file_name", "video_file", "video_name"),
@@ -91,30 +91,24 @@ class KeyMembers:
             if member.extension in _PICKLES:
                 raise RecordError(Reason.UNSUPPORTED_MEDIA, f"{member.name} is a pickle, which is never loaded")
 
-    def images(self) -> list[Member]:
-        """List the image members, in natural order of their parts."""
-        return sorted((m for m in self.members if m.extension in IMAGE_PARTS), key=lambda m: _natural(m.part))
+    def media_members(self) -> dict[str, list[Member]]:
+        """List the members that are media by the field of their kind, in natural order of their parts."""
+        found: dict[str, list[Member]] = {kind.field: [] for kind in MEDIA_KINDS.values()}
+        for member in sorted(self.members, key=lambda member: _natural(member.part)):
+            if (kind := self.kind_of(member)) is not None:
+                found[kind.field].append(member)
+        return {field: members for field, members in found.items() if members}
 
-    def videos(self) -> list[Member]:
-        """List the video members, in natural order of their parts."""
-        return sorted((m for m in self.members if self.is_video(m)), key=lambda m: _natural(m.part))
-
-    def is_video(self, member: Member) -> bool:
-        """Whether a member is a video file."""
-        if member.extension not in VIDEO_PARTS:
-            return False
-        if member.extension not in _SOURCE_CODE:
-            return True
-        with self.reference(member).open() as stream:
-            return is_video_content(stream.read(SIGNATURE_BYTES))
-
-    def audios(self) -> list[Member]:
-        """List the audio members, in natural order of their parts."""
-        return sorted((m for m in self.members if m.extension in _AUDIO_PARTS), key=lambda m: _natural(m.part))
-
-    def is_media(self, member: Member) -> bool:
-        """Whether a member is an image, video or audio file."""
-        return member.extension in (*IMAGE_PARTS, *_AUDIO_PARTS) or self.is_video(member)
+    def kind_of(self, member: Member) -> MediaKind | None:
+        """Find the kind of media that a member is; None if it is not media."""
+        if member.extension in IMAGE_PARTS:
+            return IMAGE
+        if member.extension in _AUDIO_PARTS:
+            return AUDIO
+        if member.extension in _SOURCE_CODE:
+            with self.reference(member).open() as stream:
+                return VIDEO if is_video_content(stream.read(SIGNATURE_BYTES)) else None
+        return VIDEO if member.extension in VIDEO_PARTS else None
 
     def find(self, name: str) -> Member | None:
         """Find the member that a record refers to by full name, base name, or part."""
@@ -143,10 +137,10 @@ class KeyMembers:
 
     def media(self, member: Member) -> MediaReference | VideoReference | AudioReference:
         """Make a reference to an image, video or audio member."""
-        reference = self.reference(member)
-        if member.extension in _AUDIO_PARTS:
+        reference, kind = self.reference(member), self.kind_of(member)
+        if kind is AUDIO:
             return AudioReference(file=reference)
-        return VideoReference(file=reference) if self.is_video(member) else reference
+        return VideoReference(file=reference) if kind is VIDEO else reference
 
     def content(self, member: Member) -> bytes:
         """Read the bytes of a member that is not media.
@@ -216,7 +210,7 @@ def raw_records(group: KeyMembers) -> list[Any]:
     group.check()
     values: dict[str, Any] = {}
     for member in group.members:
-        if group.is_media(member):
+        if group.kind_of(member) is not None:
             values[member.part] = group.media(member)
         elif member.extension in JSON_PARTS:
             values[member.part] = group.json(member)
@@ -299,55 +293,43 @@ def _packed_file(group: KeyMembers, located: Mapping[str, MediaReference], data:
 def caption_record(
     group: KeyMembers,
     text: str,
-    images: Sequence[MediaReference],
+    media: Mapping[str, Sequence[Any]],
     metadata: Mapping[str, Any] | None = None,
-    videos: Sequence[VideoReference] = (),
-    audios: Sequence[AudioReference] = (),
 ) -> dict[str, Any]:
-    """Make a record of media with a caption; without media, a document. `metadata` are its other fields."""
-    media = _media_fields(images, videos, audios)
-    record = {"id": group.key, **(metadata or {}), **media}
-    return {**record, "captions": [text]} if media else {**record, "text": text}
-
-
-def _media_fields(
-    images: Sequence[MediaReference], videos: Sequence[VideoReference], audios: Sequence[AudioReference] = ()
-) -> dict[str, Any]:
-    return {name: list(media) for name, media in (("images", images), ("videos", videos), ("audios", audios)) if media}
+    """Make a record of media, by field, with a caption; without media, a document. `metadata` are its other fields."""
+    record = {"id": group.key, **(metadata or {}), **{field: list(files) for field, files in media.items() if files}}
+    return {**record, "captions": [text]} if any(media.values()) else {**record, "text": text}
 
 
 def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
-    images = [group.reference(member) for member in group.images()]
-    videos = [VideoReference(file=group.reference(member)) for member in group.videos()]
-    audios = [AudioReference(file=group.reference(member)) for member in group.audios()]
-    media: list[MediaReference | VideoReference | AudioReference] = [*images, *videos, *audios]
+    members = group.media_members()
+    media = {field: [group.media(member) for member in found] for field, found in members.items()}
+    files = [file for found in media.values() for file in found]
+    has_audio = AUDIO.field in media
     value = _with_member_lists(group, value)
     positions = [group.find(str(name)) for name in _list(value.get("patch_positions"))]
     others = {m.part or m.name: m.name for m in group.members if not _is_known(group, m) and m not in positions}
-    texts = _TRANSCRIPT_FIELDS if audios else _CAPTION_FIELDS
-    if _is_conversation(value, (*texts, *_PATH_FIELDS) if audios else texts):
+    texts = _TRANSCRIPT_FIELDS if has_audio else _CAPTION_FIELDS
+    if _is_conversation(value, (*texts, *_PATH_FIELDS) if has_audio else texts):
         placer = _Placer(group)
         record = placer.walk(value)
         # The record names no images or videos: all members of these types belong to it.
         if media and placer.named == 0:
             record = {k: v for k, v in record.items() if k not in _MEDIA_FIELDS or v is True}
-            record |= _media_fields(images, videos, audios)
-        elif len(media) == 1 and placer.named == 1 and not _names_members(record):
-            record = _Placer(group, only=media[0]).walk(value)  # its path from before the tar was written
+            record |= media
+        elif len(files) == 1 and placer.named == 1 and not _names_members(record):
+            record = _Placer(group, only=files[0]).walk(value)  # its path from before the tar was written
         else:
-            for fields, mark, members in (
-                (_media_fields((), videos), VIDEO_PLACEHOLDER, group.videos()),
-                (_media_fields((), (), audios), AUDIO_PLACEHOLDER, group.audios()),
-            ):
-                if _names_files(record, mark):
+            for kind in (VIDEO, AUDIO):
+                if kind.field not in media or _names_files(record, kind):
                     continue
-                if any(isinstance(item, str) and mark in item for item in leaves(record)):
-                    record |= fields
+                if any(isinstance(item, str) and kind.placeholder in item for item in leaves(record)):
+                    record[kind.field] = media[kind.field]
                 else:  # a run counts them by name
-                    others |= {member.part: member.name for member in members}
+                    others |= {member.part: member.name for member in members[kind.field]}
         return {"id": group.key, **others, **record}
-    if videos and audios:  # of video2dataset
-        detail = f"{group.audios()[0].name} is audio beside a video, whose sound is not used; remove it"
+    if VIDEO.field in media and has_audio:  # of video2dataset
+        detail = f"{members[AUDIO.field][0].name} is audio beside a video, whose sound is not used; remove it"
         raise RecordError(Reason.UNSUPPORTED_MEDIA, detail)
     unread = (*texts, *(_PATH_FIELDS if media else ()))
     metadata = {**others, **{name: item for name, item in value.items() if name not in unread}}
@@ -359,7 +341,7 @@ def _record(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
             f"{group.key} has the parts {parts} and no text; add a txt part, or a json part with a caption or a "
             "conversation",
         )
-    return caption_record(group, text, images, metadata, videos, audios)
+    return caption_record(group, text, media, metadata)
 
 
 def _with_member_lists(group: KeyMembers, value: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,19 +388,18 @@ def _is_conversation(value: Mapping[str, Any], texts: Sequence[str]) -> bool:
 
 
 def _is_known(group: KeyMembers, member: Member) -> bool:
-    return group.is_media(member) or member.part.lower() in (*TEXT_PARTS, "json")
+    return group.kind_of(member) is not None or member.part.lower() in (*TEXT_PARTS, "json")
 
 
 def _names_members(record: Any) -> bool:
     return any(isinstance(item, MediaReference | VideoReference | AudioReference) for item in leaves(record))
 
 
-def _names_files(record: Mapping[str, Any], mark: str) -> bool:
-    """Whether a record names its videos or audio files, by their placeholder."""
-    is_video = mark == VIDEO_PLACEHOLDER
-    if any(isinstance(item, VideoReference if is_video else AudioReference) for item in leaves(record)):
+def _names_files(record: Mapping[str, Any], kind: MediaKind) -> bool:
+    """Whether a record names its videos or audio files."""
+    if any(isinstance(item, VideoReference if kind is VIDEO else AudioReference) for item in leaves(record)):
         return True
-    names = (*_VIDEO_FIELDS, "video_path") if is_video else _AUDIO_FIELDS
+    names = (*_VIDEO_FIELDS, "video_path") if kind is VIDEO else AUDIO.fields
     return any(is_given(record.get(name)) and record[name] is not True for name in names)
 
 

@@ -53,7 +53,7 @@ def tokenizer_of(base: Any, template: str) -> Any:
 
 def renderer_of(base: Any, template: str, **options: Any) -> Renderer:
     chat = ChatTemplate(TokenizerParts.of(tokenizer_of(base, template)))
-    return Renderer(chat, **{"placeholder": None, "end": "", "loss_on": "assistant", **options})
+    return Renderer(chat, **{"placeholders": {}, "end": "", "loss_on": "assistant", **options})
 
 
 def runs(text: str, spans: Any) -> list[str]:

@@ -136,7 +136,7 @@ def test_ids_equal_the_processor_with_typed_parts(model: Model, seed: int) -> No
         record = normalize({"messages": messages, "images": [{"bytes": png(size)} for size in sizes]})
         if expected is None:
             assert situation in SITUATIONS[3:], messages
-            if encoder.renderer.template.needs_image_parts:
+            if "image" in encoder.renderer.template.needs_parts:
                 with pytest.raises(RecordError):
                     encoder.encode(record)
             continue
@@ -158,7 +158,7 @@ def test_a_template_that_writes_the_image_token_has_no_warning(model: Model) -> 
 @pytest.mark.parametrize("model", [("qwen25vl", "qwen2_5_vl"), ("qwen3vl", "qwen3_vl")], indirect=True, ids="-".join)
 def test_templates_that_render_strings_and_parts_alike_keep_strings(model: Model) -> None:
     """Strings need no Jinja."""
-    assert not model.encoder.renderer.template.needs_image_parts
+    assert "image" not in model.encoder.renderer.template.needs_parts
 
 
 def template(image: str, before: str = "") -> str:
@@ -216,7 +216,7 @@ def test_a_template_without_image_parts_is_not_reported(tokenizer_dir: Path, tex
     encoder = ChatEncoder(tokenizer, ChatEncoder.from_pretrained(tokenizer_dir).vision)
     assert encoder.vision is not None
     assert encoder.vision.warnings == ()
-    assert not encoder.renderer.template.needs_image_parts
+    assert "image" not in encoder.renderer.template.needs_parts
 
 
 @pytest.mark.parametrize(

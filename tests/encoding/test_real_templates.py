@@ -241,7 +241,7 @@ def test_turns_that_a_report_shows_as_supervised(base: Any, family: str) -> None
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5_think", "qwen3_6"])
 def test_images_are_at_the_position_of_their_content_parts(base: Any, family: str) -> None:
-    renderer = renderer_of(base, source(family), placeholder="<|vision_start|><|image_pad|><|vision_end|>")
+    renderer = renderer_of(base, source(family), placeholders={"image": "<|vision_start|><|image_pad|><|vision_end|>"})
     record = {"images": ["a.png", "b.png"], "messages": [
         {"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "A cat."},
         {"role": "user", "content": "And <image> this?"}, {"role": "assistant", "content": "A dog."}]}  # fmt: skip

@@ -32,15 +32,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from energon_packed.encoding.av_file import Damaged, FileKind, OpenFile, load_av, opened_file
-from energon_packed.errors import Reason
 from energon_packed.records import AudioClip, MediaReference
+from energon_packed.records.kinds import AUDIO
 
 MAX_SECONDS = 24 * 3600
 """Duration of the longest file: 24 hours."""
 _KIND = FileKind(
-    a="an audio file",
-    missing=Reason.MISSING_AUDIO,
-    corrupt=Reason.CORRUPT_AUDIO,
+    media=AUDIO,
     demuxers="wav,w64,aiff,au,caf,flac,mp3,aac,ogg,mov,matroska,asf,amr,avi,mpegts",
     containers="wav, flac, mp3, m4a, aac, ogg, opus, aiff, au, caf, w64, wma, amr or mka",
     remedy="replace the file",

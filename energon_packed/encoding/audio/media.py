@@ -8,8 +8,7 @@ the video, and its features among the features of the audio files, in the order 
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -24,7 +23,7 @@ from energon_packed.encoding.audio.audio_file import (
     resampled_length,
 )
 from energon_packed.encoding.audio.families import AudioFamily
-from energon_packed.encoding.vision.positions import ImageRun, Int64, VisionInputs
+from energon_packed.encoding.vision.positions import AudioSize, ImageRun
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import (
     AUDIO_PLACEHOLDER,
@@ -39,35 +38,6 @@ from energon_packed.storage import as_path, recent_status
 _PLACEHOLDERS = re.compile(f"{AUDIO_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 TRUNCATED = "audio longer than the model reads: the rest is not used"
 """Note of a conversation with such a file, with `long_audio` truncate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AudioSize:
-    """Audio files of a conversation as the planner needs them.
-
-    Attributes:
-        runs: tokens of each file, in the order of the text.
-        tracks: number of tokens of the audio track of each video by its index, for all videos or none.
-        clips: the samples of each file.
-        track_clips: the samples of each of `tracks`.
-        num_bytes: bytes of the files, as `stored_bytes`.
-        notes: what was decided for them, for the counts of a run.
-        inputs: arguments of the model; None if they were only measured.
-    """
-
-    runs: Sequence[ImageRun] = ()
-    tracks: Mapping[int, int] = field(default_factory=dict)
-    clips: Sequence[AudioClip] = ()
-    track_clips: Sequence[AudioClip] = ()
-    num_bytes: int = 0
-    notes: tuple[str, ...] = ()
-    inputs: VisionInputs | None = None
-
-    @property
-    def frames(self) -> Int64 | None:
-        """Frames of features of each file, int64 (files,), by the mask of Omni models; None without it."""
-        mask = None if self.inputs is None else self.inputs.values.get("feature_attention_mask")
-        return None if mask is None else mask.sum(-1).numpy().astype(np.int64)
 
 
 def measure_audio(family: AudioFamily, conversation: Conversation) -> AudioSize:

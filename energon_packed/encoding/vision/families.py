@@ -275,7 +275,8 @@ class VisionFamily(ABC):
 
     def _with_runs(self, values: "torch.Tensor", grids: "torch.Tensor") -> Pixels:
         array = grids.numpy().astype(np.int64)
-        return Pixels(values, grids, array, [ImageRun(self.num_tokens(int(n))) for n in array.prod(axis=1)])
+        runs = [ImageRun(self.num_tokens(int(n))) for n in array.prod(axis=1)]
+        return Pixels(values=values, grids_tensor=grids, grids=array, runs=runs)
 
     def set_videos(self, folder: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
         """Set `videos` from the settings of a processor folder and explicit options.

@@ -21,7 +21,7 @@ import re
 import struct
 import tokenize
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -31,7 +31,7 @@ from PIL import Image
 
 from energon_packed.encoding.vision.families import PatchOrder, VisionFamily
 from energon_packed.encoding.vision.images import ImageHeader, check_as_jpeg, load_image, read_header
-from energon_packed.encoding.vision.positions import Clip, ImageRun, Int64, Pixels
+from energon_packed.encoding.vision.positions import Clip, ImageRun, Int64, MediaSize, Pixels
 from energon_packed.encoding.vision.timestamps import has_timestamps, with_timestamps
 from energon_packed.encoding.vision.video_file import decode_frames, read_video_info
 from energon_packed.errors import ConfigError, Reason, RecordError
@@ -163,28 +163,6 @@ def _mismatch(reference: MediaReference, problem: str) -> RecordError:
     return RecordError(Reason.MISSING_PATCH_POSITIONS, f"{reference.label} {problem}")
 
 
-@dataclass(frozen=True, slots=True)
-class MediaSize:
-    """Media of a conversation as the planner needs it.
-
-    Attributes:
-        runs: tokens of each image and video, in the order of the text.
-        num_bytes: bytes of its images, videos and .npy files.
-        decoded: number of images whose pixels were decoded, because the header is not enough.
-        frames: the selected frames of each video file.
-        notes: what was decided for its media, for the counts of a run.
-        spelled: the conversation to render in place of the measured one, with timestamps, and with the coordinates
-            that the family writes; None if it has none.
-    """
-
-    runs: Sequence[ImageRun] = ()
-    num_bytes: int = 0
-    decoded: int = 0
-    frames: Sequence[FrameSelection] = ()
-    notes: tuple[str, ...] = ()
-    spelled: Conversation | None = None
-
-
 def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize:
     """Compute tokens and bytes from the headers of the images and the packets of the videos.
 
@@ -220,11 +198,11 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
     conversation = boxed or conversation
     if is_timed:
         spelled, runs = _with_timestamps(vision, conversation, image_runs, positions)
-        return MediaSize(runs, num_bytes, decoded, spelled=spelled)
+        return MediaSize(runs=runs, num_bytes=num_bytes, decoded=decoded, spelled=spelled)
     runs = vision.numbered(
         _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
     )
-    return MediaSize(runs, num_bytes, decoded, frames, notes, boxed)
+    return MediaSize(runs=runs, num_bytes=num_bytes, decoded=decoded, frames=frames, notes=notes, spelled=boxed)
 
 
 def _with_boxes(

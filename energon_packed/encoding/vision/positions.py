@@ -1,4 +1,4 @@
-"""Images inside a sample: their tokens (ImageRun), their vision tower inputs (Pixels, VisionInputs), and positions.
+"""Media inside a sample: their tokens (ImageRun, MediaSize), their tensors (Pixels, VisionInputs), and positions.
 
 `expanded` puts the tokens of each image into the ids of a sample. `VisionInputs.joined` joins the inputs of several
 samples for a row, each argument along its own dimension:
@@ -22,14 +22,14 @@ A video spans its grid in time as well: t increases by one per step of the grid,
 second of its model. The text after it starts at start + max(height, width) too, as in Transformers since 5.0.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.records import Conversation, FrameSelection
+from energon_packed.records import AudioClip, Conversation, FrameSelection
 
 if TYPE_CHECKING:
     import torch
@@ -160,33 +160,83 @@ class ImageRun:
         return self.length if self.make is None else int((self.make() == token).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Pixels:
-    """Pixels of the images and videos of a conversation.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioSize:
+    """Audio files of a conversation as the planner needs them.
+
+    Attributes:
+        runs: tokens of each file, in the order of the text.
+        tracks: number of tokens of the audio track of each video by its index, for all videos or none.
+        clips: the samples of each file.
+        track_clips: the samples of each of `tracks`.
+        num_bytes: bytes of the files, as `stored_bytes`.
+        notes: what was decided for them, for the counts of a run.
+        inputs: arguments of the model; None if they were only measured.
+    """
+
+    runs: Sequence[ImageRun] = ()
+    tracks: Mapping[int, int] = field(default_factory=dict)
+    clips: Sequence[AudioClip] = ()
+    track_clips: Sequence[AudioClip] = ()
+    num_bytes: int = 0
+    notes: tuple[str, ...] = ()
+    inputs: VisionInputs | None = None
+
+    @property
+    def frames(self) -> Int64 | None:
+        """Frames of features of each file, int64 (files,), by the mask of Omni models; None without it."""
+        mask = None if self.inputs is None else self.inputs.values.get("feature_attention_mask")
+        return None if mask is None else mask.sum(-1).numpy().astype(np.int64)
+
+
+_SILENT = AudioSize()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaSize:
+    """Media of a conversation as the planner needs them.
+
+    Attributes:
+        runs: tokens of each image and video, in the order of the text.
+        num_bytes: bytes of its images, videos and .npy files.
+        decoded: number of images whose pixels were decoded, because the header is not enough.
+        frames: the selected frames of each video file.
+        notes: what was decided for its images and videos, for the counts of a run.
+        spelled: the conversation to render in place of the measured one, with timestamps, and with the coordinates
+            that the family writes; None if it has none.
+        audio: its audio files.
+    """
+
+    runs: Sequence[ImageRun] = ()
+    num_bytes: int = 0
+    decoded: int = 0
+    frames: Sequence[FrameSelection] = ()
+    notes: tuple[str, ...] = ()
+    spelled: Conversation | None = None
+    audio: AudioSize = _SILENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pixels(MediaSize):
+    """Pixels of the images and videos of a conversation, with their tokens; bytes and counts are not computed.
 
     Attributes:
         values: float32 (patches, patch_dim) tensor, or None without images.
         grids_tensor: int64 (images, 3) tensor, patches in t, h and w.
         grids: the same as an array.
-        runs: tokens of each image and video, in the order of the text.
         inputs: arguments that replace values and grids in some families, or None.
-        frames: the selected frames of each video file.
         video_values: as `values`, of the videos of families with a video token.
         video_grids: int64 (videos, 3) tensor, patches in t, h and w, or None.
         second_per_grid_ts: float64 (videos,), seconds of each step of a grid in time, or None.
-        spelled: the conversation to render, with timestamps of frames; None if it has none.
     """
 
     values: Any = None
     grids_tensor: Any = None
     grids: Int64 = field(default_factory=lambda: NO_IMAGES)
-    runs: Sequence[ImageRun] = ()
     inputs: VisionInputs | None = None
-    frames: Sequence[FrameSelection] = ()
     video_values: Any = None
     video_grids: Any = None
     second_per_grid_ts: Float64 | None = None
-    spelled: Conversation | None = None
 
     @classmethod
     def joined(cls, parts: "Sequence[Pixels]") -> "Pixels":
@@ -194,10 +244,10 @@ class Pixels:
         import torch
 
         return cls(
-            torch.cat([part.values for part in parts]),
-            torch.cat([part.grids_tensor for part in parts]),
-            np.concatenate([part.grids for part in parts]),
-            [run for part in parts for run in part.runs],
+            values=torch.cat([part.values for part in parts]),
+            grids_tensor=torch.cat([part.grids_tensor for part in parts]),
+            grids=np.concatenate([part.grids for part in parts]),
+            runs=[run for part in parts for run in part.runs],
         )
 
     @property

@@ -36,8 +36,8 @@ from numpy.typing import NDArray
 
 from energon_packed.encoding.av_file import Damaged, FileKind, OpenFile, load_av, opened_file
 from energon_packed.encoding.vision.video_packets import Starts, num_shown
-from energon_packed.errors import Reason
 from energon_packed.records import MediaReference
+from energon_packed.records.kinds import VIDEO
 from energon_packed.records.video import FrameSelection
 
 MAX_VIDEO_FRAMES = 1 << 22
@@ -50,9 +50,7 @@ in H.264 has 27,000 for each byte; a GIF can have 2,000,000, of which a few kilo
 _MOST_WAITING = 1 << 26  # bytes of packets that are kept until the next keyframe is known
 _WORTH_A_SEEK = 1 << 20  # bytes of packets; reading them is as slow as a seek
 _KIND = FileKind(
-    a="a video",
-    missing=Reason.MISSING_VIDEO,
-    corrupt=Reason.CORRUPT_VIDEO,
+    media=VIDEO,
     demuxers="mov,matroska,avi,mpegts,mpeg,flv,asf,ogg,gif",
     containers="mp4, mov, mkv, webm, avi, ts, mpg, flv, wmv, ogv or gif",
     remedy="replace the video",

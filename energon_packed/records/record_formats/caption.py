@@ -19,8 +19,6 @@ from itertools import chain
 from typing import ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AUDIO_PLACEHOLDER
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
@@ -32,18 +30,16 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
 )
+from energon_packed.records.kinds import IMAGE_PLACEHOLDER, MEDIA_KINDS, VIDEO_PLACEHOLDER
 from energon_packed.records.media import MediaReference
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
 from energon_packed.records.unused_fields import unsupported
-from energon_packed.records.video import VIDEO_PLACEHOLDER
 
 SEVERAL_CAPTIONS = "several captions: the first is the target"
 PROMPTS = ("prompt", "question")
 _TEXT_CAPS = ("caption_str", "reference_strs")
 _PAIR = ("user", "assistant")
-_PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
-_MEDIA_FIELDS = ("image", "images", "video", "videos", "audio", "audios")
 _TRANSCRIPTS = ("transcription", "transcript", "sentence")
 
 
@@ -163,9 +159,10 @@ class ImageText(RecordFormat):
     def matches(self, record: Record) -> bool:
         """Whether there are media, and a text without placeholders."""
         text = record.get("text")
-        if not isinstance(text, str) or any(mark in text for mark in _PLACEHOLDERS):
+        if not isinstance(text, str) or any(kind.placeholder in text for kind in MEDIA_KINDS.values()):
             return False
-        return any(is_given(record.get(name)) and record[name] is not True for name in _MEDIA_FIELDS)
+        names = [name for kind in MEDIA_KINDS.values() for name in kind.fields]
+        return any(is_given(record.get(name)) and record[name] is not True for name in names)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the media, and an assistant turn with the text."""

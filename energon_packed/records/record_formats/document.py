@@ -24,7 +24,6 @@ import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.columns import read_columns
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER
 from energon_packed.records.fields import (
     COMMON_FIELDS,
     Record,
@@ -38,6 +37,7 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
+from energon_packed.records.kinds import IMAGE_PLACEHOLDER
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 

@@ -22,8 +22,7 @@ import re
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AUDIO_PLACEHOLDER, read_audio
-from energon_packed.records.conversation import IMAGE_PLACEHOLDER, Message
+from energon_packed.records.conversation import Message
 from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
@@ -38,11 +37,11 @@ from energon_packed.records.fields import (
     read_text,
     unsupported_field,
 )
+from energon_packed.records.kinds import IMAGE, MEDIA_KINDS, VIDEO
 from energon_packed.records.media_fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating
 from energon_packed.records.turns import FUNCTION_CALL, read_messages, read_role
-from energon_packed.records.video import VIDEO_PLACEHOLDER
-from energon_packed.records.video_fields import check_video_fields, read_video
+from energon_packed.records.video_fields import check_video_fields
 
 _PAIR = ("input", "output")
 _CONTENTS_TURN = frozenset(("role", "parts"))
@@ -157,25 +156,22 @@ def _part(part: Record, media: Media) -> str:
     if not isinstance(blob, OBJECT):
         raise missing_field(f"a part has the keys {key_names(part)}; use text, inline_data or file_data")
     media.add_unused(blob, _BLOB, "a part")
-    kind = blob.get("mime_type") or blob.get("mimeType") or "image/"  # the decoder detects the type itself
-    if str(kind).startswith("video/"):
-        data = f"data:{kind};base64,{blob['data']}" if is_given(blob.get("data")) else None
-        check_video_fields(part, "a part")
-        media.inline_videos.append(read_video(data or blob.get("file_uri") or blob.get("fileUri"), media.root))
-        return VIDEO_PLACEHOLDER
-    if str(kind).startswith("audio/"):
-        data = f"data:{kind};base64,{blob['data']}" if is_given(blob.get("data")) else None
-        media.inline_audios.append(read_audio(data or blob.get("file_uri") or blob.get("fileUri"), media.root))
-        return AUDIO_PLACEHOLDER
-    if not str(kind).startswith("image/"):
+    mime_type = blob.get("mime_type") or blob.get("mimeType") or "image/"  # the decoder detects the type itself
+    name, slash, _ = str(mime_type).partition("/")
+    kind = MEDIA_KINDS.get(name) if slash else None
+    if kind is None:
         raise RecordError(
-            Reason.UNSUPPORTED_MEDIA, f"a part of type {kind}; only text, images, videos and audio are supported"
+            Reason.UNSUPPORTED_MEDIA, f"a part of type {mime_type}; only text, images, videos and audio are supported"
         )
-    if is_given(blob.get("data")):
-        media.add_inline({"type": "base64", "media_type": kind, "data": blob["data"]})
+    if kind is VIDEO:
+        check_video_fields(part, "a part")
+    if not is_given(data := blob.get("data")):
+        media.add(kind, blob.get("file_uri") or blob.get("fileUri"))
+    elif kind is IMAGE:
+        media.add(kind, {"type": "base64", "media_type": mime_type, "data": data})
     else:
-        media.add_inline(blob.get("file_uri") or blob.get("fileUri"))
-    return IMAGE_PLACEHOLDER
+        media.add(kind, f"data:{mime_type};base64,{data}")
+    return kind.placeholder
 
 
 def read_gemini_text(value: Any, label: str) -> str:

@@ -1,0 +1,63 @@
+"""MediaKind: the kinds of media of a record, in the words, placeholders and reasons of each.
+
+    <image> and images[k]    <video> and videos[k]    <audio> and audios[k]
+
+Code for all kinds is a loop over `MEDIA_KINDS`; only reading a value and decoding a file differ.
+"""
+
+from typing import NamedTuple
+
+from energon_packed.errors import Reason
+
+IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER = "<image>", "<video>", "<audio>"
+
+
+class MediaKind(NamedTuple):
+    """A kind of media.
+
+    Attributes:
+        name: type of a content part, such as `audio`.
+        a: a file of the kind in messages, such as `an audio file`.
+        fields: fields of a record with such media; the first is also the attribute of Conversation.
+        placeholder: text that marks the place of a file in a conversation.
+        missing, corrupt, mismatch: reasons of rejected records; the last is for another number of placeholders.
+    """
+
+    name: str
+    a: str
+    fields: tuple[str, str]
+    placeholder: str
+    missing: Reason
+    corrupt: Reason
+    mismatch: Reason
+
+    @property
+    def noun(self) -> str:
+        """A file of the kind without article, such as `audio file`."""
+        return self.a.partition(" ")[2]
+
+    @property
+    def plural(self) -> str:
+        """Several files of the kind, such as `audio files`."""
+        return f"{self.noun}s"
+
+    @property
+    def field(self) -> str:
+        """Attribute of Conversation with the media of the kind."""
+        return self.fields[0]
+
+
+IMAGE = MediaKind(
+    *("image", "an image", ("images", "image"), IMAGE_PLACEHOLDER),
+    *(Reason.MISSING_IMAGE, Reason.CORRUPT_IMAGE, Reason.IMAGE_COUNT_MISMATCH),
+)
+VIDEO = MediaKind(
+    *("video", "a video", ("videos", "video"), VIDEO_PLACEHOLDER),
+    *(Reason.MISSING_VIDEO, Reason.CORRUPT_VIDEO, Reason.VIDEO_COUNT_MISMATCH),
+)
+AUDIO = MediaKind(
+    *("audio", "an audio file", ("audios", "audio"), AUDIO_PLACEHOLDER),
+    *(Reason.MISSING_AUDIO, Reason.CORRUPT_AUDIO, Reason.AUDIO_COUNT_MISMATCH),
+)
+MEDIA_KINDS = {kind.name: kind for kind in (IMAGE, VIDEO, AUDIO)}
+"""All kinds by name, in the order of the attributes of Conversation."""
