@@ -174,10 +174,9 @@ class Metadataset:
         """
         self.check_file()
         leaves = self._flatten(split, {})[1]
-        # Each split.yaml is read once: a dataset may occur many times in nested files. JSONL files have no splits.
-        for folder, part in dict.fromkeys((leaf.path, leaf.split_part) for leaf in leaves):
-            if folder.is_dir():
-                read_split(folder).required(part)
+        # Each split.yaml is read once: a dataset may occur many times in nested files.
+        parts = dict.fromkeys((leaf.path, leaf.split_part) for leaf in leaves)
+        map_paths(_check_split, [folder for folder, _ in parts], [part for _, part in parts])
         return leaves
 
     def mode(self, split: str) -> Mode:
@@ -332,6 +331,11 @@ def read_split(folder: Path) -> SplitFile:
         raise FormatError(f"{file} is not a valid split file: {type(error).__name__} {error}") from error
 
 
+def _check_split(folder: Path, split: str) -> None:
+    if not folder.name.endswith(".jsonl") or folder.is_dir():  # JSONL files have no splits
+        read_split(folder).required(split)
+
+
 def prepared_folder(path: Path) -> Path | None:
     """Return `path` or `path/webdataset`, the first that has `.nv-meta`; None if neither has."""
     folders = [path, path / "webdataset"]
@@ -475,7 +479,7 @@ class _FileReader:
         # A V2 split is a list of references or a single reference; a V1 split is always a list.
         listed = [name for name in _LISTS[self.is_v2] if name in value]
         if not listed and self.is_v2:
-            return MetadatasetSplit(mode="once", entries=(self.entry(value, None),))
+            return MetadatasetSplit(mode="once", entries=self.entries([value], None))
         if not listed:
             more = ", or add the lines __module__: megatron.energon and __class__: MetadatasetV2"
             raise _invalid_file(self.file, f"split {split!r} has no 'datasets'; add them{more}")
@@ -486,9 +490,13 @@ class _FileReader:
             raise _invalid_file(self.file, f"{name!r} of split {split!r} has no datasets")
         mode = _LISTS[self.is_v2][name]
         unsupported = _unsupported_reason(self.file, "'subset'") if self.has_subset(value) else None
-        return MetadatasetSplit(
-            mode=mode, entries=tuple(self.entry(item, mode) for item in items), unsupported=unsupported
-        )
+        return MetadatasetSplit(mode=mode, entries=self.entries(items, mode), unsupported=unsupported)
+
+    def entries(self, values: list[Any], number_name: str | None) -> tuple[Entry, ...]:
+        """Parse the references of a split, and check that their datasets exist."""
+        entries = [self.entry(value, number_name) for value in values]
+        # At the same time: in an object store, each of them is a request.
+        return tuple(map_paths(self.found, [entry.path for entry in entries], entries, values, purpose="datasets"))
 
     def entry(self, value: Any, number_name: str | None) -> Entry:
         """Parse one reference.
@@ -508,12 +516,18 @@ class _FileReader:
         subflavors = dict(value.get("subflavors") or {})
         if value.get("subflavor") is not None:  # of old V1 files
             subflavors = {"__subflavor__": value["subflavor"], **subflavors}
+        path, refused = energon_join(self.file.parent, value["path"]), ""
+        if value.get("split_config") not in (None, SPLIT_FILE):
+            refused = "split_config"
+        if self.has_subset(value):
+            refused = "subset"
         entry = Entry(
-            path=energon_join(self.file.parent, value["path"]),
+            path=path,
             split_part=value.get("split_part"),
             subflavors=subflavors,
             dataset_config=value.get("dataset_config"),
             split_config=value.get("split_config"),
+            unsupported=_unsupported_reason(self.file, f"{refused!r} of {path}") if refused else None,
         )
         # Faults of a reference do not stop the parser, so that one error can count all of them.
         if "://" in value["path"] and not value["path"].startswith(_READ_BY_ENERGON):
@@ -525,33 +539,31 @@ class _FileReader:
                 return replace(entry, fault=f"{self.file}: {limit}; remove the dataset instead")
             entry = replace(entry, number=number)
         try:
-            return self.resolved(entry, value)
+            # As Energon decides: V2 by the ending of the name, V1 reads every file as a Metadataset.
+            if (path.name.endswith(".yaml") or not self.is_v2) and path.is_file():
+                return replace(entry, metadataset=self.nested(path, value))
+            return entry
         except OSError as error:
-            return replace(entry, fault=f"{self.file} refers to {entry.path}: {error.strerror}")
+            return replace(entry, fault=f"{self.file} refers to {path}: {error.strerror}")
 
-    def resolved(self, entry: Entry, value: dict[str, Any]) -> Entry:
-        """Return the entry with its nested Metadataset, its auxiliary datasets and its faults."""
-        path = entry.path
-        # As Energon decides: V2 by the ending of the name, V1 reads every file as a Metadataset.
-        if path.is_file() and (path.name.endswith(".yaml") or not self.is_v2):
-            for name in ("aux", "dataset_config", "split_config"):
-                if value.get(name) is not None:
-                    raise _invalid_file(
-                        self.file, f"it sets {name!r} of the Metadataset {path}, which only datasets have"
-                    )
-            inner = _read(path, self.trusted, self.outer, self.known)
-            entry = replace(entry, metadataset=inner)
-        elif not (path / NV_META).is_dir() and not (path.is_file() and path.name.endswith(".jsonl")):
-            return replace(entry, fault=f"{self.file} refers to {path}, {_missing_reason(path)}")
-        if value.get("aux") is not None:
-            paths, fault = self.aux(value["aux"])
-            entry = replace(entry, aux=paths, fault=fault)
-        refused = "split_config" if entry.split_config not in (None, SPLIT_FILE) else ""
-        if self.has_subset(value):
-            refused = "subset"
-        return (
-            replace(entry, unsupported=_unsupported_reason(self.file, f"{refused!r} of {path}")) if refused else entry
-        )
+    def nested(self, path: Path, value: dict[str, Any]) -> Metadataset:
+        """Read the Metadataset of a reference."""
+        for name in ("aux", "dataset_config", "split_config"):
+            if value.get(name) is not None:
+                raise _invalid_file(self.file, f"it sets {name!r} of the Metadataset {path}, which only datasets have")
+        return _read(path, self.trusted, self.outer, self.known)
+
+    def found(self, path: Path, entry: Entry, value: Any) -> Entry:
+        """Return the entry with its auxiliary datasets, or with the fault that a dataset is missing."""
+        if entry.fault is not None or entry.metadataset is not None:
+            return entry
+        try:
+            if not (path / NV_META).is_dir() and not (path.name.endswith(".jsonl") and path.is_file()):
+                return replace(entry, fault=f"{self.file} refers to {path}, {_missing_reason(path)}")
+            aux, fault = self.aux(value.get("aux") or {})
+            return replace(entry, aux=aux, fault=fault)
+        except OSError as error:
+            return replace(entry, fault=f"{self.file} refers to {path}: {error.strerror}")
 
     def join(self, value: dict[str, Any], numbers: tuple[str, ...]) -> Entry:
         self.check_keys(value, (*_JOIN, *numbers))

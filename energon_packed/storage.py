@@ -523,8 +523,8 @@ def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
             continue
         with contextlib.suppress(OSError):
             found[path] = path.stat()
-    for folder, objects in by_folder.items():
-        found |= _listed(folder, objects)
+    for listed in map_paths(_listed, [*by_folder], by_folder.values(), purpose="folders"):
+        found |= listed
     others = [path for objects in by_folder.values() for path in objects if path not in found]
     return found | {
         path: status
@@ -586,11 +586,20 @@ def energon_url(path: Path) -> str:
     return f"msc://{client.profile}/{key}"
 
 
-def map_paths(function: Callable[[Path], T], paths: Sequence[Path]) -> list[T]:
-    """Return the result of each path, in order. Objects are requested by threads: a request needs milliseconds."""
+def map_paths(
+    function: Callable[..., T], paths: Sequence[Path], *more: Iterable[Any], purpose: str = "requests"
+) -> list[T]:
+    """Return the results of `map`, in order. Objects are requested by threads: a request needs milliseconds.
+
+    Args:
+        function: of a path and of an item of each of `more`. The error of the first path that fails is raised.
+        paths: of files or folders.
+        more: further arguments of the function, as of `map`.
+        purpose: another name if the function waits for requests itself: threads that wait for their own pool hang.
+    """
     if len(paths) < 2 or not any(map(is_remote, paths)):
-        return [function(path) for path in paths]
-    return list(_pool("requests").map(function, paths))
+        return list(map(function, paths, *more))
+    return list(_pool(purpose).map(function, paths, *more))
 
 
 def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:

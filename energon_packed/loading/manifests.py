@@ -26,7 +26,7 @@ from energon_packed.formats import codec_for
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
 from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.trust import check_blend_trusted
-from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_metadataset, read_split
+from energon_packed.metadatasets import NV_META, SPLIT_FILE, Leaf, SplitFile, read_metadataset, read_split
 from energon_packed.options import check_type, short
 from energon_packed.packing.balance import Int64
 from energon_packed.shards import PackingManifest
@@ -173,15 +173,17 @@ def loaded_splits(path: str | Path, split: str, *, trusted: bool = False) -> lis
     path = path_of_dataset(path)
     if not path.suffix or not path.is_file():  # most folders have no suffix, and need no request
         return [LoadedSplit.of_folder(path, split)]
-    return [
-        replace(
-            LoadedSplit.of_folder(leaf.path, leaf.split_part),
-            subflavors=leaf.subflavors,
-            weight=leaf.weight,
-            repetitions=leaf.repetitions,
-        )
-        for leaf in read_metadataset(path, trusted=trusted).leaves(split)
-    ]
+    leaves = read_metadataset(path, trusted=trusted).leaves(split)
+    return map_paths(_of_leaf, [leaf.path for leaf in leaves], leaves, purpose="datasets")
+
+
+def _of_leaf(path: Path, leaf: Leaf) -> LoadedSplit:
+    return replace(
+        LoadedSplit.of_folder(path, leaf.split_part),
+        subflavors=leaf.subflavors,
+        weight=leaf.weight,
+        repetitions=leaf.repetitions,
+    )
 
 
 def common_seq_len(splits: list[LoadedSplit], seq_len: int | None) -> int | None:

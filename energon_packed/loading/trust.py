@@ -46,8 +46,9 @@ def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> Non
         FormatError: a Metadataset cannot be read, or Energon reads other values from it than `read_metadataset`.
     """
     path = as_path(path)
-    for folder, config in _folders_of(path) if is_metadataset(path) else [(path, dataset_config or "dataset.yaml")]:
-        _check_folder(folder, config)
+    one = (path, dataset_config or "dataset.yaml", SPLIT_FILE)
+    folders, *files = zip(*(_folders_of(path) if is_metadataset(path) else [one]), strict=True)
+    map_paths(_check_folder, folders, *files, purpose="datasets")
 
 
 def check_blend_trusted(path: str | Path) -> None:
@@ -60,8 +61,8 @@ def check_blend_trusted(path: str | Path) -> None:
         check_trusted(path)
 
 
-def _folders_of(path: Path) -> list[tuple[Path, str]]:
-    """The dataset folders of a Metadataset, in all its splits, and the name of the dataset.yaml of each."""
+def _folders_of(path: Path) -> list[tuple[Path, str, str]]:
+    """The dataset folders of a Metadataset, and the names of the dataset.yaml and split.yaml of each."""
     metadataset = read_metadataset(path)
     metadataset.check_file()
     for file in metadataset.files():
@@ -70,23 +71,25 @@ def _folders_of(path: Path) -> list[tuple[Path, str]]:
                 f"{file} is not a Metadataset that Energon can read: its YAML parser reads other values from it. "
                 "Write the file with energon-packed metadataset."
             )
-    folders: dict[tuple[Path, str], None] = {}
-    for entry in metadataset.entries():
-        for folder in (entry.path, *entry.aux.values()):
-            if (folder / NV_META).is_dir():
-                folders[folder, entry.dataset_config or "dataset.yaml"] = None
-                _check_data(energon_join(folder / NV_META, entry.split_config or SPLIT_FILE))
-    return list(folders)
+    return list(
+        dict.fromkeys(
+            (folder, entry.dataset_config or "dataset.yaml", entry.split_config or SPLIT_FILE)
+            for entry in metadataset.entries()
+            if entry.metadataset is None
+            for folder in (entry.path, *entry.aux.values())
+        )
+    )
 
 
-def _check_folder(folder: Path, config: str) -> None:
-    """Refuse a dataset folder if opening it would run code.
+def _check_folder(folder: Path, config: str, split: str) -> None:
+    """Refuse a dataset folder if opening it would run code; a folder without `.nv-meta` has no code.
 
     The checks go from the class that is created to its arguments, as Energon does, and unknown keys are refused:
     a later release of Energon may run them.
     """
     meta = folder / NV_META
-    map_paths(_check_data, [meta / name for name in ("split.yaml", "split.json", ".info.json", OLD_INFO)])
+    names = dict.fromkeys((split, SPLIT_FILE, "split.json", ".info.json", OLD_INFO))
+    map_paths(_check_data, [energon_join(meta, name) for name in names])
     file = energon_join(meta, config)
     content = read_if_there(file)
     if content is None:

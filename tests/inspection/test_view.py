@@ -418,6 +418,31 @@ def test_videos_have_frames_and_a_clip_by_ranges(tokenizer_dir: Path, tmp_path: 
         server.shutdown()
 
 
+def test_a_video_that_browsers_do_not_play_has_frames_alone(tokenizer_dir: Path, tmp_path: Path) -> None:
+    make_video(tmp_path / "a.avi", codec="mpeg4", b_frames=0, width=64, height=48, frames=40, fps=10)
+    turns = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "It."}]
+    (tmp_path / "data.jsonl").write_text(json.dumps({"id": "a", "messages": turns, "videos": ["a.avi"]}))
+    options: dict[str, Any] = {"video_min_pixels": 3136, "video_max_pixels": 12544, "seq_len": 2048, "workers": 1}
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=tokenizer_dir, **options)
+    text = page(viewer_of(tmp_path / "out"), f"/pack/{KEY}")
+    assert ".avi: 8 of 40 frames" in text
+    assert text.count(f'src="/media/frame/{KEY}/0/0/') == 8
+    assert "<video" not in text
+    assert "frames not shown" not in text
+
+
+def test_problems_of_a_search_that_are_not_listed_are_counted(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    records = [{"prompt": f"{n}?", "response": "Yes."} for n in range(60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=256, workers=1,
+         max_samples_per_pack=1)  # fmt: skip
+    [tar] = (tmp_path / "out" / "webdataset").glob("*.tar")
+    tar.write_bytes(b"x" * tar.stat().st_size)
+    text = page(viewer_of(tmp_path / "out"), "/text?text=Yes")
+    assert text.count("<li>pack ") == 50
+    assert "<li>10 more problems</li>" in text
+
+
 def test_audio_is_played(tmp_path: Path) -> None:
     file = write(tmp_path / "a", "flac", sound(16_000, 16_000), 16_000)
     records: list[Any] = [{"id": "a", "audio": file.name, "text": "hello"}]

@@ -27,6 +27,7 @@ from tests.internals import (
     matching_records,
     record_tests,
     records_pages,
+    template,
     view_command,
 )
 from tests.printed import invoke
@@ -84,6 +85,25 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_the_command(data: Path, tokenize
     (damaged / "chat_template.jinja").write_text("{% damaged")
     with pytest.raises(TemplateError, match="is not valid Jinja"):
         records_viewer(data, tmp_path, tokenizer=damaged)
+
+
+def test_a_template_that_runs_out_of_time_is_rendered_once(
+    text_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = shutil.copytree(text_tokenizer_dir, tmp_path / "slow")
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (slow / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+        f"{{% if 'odd' in m.content %}}{endless}{{% endif %}}{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": turns("odd " * 50_000)}))
+    monkeypatch.setattr(template, "RENDER_LIMIT", 0.2)
+    sizes, out_of_time = [], template._out_of_time
+    monkeypatch.setattr(template, "_out_of_time", lambda size: sizes.append(size) or out_of_time(size))
+    text = page(records_viewer(tmp_path / "data.jsonl", tmp_path, tokenizer=slow), "/")
+    assert "rejected, not_rendered: the chat template did not finish" in text
+    assert len(sizes) == 1
 
 
 def test_records_show_format_place_media_and_rejects(data: Path, tmp_path: Path) -> None:

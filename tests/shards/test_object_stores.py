@@ -3,13 +3,22 @@
 import itertools
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from energon_packed import ChatEncoder, DataChangedError, PackedDataset, ResourceError, steps_per_epoch
+from energon_packed import (
+    ChatEncoder,
+    ConfigError,
+    DataChangedError,
+    FormatError,
+    PackedDataset,
+    ResourceError,
+    steps_per_epoch,
+)
 from tests.internals import OpenedFiles, ShardReader, as_path, cli, storage
 from tests.storage import Store
 
@@ -57,6 +66,25 @@ def test_opening_needs_no_request_for_each_shard(store: Store, pack_demo: Any, e
     ]
 
 
+def requests_of(
+    store: Store, rounds: list[list[str]], action: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[list[str]], Any]:
+    """Return the requests of an action in rounds of these lengths, sorted in each, and its result.
+
+    A request is answered when as many requests as its round has have arrived.
+    """
+    waiting = [barrier for count in map(len, rounds) for barrier in [threading.Barrier(count, timeout=60)] * count]
+
+    def intercept(environ: dict[str, Any]) -> None:
+        waiting.pop(0).wait()
+
+    with store.counted() as traffic, monkeypatch.context() as patched:
+        patched.setattr(store, "intercept", intercept)
+        result = action()
+    ends = [*itertools.accumulate(map(len, rounds[:-1]), initial=0), None]  # the last round has all others
+    return [sorted(traffic.requests[start:stop]) for start, stop in itertools.pairwise(ends)], result
+
+
 def test_independent_requests_of_opening_are_sent_at_the_same_time(
     store: Store, pack_demo: Any, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,20 +97,84 @@ def test_independent_requests_of_opening_are_sent_at_the_same_time(
         [f"HEAD /bucket/out/webdataset/{min(folder.glob('*.tar')).name}", "LIST /bucket"],
         ["LIST /bucket"],
     ]
-    # The client asks whether a folder exists before it lists the folder. A request is answered when all of its
-    # round have arrived.
-    waiting = [barrier for count in map(len, rounds) for barrier in [threading.Barrier(count, timeout=60)] * count]
+    # The client asks whether a folder exists before it lists the folder.
+    requests, dataset = requests_of(store, rounds, lambda: PackedDataset(store.url("out"), encoder), monkeypatch)
+    assert requests == rounds
+    assert sum(map(len, requests)) == 8
+    assert len(dataset) == len(PackedDataset(folder, encoder))
+
+
+@pytest.fixture
+def blend(store: Store, pack_demo: Any) -> str:
+    """A Metadataset of four copies of a dataset, in the store."""
+    folder = pack_demo(max_packs_per_shard=4).shards
+    for name in "abcd":
+        store.put_folder(f"blend/{name}", folder)
+    paths = "".join(f"      - path: {name}\n" for name in "abcd")
+    lines = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend_epochized:\n"
+    return store.put("blend/mix.yaml", (lines + paths).encode())
+
+
+def test_datasets_of_a_blend_are_opened_at_the_same_time(
+    store: Store, blend: str, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def files(*names: str) -> list[str]:
+        return [f"GET /bucket/blend/{folder}/.nv-meta/{name}" for folder in "abcd" for name in names]
+
+    blend_file = "/bucket/blend/mix.yaml"
+    tar = min(as_path(store.url("blend/a")).glob("*.tar")).name
+    statuses = [
+        [*[f"HEAD /bucket/blend/{folder}/{tar}" for folder in "abcd"], *["LIST /bucket"] * 4],
+        ["LIST /bucket"] * 4,
+    ]
+    rounds = [
+        *[[f"{method} {blend_file}"] for method in ("HEAD", "HEAD", "GET")],
+        ["LIST /bucket"] * 4,  # whether each of them is a dataset
+        *[[f"GET {blend_file}"]] * 2,  # the parsers must agree
+        files(".info.json", ".info.yaml", "split.json", "split.yaml"),  # no dataset runs code
+        files("dataset.yaml"),
+        files("sample_loader.py"),
+        *[[f"{method} {blend_file}"] for method in ("HEAD", "GET")],
+        ["LIST /bucket"] * 4,
+        files("split.yaml"),
+        ["LIST /bucket"] * 8,
+        files(".info.json", "packing.json", "split.yaml"),
+        *statuses,
+    ]
+    requests, dataset = requests_of(store, rounds, lambda: PackedDataset(blend, encoder), monkeypatch)
+    assert requests == rounds
+    assert len(dataset) == 4 * len(PackedDataset(blend.replace("mix.yaml", "a"), encoder))
+    opened = OpenedFiles(tar for split in dataset.blend for tar in split.found)
+    assert requests_of(store, statuses, opened.check_all, monkeypatch)[0] == statuses
+
+
+@pytest.mark.parametrize("threads", [1, 64])
+def test_the_first_dataset_that_cannot_be_opened_is_named(
+    store: Store, blend: str, encoder: ChatEncoder, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_pools", {})
+    monkeypatch.setattr(storage, "_THREADS", threads)  # no thread waits for a task of its own pool
+    for name in "cb":
+        store.put(f"blend/{name}/.nv-meta/packing.json", b"{")
 
     def intercept(environ: dict[str, Any]) -> None:
-        waiting.pop(0).wait()
+        if environ["PATH_INFO"].endswith("/b/.nv-meta/packing.json"):
+            time.sleep(0.2)  # the other dataset fails first
 
-    with store.counted() as traffic, monkeypatch.context() as patched:
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(FormatError, match=r"^s3://bucket/blend/b/.nv-meta/packing.json is not a pac") as damaged,
+    ):
         patched.setattr(store, "intercept", intercept)
-        dataset = PackedDataset(store.url("out"), encoder)
-    ends = list(itertools.accumulate(map(len, rounds), initial=0))
-    assert [sorted(traffic.requests[start:stop]) for start, stop in itertools.pairwise(ends)] == rounds
-    assert len(traffic.requests) == 8
-    assert len(dataset) == len(PackedDataset(folder, encoder))
+        PackedDataset(blend, encoder)
+    assert "\n" not in str(damaged.value)
+    for name in "cb":
+        for path in as_path(store.url(f"blend/{name}")).objects():
+            path.unlink()
+    with pytest.raises(
+        ConfigError, match=r"mix.yaml refers to s3://bucket/blend/b, which does not exist; .*1 more faul"
+    ):
+        PackedDataset(blend, encoder)
 
 
 def test_threads_request_the_index_of_a_shard_once(

@@ -226,9 +226,8 @@ class Viewer(Pages):
     def _sample_of(self, record: FoundRecord) -> Any:
         if record.pack is not None:
             return {"text": f"{record.sample} of {record.pack}", "href": self._href(record.pack, record.sample)}
-        rejects = self._folder.manifest.rejects if self._folder.manifest else ()
-        href = f"{self.base}/rejects?reason={quoted(record.status)}"
-        return {"text": "why", "href": href} if record.status in rejects else "none"
+        href, reasons = f"{self.base}/rejects?reason={quoted(record.status)}", self._environment.globals["reasons"]
+        return {"text": "why", "href": href} if record.status in reasons else "none"
 
     def _chosen(self, query: Mapping[str, str]) -> list[int]:
         """Indices of the shards of a split, or of the shards whose name has a string."""
@@ -250,7 +249,7 @@ class Viewer(Pages):
 
         packs, place = first_found(steps(), start, _ROWS, _SEARCH_SECONDS)
         heading = f"Samples with {text}" if text else "Samples with a text"
-        values = {"columns": ("sample", "pack", "text"), "rows": list(chain(*packs)), "problems": problems[:_ROWS]}
+        values = {"columns": ("sample", "pack", "text"), "rows": list(chain(*packs)), "problems": problems}
         return self.results("found", query, "/text", (start, place, total), heading=heading, empty="None.", **values)
 
     def _with_text(self, pack: int, text: str) -> Iterator[tuple[Any, str, str]]:

@@ -72,7 +72,7 @@ class Pages(ABC):
     def __init__(self, name: str, base: str = "") -> None:
         self.name, self.base = name, base
         self._lock = threading.Lock()
-        self._environment = page_environment(base)
+        self._environment: Any = page_environment(base)  # templates have values of any type
         self._media = lru_cache(_CACHED_MEDIA)(self._read_media)
 
     def respond(self, url: str) -> Response:
@@ -81,7 +81,7 @@ class Pages(ABC):
         parts = [unquote(part, errors="surrogateescape") for part in path.split("/")[1:]]
         try:
             if parts[0] in _STATIC and len(parts) == 1:
-                source = self._environment.loader.get_source(self._environment, parts[0])[0]  # type: ignore[union-attr]
+                source = self._environment.loader.get_source(self._environment, parts[0])[0]
                 return Response(200, source.encode(), f"{_STATIC[parts[0]]}; charset=utf-8")
             with self._lock:
                 if parts[0] == "media" and len(parts) > 2:
@@ -191,8 +191,9 @@ class Pages(ABC):
         raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} has a format or size that is not shown")
 
 
-def _is_clip(video: VideoView) -> bool:
-    return video.is_file and video.bytes <= _MOST_CLIP
+def _is_clip(file: VideoView) -> bool:
+    # By the ending of its name; of a file without an ending, the request decides.
+    return file.is_file and file.bytes <= _MOST_CLIP and file.name.split(".")[-1].lower() in (file.name, *_CLIPS)
 
 
 def in_groups(samples: Sequence[SampleView]) -> list[tuple[str, list[tuple[int, SampleView]]]]:

@@ -191,11 +191,13 @@ class RecordsViewer(Pages):
         for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
             key = f"{source}-{row.address}"
             stored = [] if conversation is None else record_samples(conversation, result)
-            views = view_samples(stored, self._encoder)
+            # A chat template that did not finish would take as long again.
+            encoder = None if "did not finish" in str(result.reject) else self._encoder
+            views = view_samples(stored, encoder)
             view, rendered = PackView(key=key, samples=views), ""
-            if conversation is not None and conversation.messages and isinstance(self._encoder, ChatEncoder):
+            if stored and conversation.messages and isinstance(encoder, ChatEncoder):
                 with suppress(EnergonPackedError):
-                    rendered = self._encoder.renderer.render(conversation).text
+                    rendered = encoder.renderer.render(conversation).text
             shown.append({
                 "url": f"{self.base}/record/{key}",
                 "place": place,

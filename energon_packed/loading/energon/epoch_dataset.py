@@ -18,9 +18,9 @@ from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.trust import check_trusted
-from energon_packed.metadatasets import NV_META, is_metadataset
-from energon_packed.shards.nv_meta import CRUDE, OLD_INFO
-from energon_packed.storage import as_path, energon_url
+from energon_packed.metadatasets import NV_META
+from energon_packed.shards.nv_meta import CRUDE, INFO, OLD_INFO
+from energon_packed.storage import as_path, energon_url, map_paths
 
 # Large, so that epoch 1 of a seed is not epoch 0 of the next seed.
 _SEEDS_PER_EPOCH = 1_000_003
@@ -70,8 +70,9 @@ def epoch_dataset(
     opened.check_all()
     _check_indexed(opened)
     # dataset.yaml names a sample class of another package, so `cook_pack` reads the parts.
-    manifest = None if is_metadataset(as_path(path)) else opened.splits[0].manifest
-    dataset_config = CRUDE if manifest is not None and manifest.dataset_module is not None else None
+    first = opened.splits[0]
+    is_crude = first.path == as_path(path) and first.manifest is not None and first.manifest.dataset_module is not None
+    dataset_config = CRUDE if is_crude else None
     if not config.trust_sample_loader:
         check_trusted(path, dataset_config=dataset_config)
     common: dict[str, Any] = {
@@ -122,9 +123,13 @@ def _dataset(
 
 
 def _check_indexed(opened: OpenedSplits) -> None:
-    for split in opened.splits:
-        meta = split.path / NV_META
-        if not ((meta / ".info.json").is_file() or (meta / OLD_INFO).is_file()):
+    folders = [split.path for split in opened.splits]
+    for folder, is_indexed in zip(folders, map_paths(_is_indexed, folders), strict=True):
+        if not is_indexed:
             raise FormatError(
-                f"{split.path} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
+                f"{folder} is not indexed: {NV_META} has no .info.json; run energon-packed nv-meta on it"
             )
+
+
+def _is_indexed(folder: Path) -> bool:
+    return any((folder / NV_META / name).is_file() for name in (INFO, OLD_INFO))
