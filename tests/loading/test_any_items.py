@@ -1,5 +1,6 @@
 """The four roles with items of any kind: tensors, features and objects of custom processors, as in Cosmos."""
 
+import math
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -190,8 +191,11 @@ def test_partitions_that_cannot_be_are_refused() -> None:
         RankPartitionedDistributor({"a": {"dataset": [1], "ratio": 0}}, world_size=2)
     with pytest.raises(ConfigError, match="The ratio of 'a' must be at least 0 and finite, got -1"):
         RankPartitionedDistributor({"a": {"dataset": [1], "ratio": -1}}, world_size=2)
-    with pytest.raises(ConfigError, match="Source 'a' must be a mapping of `dataset` and `ratio`"):
-        RankPartitionedDistributor({"a": [1]}, world_size=2)  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="The ratio of 'a' must be at least 0 and finite, got inf"):
+        RankPartitionedDistributor({"a": {"dataset": [1], "ratio": math.inf}}, world_size=2)
+    for source in ([1], {"dataset": [1], "ratio": 1, "weight": 2}):
+        with pytest.raises(ConfigError, match="Source 'a' must be a mapping of `dataset` and `ratio`"):
+            RankPartitionedDistributor({"a": source}, world_size=2)  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="`world_size` of RankPartitionedDistributor is 2, and the loader has"):
         RankPartitionedDistributor(two, world_size=2).count(ShardSpec(index=0, num_shards=3))
 
@@ -203,8 +207,9 @@ def test_a_ratio_of_0_skips_a_source() -> None:
     assert sorted(item.value["n"] for item in mixture.items(ShardSpec(), 0)) == ["a"] * 3 + ["c"] * 3
     with pytest.raises(ConfigError, match="`weights` must have a weight above 0, got only 0"):
         MixtureDistributor(parts, [0, 0, 0])
-    with pytest.raises(ConfigError, match="All `weights` must be at least 0 and finite, got -1"):
-        MixtureDistributor(parts, [1, -1, 1])
+    for weight in (-1, math.inf):
+        with pytest.raises(ConfigError, match=f"All `weights` must be at least 0 and finite, got {weight}"):
+            MixtureDistributor(parts, [1, weight, 1])
     loaders = {name: DataflowLoader(part, Raw(), collator=Lists()) for name, part in zip("abc", parts, strict=True)}
     assert {name for name, _ in JointLoader(loaders, {"a": 1, "b": 0, "c": 1})} == {"a", "c"}
     with pytest.raises(ConfigError, match="`weights` must have a weight above 0, got only 0"):

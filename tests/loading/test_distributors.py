@@ -1,0 +1,140 @@
+"""Distributors: the items of each worker, the limits that combined distributors have, and the states that they share."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from energon_packed import (
+    BatchError,
+    DataflowLoader,
+    Distributor,
+    EnergonDistributor,
+    FileShardDistributor,
+    Item,
+    IterableDistributor,
+    MapDistributor,
+    MixtureDistributor,
+    RankPartitionedDistributor,
+    ShardSpec,
+)
+from tests.internals import allocate_ranks
+from tests.loading.flows import FEATURES
+
+THREE = [FEATURES[:4], FEATURES[4:9], FEATURES[9:]]
+
+
+class Endless(Distributor):
+    """An endless stream that cannot be read again."""
+
+    can_seek = False
+    infinite = True
+    repeats = True
+    read_ahead = 5
+    readers = ("a reader",)  # type: ignore[assignment]
+
+    def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
+        yield from (Item(number, number) for number in itertools.count(start))
+
+
+def partitioned(*parts: Any) -> RankPartitionedDistributor:
+    sources = {f"{n}": {"dataset": part, "ratio": 1} for n, part in enumerate(parts)}
+    return RankPartitionedDistributor(sources, world_size=len(parts))
+
+
+def mixed(*parts: Any, **options: Any) -> MixtureDistributor:
+    return MixtureDistributor(parts, [1] * len(parts), **options)
+
+
+@pytest.mark.parametrize("combined", [partitioned, mixed])
+def test_a_combined_distributor_has_the_limits_of_each_part(combined: Callable[..., Distributor]) -> None:
+    plain, endless = MapDistributor(FEATURES), Endless()
+    for parts in ((plain, endless), (endless, plain)):
+        found = combined(*parts)
+        assert (found.can_seek, found.infinite, found.repeats) == (False, True, True)
+        assert (found.read_ahead, list(found.readers)) == (5, ["a reader"])
+    found = combined(plain, plain)
+    assert (found.can_seek, found.infinite, found.repeats) == (True, False, False)
+    assert (found.read_ahead, list(found.readers)) == (32, [])
+
+
+def test_workers_of_a_rank_share_its_source() -> None:
+    sources = {
+        "a": {"dataset": IterableDistributor(range(9)), "ratio": 2},
+        "b": {"dataset": IterableDistributor(range(100, 105)), "ratio": 1},
+    }
+    distributor = RankPartitionedDistributor(sources, world_size=3)
+    shards = [ShardSpec(index=index, num_shards=6) for index in range(6)]  # 2 workers in each of 3 ranks
+    items = [[item.value for item in distributor.items(shard, 0)] for shard in shards]
+    assert items == [[0, 4, 8], [1, 5], [2, 6], [3, 7], [100, 102, 104], [101, 103]]
+    assert [distributor.read_many(shard, [1, 0]) for shard in shards] == [[row[1], row[0]] for row in items]
+
+
+def test_items_are_read_again_in_the_order_of_their_keys() -> None:
+    assert Endless().read_many(ShardSpec(), [7, 2, 5]) == [7, 2, 5]
+
+
+def test_a_missing_rank_comes_from_the_source_furthest_above_its_share() -> None:
+    # Shares of 8 ranks: 3.9, 2.3, and 4 sources of 0.45, each of which needs a rank.
+    assert allocate_ranks([39, 23, 4.5, 4.5, 4.5, 4.5], 8) == [3, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "difference"),
+    [
+        (
+            MapDistributor(FEATURES),
+            IterableDistributor(FEATURES),
+            "distributor_distributor MapD.* saved, Iterable.* now",
+        ),
+        (
+            MapDistributor(FEATURES),
+            MapDistributor(FEATURES, shuffle=False),
+            "distributor_shuffle True saved, False now",
+        ),
+        (
+            FileShardDistributor(THREE, list),
+            FileShardDistributor(THREE[:2], list),
+            "distributor_parts 3 saved, 2 now",
+        ),
+        (
+            FileShardDistributor(THREE, list),
+            FileShardDistributor(THREE, list, shuffle=False),
+            "distributor_shuffle True saved, False now",
+        ),
+        (
+            FileShardDistributor(THREE, list),
+            FileShardDistributor(THREE, list, shuffle_within=True),
+            "distributor_shuffle_within False saved, True now",
+        ),
+        (mixed(MapDistributor(FEATURES)), mixed(MapDistributor(FEATURES[:9])), "'items': 13.*'items': 9"),
+        (
+            mixed(MapDistributor(FEATURES)),
+            mixed(MapDistributor(FEATURES), repeat=True),
+            "distributor_repeat False saved, True now",
+        ),
+        (partitioned(FEATURES), partitioned(FEATURES[:9]), "'items': 13.*'items': 9"),
+    ],
+)
+def test_a_state_belongs_to_the_settings_of_its_distributor(
+    first: Distributor, second: Distributor, difference: str
+) -> None:
+    state = DataflowLoader(first, batch_size=1).state_dict()
+    with pytest.raises(BatchError, match=f"does not match this loader: .*{difference}|changed .*{difference}"):
+        DataflowLoader(second, batch_size=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"shuffle": False}, "distributor_shuffle True saved, False now"),
+        ({"shuffle_buffer_size": 5}, "distributor_shuffle_buffer_size 64 saved, 5 now"),
+        ({"repeat": True}, "distributor_epochs 1 saved, None now"),
+    ],
+)
+def test_a_state_of_energon_packs_belongs_to_its_settings(folder: Path, options: Any, difference: str) -> None:
+    state = DataflowLoader(EnergonDistributor(folder), batch_size=1).state_dict()
+    with pytest.raises(BatchError, match=f"does not match this loader: {difference}"):
+        DataflowLoader(EnergonDistributor(folder, **options), batch_size=1).load_state_dict(state)
