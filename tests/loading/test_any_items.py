@@ -127,6 +127,9 @@ def test_rows_by_a_custom_size(make: Any) -> None:
         rows(make(5, size_fn=lambda _: 2.5), items)
     features = [{"n": one["n"], "input_ids": one["x"]} for one in items]
     assert rows(make(5), features) == found
+    samples = [EncodedSample(id=f"{n}", input_ids=np.arange(n + 1), labels=np.arange(n + 1)) for n in range(4)]
+    loader = DataflowLoader(MapDistributor(samples, shuffle=False), packer=make(4, size_fn=lambda _: 2))
+    assert [batch.num_samples for batch in loader] == [2, 2]
 
 
 @pytest.mark.parametrize("make", [partial(PoolPacker, pool_size=6), SequentialPacker])
@@ -137,6 +140,15 @@ def test_a_batch_has_one_modality(make: Any) -> None:
     grouped = rows(make(8, group_by="media"), items)
     assert {len(set(row)) for row in grouped} == {1}
     assert sorted(map(len, grouped)) == [2, 2, 2, 4, 4, 4]  # a row waits for more samples of its kind
+    grid = torch.tensor([[1, 2, 2]])
+    media: list[dict[str, Any]] = [
+        {},
+        {"pixel_values": torch.zeros(4, 3), "image_grid_thw": grid},
+        {"pixel_values_videos": torch.zeros(4, 3), "video_grid_thw": grid},
+    ]
+    features = [{"id": f"{n % 3}", "input_ids": [1, 2]} | media[n % 3] for n in range(18)]
+    loader = DataflowLoader(MapDistributor(features), packer=make(8, group_by="media"))
+    assert {len(set(batch.ids)) for batch in loader} == {1}
 
 
 @pytest.mark.parametrize(

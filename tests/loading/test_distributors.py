@@ -1,4 +1,4 @@
-"""Distributors: the items of each worker, the limits that combined distributors have, and the states that they share."""
+"""Distributors: items of each worker, limits of combined distributors, and the settings that a state belongs to."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -9,6 +9,7 @@ import pytest
 
 from energon_packed import (
     BatchError,
+    ConfigError,
     DataflowLoader,
     Distributor,
     EnergonDistributor,
@@ -20,7 +21,7 @@ from energon_packed import (
     RankPartitionedDistributor,
     ShardSpec,
 )
-from tests.internals import allocate_ranks
+from tests.internals import allocate_ranks, check_order
 from tests.loading.flows import FEATURES
 
 THREE = [FEATURES[:4], FEATURES[4:9], FEATURES[9:]]
@@ -74,6 +75,49 @@ def test_workers_of_a_rank_share_its_source() -> None:
 
 def test_items_are_read_again_in_the_order_of_their_keys() -> None:
     assert Endless().read_many(ShardSpec(), [7, 2, 5]) == [7, 2, 5]
+
+
+def test_a_dataset_repeats_without_end_for_each_worker() -> None:
+    distributor = MapDistributor(["a", "b", "c"], shuffle=False, repeat=True)
+    shard = ShardSpec(index=1, num_shards=2)
+    found = [item.value for item in itertools.islice(distributor.items(shard, 0), 5)]
+    assert found == ["b", "a", "c", "b", "a"]
+    assert distributor.read_many(shard, [4, 0]) == ["a", "b"]
+    assert (distributor.count(shard), distributor.repeats) == (None, True)
+
+
+def test_parts_and_their_items_have_another_order_in_each_part_and_epoch() -> None:
+    parts = [[f"{part}{item}" for item in range(8)] for part in "abcd"]
+    distributor = FileShardDistributor(parts, list, shuffle_within=True)
+    epochs = [[item.value for item in distributor.items(ShardSpec(epoch=epoch), 0)] for epoch in range(2)]
+    orders = []
+    for values in epochs:
+        names = [value[0] for value in values]
+        assert sorted(values) == sorted(itertools.chain(*parts))
+        assert names == [name for name in dict.fromkeys(names) for _ in range(8)]  # part after part
+        orders.append([[value[1] for value in values if value[0] == name] for name in "abcd"])
+    assert list(dict.fromkeys(value[0] for value in epochs[0])) != list(dict.fromkeys(v[0] for v in epochs[1]))
+    assert len({tuple(order) for epoch in orders for order in epoch}) == 8
+
+
+def test_batches_of_packs_have_their_keys(folder: Path) -> None:
+    loader = DataflowLoader(EnergonDistributor(folder, shuffle=False), batch_size=5)
+    (first, *_) = keys = [batch.__key__ for batch in loader]
+    assert [key.rpartition("_")[2] for key in first] == [f"{number:08d}" for number in range(5)]
+    assert list(map(len, keys)) == [5, 5, 3]
+
+
+def test_items_without_a_batch_are_in_the_order_log(tmp_path: Path) -> None:
+    items = [*FEATURES[:6], {"id": "empty", "input_ids": []}, *FEATURES[6:]]
+    loader = DataflowLoader(
+        IterableDistributor(items), batch_size=4, epoch_end="drop", max_failures=1, order_log=tmp_path
+    )
+    assert [batch.ids for batch in loader] == [[f"s{n}" for n in range(at, at + 4)] for at in (0, 4, 8)]
+    assert loader.failures.counts == {"bad_batch": 1, "epoch_end": 1}
+    report = check_order(tmp_path)
+    assert (report.problems, report.complete) == ([], [0])
+    with pytest.raises(ConfigError, match="needs batches of 4 items, got a last batch of 1 items"):
+        list(DataflowLoader(IterableDistributor(FEATURES), batch_size=4, epoch_end="error"))
 
 
 def test_a_missing_rank_comes_from_the_source_furthest_above_its_share() -> None:
