@@ -40,9 +40,10 @@ class Endless(Distributor):
         yield from (Item(number, number) for number in itertools.count(start))
 
 
-def partitioned(*parts: Any) -> RankPartitionedDistributor:
-    sources = {f"{n}": {"dataset": part, "ratio": 1} for n, part in enumerate(parts)}
-    return RankPartitionedDistributor(sources, world_size=len(parts))
+def partitioned(*parts: Any, ratios: Any = (1, 1)) -> RankPartitionedDistributor:
+    pairs = list(zip(parts, ratios, strict=False))
+    sources = {f"{n}": {"dataset": part, "ratio": ratio} for n, (part, ratio) in enumerate(pairs)}
+    return RankPartitionedDistributor(sources, world_size=sum(ratio for _, ratio in pairs))
 
 
 def mixed(*parts: Any, **options: Any) -> MixtureDistributor:
@@ -98,6 +99,26 @@ def test_parts_and_their_items_have_another_order_in_each_part_and_epoch() -> No
         orders.append([[value[1] for value in values if value[0] == name] for name in "abcd"])
     assert list(dict.fromkeys(value[0] for value in epochs[0])) != list(dict.fromkeys(v[0] for v in epochs[1]))
     assert len({tuple(order) for epoch in orders for order in epoch}) == 8
+
+
+def test_a_mixture_draws_other_numbers_in_each_block_and_epoch() -> None:
+    parts = [MapDistributor([100 * part + item for item in range(3)]) for part in range(3)]
+    mixture = MixtureDistributor(parts, [0, 1, 3], repeat=True)
+    assert (mixture.weights, mixture.current_weights) == ([1, 3], {"1": 0.25, "2": 0.75})
+    assert mixture.count(ShardSpec()) is None
+    items = list(itertools.islice(mixture.items(ShardSpec(), 0), 8192))
+    values = [item.value for item in items]
+    blocks = [[value // 100 for value in values[start : start + 4096]] for start in (0, 4096)]
+    assert blocks[0] != blocks[1]
+    for start in (4095, 4096, 5000):
+        rest = itertools.islice(mixture.items(ShardSpec(), items[start - 1].position), 50)
+        assert [item.value for item in rest] == values[start : start + 50]
+    own = [value for value in values if value < 200]
+    epochs = {tuple(own[start : start + 3]) for start in range(0, 90, 3)}
+    assert {tuple(sorted(epoch)) for epoch in epochs} == {(100, 101, 102)}
+    assert len(epochs) == 6
+    empty = MixtureDistributor([MapDistributor([]), MapDistributor(["a"])], [1, 1], repeat=True)
+    assert [item.value for item in itertools.islice(empty.items(ShardSpec(), 0), 3)] == ["a"] * 3
 
 
 def test_batches_of_packs_have_their_keys(folder: Path) -> None:
@@ -160,14 +181,20 @@ def test_a_missing_rank_comes_from_the_source_furthest_above_its_share() -> None
             "distributor_repeat False saved, True now",
         ),
         (partitioned(FEATURES), partitioned(FEATURES[:9]), "'items': 13.*'items': 9"),
+        (
+            partitioned(FEATURES, FEATURES, ratios=(2, 1)),
+            partitioned(FEATURES, FEATURES, ratios=(1, 2)),
+            "'0': 2.*'0': 1",
+        ),
     ],
 )
 def test_a_state_belongs_to_the_settings_of_its_distributor(
     first: Distributor, second: Distributor, difference: str
 ) -> None:
-    state = DataflowLoader(first, batch_size=1).state_dict()
+    place = {"rank": 0, "world_size": getattr(first, "world_size", 1)}
+    state = DataflowLoader(first, batch_size=1, **place).state_dict()
     with pytest.raises(BatchError, match=f"does not match this loader: .*{difference}|changed .*{difference}"):
-        DataflowLoader(second, batch_size=1).load_state_dict(state)
+        DataflowLoader(second, batch_size=1, **place).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
