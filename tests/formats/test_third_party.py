@@ -167,6 +167,19 @@ def test_counts_of_a_dataset_without_its_manifest_are_those_of_the_manifest(
     assert counted.utilization == round(manifest.tokens / (manifest.packs * max(lengths)), 6)
 
 
+def test_tokens_are_not_counted_if_a_pack_has_no_lengths(
+    records: tuple[list[dict[str, Any]], Path], pack_demo: Packer, tmp_path: Path
+) -> None:
+    rows, root = records
+    theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
+    ours = pack_demo().manifest
+    shutil.copy(pack_demo().shards / ours.shards[0].name, theirs / "z.tar")  # after their tars
+    make_nv_meta(theirs)
+    counted = ReportData(PackedFolder.open(theirs), None).manifest
+    assert counted.packed == len(rows) + ours.shards[0].samples
+    assert (counted.tokens, counted.utilization) == (0, 0)
+
+
 JPEG = picture(1)
 
 

@@ -237,14 +237,17 @@ def resumed_stream(packer: Packer, items: list[Any], state: Any) -> DataflowLoad
 
 
 def test_an_item_that_cannot_be_used_is_skipped_again_in_a_resumed_stream() -> None:
-    items = [*FEATURES[:4], {"id": "empty", "input_ids": []}, *FEATURES[4:]]
-    expected = [
-        signature(batch)
-        for batch in DataflowLoader(IterableDistributor(items), packer=SequentialPacker(16), max_failures=1)
-    ]
-    for step in range(len(expected)):
-        state = state_after(SequentialPacker(16), items, step)
-        assert [signature(b) for b in resumed_stream(SequentialPacker(16), items, state)] == expected[step:]
+    empty = {"id": "empty", "input_ids": []}
+    waiting = [{"id": f"{number}", "input_ids": [1] * count} for number, count in enumerate((8, 8, 3, 4, 9))]
+    for items, new_packer in (
+        ([*FEATURES[:4], empty, *FEATURES[4:]], lambda: SequentialPacker(16)),
+        ([*waiting[:3], empty, *waiting[3:]], lambda: PoolPacker(16, pool_size=4)),  # it is between waiting items
+    ):
+        loader = DataflowLoader(IterableDistributor(items), packer=new_packer(), max_failures=1)
+        expected = [signature(batch) for batch in loader]
+        for step in range(len(expected)):
+            state = state_after(new_packer(), items, step)
+            assert [signature(b) for b in resumed_stream(new_packer(), items, state)] == expected[step:]
 
 
 def test_a_waiting_item_that_cannot_be_used_any_more_is_named() -> None:
