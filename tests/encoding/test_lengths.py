@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from energon_packed import ChatEncoder, MediaReference, RecordError, normalize
+from energon_packed import ChatEncoder, Conversation, MediaReference, RecordError, Reject, normalize
 from tests.internals import load_image, read_header
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
@@ -184,3 +184,32 @@ def test_patch_positions_come_in_the_order_of_the_pixels(tokenizer_dir: Path) ->
     assert encoded.patch_positions is not None
     # 4 x 6 patches in blocks of 2 x 2, row by row.
     assert encoded.patch_positions[:6].tolist() == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1], [0, 0, 2], [0, 0, 3]]
+
+
+def test_a_batch_is_measured_and_encoded_as_each_conversation_alone(encoder: ChatEncoder) -> None:
+    captions = [{"prompts": ["2 + 2?"], "captions": ["4 " * (n % 7 + 1)]} for n in range(300)]  # more than one batch
+    measured = encoder.measure([normalize(record) for record in captions])
+    alone = [encoder.encode(normalize(record)) for record in captions[:7]]
+    expected = [(len(alone[n % 7]), alone[n % 7].num_supervised) for n in range(300)]
+    assert [(own.length, own.supervised) for own in measured] == expected
+    records = [
+        {"text": "A document."},
+        captions[1],
+        {"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]},
+        {"input_ids": [20, 10**6]},
+        {"input_ids": [20, 21, 22], "labels": [-100, 21, -100]},
+    ]
+    conversations = [normalize(record) for record in records]
+    conversations.append(Conversation(members=tuple(conversations[:2])))
+    together = encoder.encode_many(conversations)
+    found = [own.detail if isinstance(own, Reject) else (len(own), own.num_supervised) for own in together]
+    assert found == [
+        (9, 8),
+        (18, 4),
+        "no assistant turn among system, user",
+        "input_ids contains 1000000, outside the 766 tokens of the tokenizer",
+        (3, 1),
+        "it is a group of samples; encode its `members`",
+    ]
+    rejects = [own if isinstance(own, Reject) else None for own in together]
+    assert [own.reject for own in encoder.measure(conversations)] == rejects

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from energon_packed import (
     pack,
     steps_per_epoch,
 )
+from tests.conftest import Packer
 from tests.internals import READ_ONLY, PackedFolder, ReportData, codec_of, make_nv_meta, open_sources, render_report
 from tests.outside import write_llava_onevision2
 from tests.processes import energon
@@ -144,6 +146,38 @@ def test_reports_count_datasets_without_a_manifest(
         page = render_report("theirs", data)
         assert "packed by a third-party tool" in page
         assert "utilization" not in page
+
+
+@pytest.mark.parametrize("media", ["copy", "reference"])
+def test_counts_of_a_dataset_without_its_manifest_are_those_of_the_manifest(
+    pack_demo: Packer, tmp_path: Path, media: str
+) -> None:
+    result = pack_demo(media=media, max_packs_per_shard=3)
+    copy = shutil.copytree(result.shards, tmp_path / "copy")
+    (copy / ".nv-meta" / "packing.json").unlink()
+    counted, manifest = ReportData(PackedFolder.open(copy), None).manifest, result.manifest
+    same = ("packs", "packed", "tokens", "images", "videos", "audios")
+    assert [getattr(counted, name) for name in same] == [getattr(manifest, name) for name in same]
+    shards = [
+        [(s.name, s.split, s.packs, s.samples, s.tokens, s.bytes) for s in m.shards] for m in (counted, manifest)
+    ]
+    assert shards[0] == shards[1]
+    lengths = [sum(pack.lengths) for pack in ReportData(PackedFolder.open(result.shards), None).measured]
+    assert counted.seq_len == max(lengths) > lengths[-1]
+    assert counted.utilization == round(manifest.tokens / (manifest.packs * max(lengths)), 6)
+
+
+def test_tokens_are_not_counted_if_a_pack_has_no_lengths(
+    records: tuple[list[dict[str, Any]], Path], pack_demo: Packer, tmp_path: Path
+) -> None:
+    rows, root = records
+    theirs = write_llava_onevision2(tmp_path / "theirs", rows, root)
+    ours = pack_demo().manifest
+    shutil.copy(pack_demo().shards / ours.shards[0].name, theirs / "z.tar")  # after their tars
+    make_nv_meta(theirs)
+    counted = ReportData(PackedFolder.open(theirs), None).manifest
+    assert counted.packed == len(rows) + ours.shards[0].samples
+    assert (counted.tokens, counted.utilization) == (0, 0)
 
 
 JPEG = picture(1)

@@ -1,5 +1,6 @@
 """The four roles with items of any kind: tensors, features and objects of custom processors, as in Cosmos."""
 
+import math
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -126,6 +127,9 @@ def test_rows_by_a_custom_size(make: Any) -> None:
         rows(make(5, size_fn=lambda _: 2.5), items)
     features = [{"n": one["n"], "input_ids": one["x"]} for one in items]
     assert rows(make(5), features) == found
+    samples = [EncodedSample(id=f"{n}", input_ids=np.arange(n + 1), labels=np.arange(n + 1)) for n in range(4)]
+    loader = DataflowLoader(MapDistributor(samples, shuffle=False), packer=make(4, size_fn=lambda _: 2))
+    assert [batch.num_samples for batch in loader] == [2, 2]
 
 
 @pytest.mark.parametrize("make", [partial(PoolPacker, pool_size=6), SequentialPacker])
@@ -136,6 +140,15 @@ def test_a_batch_has_one_modality(make: Any) -> None:
     grouped = rows(make(8, group_by="media"), items)
     assert {len(set(row)) for row in grouped} == {1}
     assert sorted(map(len, grouped)) == [2, 2, 2, 4, 4, 4]  # a row waits for more samples of its kind
+    grid = torch.tensor([[1, 2, 2]])
+    media: list[dict[str, Any]] = [
+        {},
+        {"pixel_values": torch.zeros(4, 3), "image_grid_thw": grid},
+        {"pixel_values_videos": torch.zeros(4, 3), "video_grid_thw": grid},
+    ]
+    features = [{"id": f"{n % 3}", "input_ids": [1, 2]} | media[n % 3] for n in range(18)]
+    loader = DataflowLoader(MapDistributor(features), packer=make(8, group_by="media"))
+    assert {len(set(batch.ids)) for batch in loader} == {1}
 
 
 @pytest.mark.parametrize(
@@ -190,8 +203,11 @@ def test_partitions_that_cannot_be_are_refused() -> None:
         RankPartitionedDistributor({"a": {"dataset": [1], "ratio": 0}}, world_size=2)
     with pytest.raises(ConfigError, match="The ratio of 'a' must be at least 0 and finite, got -1"):
         RankPartitionedDistributor({"a": {"dataset": [1], "ratio": -1}}, world_size=2)
-    with pytest.raises(ConfigError, match="Source 'a' must be a mapping of `dataset` and `ratio`"):
-        RankPartitionedDistributor({"a": [1]}, world_size=2)  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="The ratio of 'a' must be at least 0 and finite, got inf"):
+        RankPartitionedDistributor({"a": {"dataset": [1], "ratio": math.inf}}, world_size=2)
+    for source in ([1], {"dataset": [1], "ratio": 1, "weight": 2}):
+        with pytest.raises(ConfigError, match="Source 'a' must be a mapping of `dataset` and `ratio`"):
+            RankPartitionedDistributor({"a": source}, world_size=2)  # type: ignore[dict-item]
     with pytest.raises(ConfigError, match="`world_size` of RankPartitionedDistributor is 2, and the loader has"):
         RankPartitionedDistributor(two, world_size=2).count(ShardSpec(index=0, num_shards=3))
 
@@ -203,8 +219,9 @@ def test_a_ratio_of_0_skips_a_source() -> None:
     assert sorted(item.value["n"] for item in mixture.items(ShardSpec(), 0)) == ["a"] * 3 + ["c"] * 3
     with pytest.raises(ConfigError, match="`weights` must have a weight above 0, got only 0"):
         MixtureDistributor(parts, [0, 0, 0])
-    with pytest.raises(ConfigError, match="All `weights` must be at least 0 and finite, got -1"):
-        MixtureDistributor(parts, [1, -1, 1])
+    for weight in (-1, math.inf):
+        with pytest.raises(ConfigError, match=f"All `weights` must be at least 0 and finite, got {weight}"):
+            MixtureDistributor(parts, [1, weight, 1])
     loaders = {name: DataflowLoader(part, Raw(), collator=Lists()) for name, part in zip("abc", parts, strict=True)}
     assert {name for name, _ in JointLoader(loaders, {"a": 1, "b": 0, "c": 1})} == {"a", "c"}
     with pytest.raises(ConfigError, match="`weights` must have a weight above 0, got only 0"):

@@ -39,6 +39,7 @@ PACKS = 24
     ("call", "message"),
     [
         (lambda: MapDistributor("out"), r"^`dataset` must be a map-style dataset, got 'out'\. Pass PackedDataset"),
+        (lambda: MapDistributor(Path("out")), r"^`dataset` must be a map-style dataset, got .*\. Pass PackedDataset"),
         (lambda: get_raw_loader("c.yaml"), r"^`config` must be a DataflowConfig, got 'c\.yaml'\. Pass .*from_yaml"),
         (
             lambda: ChatEncoder("tok"),

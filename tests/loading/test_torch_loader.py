@@ -1,6 +1,7 @@
 """DataflowLoader: every item once, exact resume at every step, and one line for what contradicts."""
 
 import collections
+import itertools
 import logging
 import os
 import tracemalloc
@@ -65,9 +66,14 @@ def test_the_rest_of_the_epoch_is_identical_from_every_step(
 
 @pytest.mark.parametrize("packer", ["planned", "pool"])
 def test_an_energon_epoch_longer_than_the_interval_of_its_states(tmp_path: Path, packer: str) -> None:
-    """Energon's state is saved every 16 items: a resumed loader passes several of these saves."""
-    folder = energon_folder(tmp_path, count=53)
-    check_every_step(lambda: DataflowLoader(DISTRIBUTORS["energon"](folder), packer=PACKERS[packer](), seed=3))
+    """Energon's state is saved every 64 items: loaders continue before, at and after two of these saves."""
+    folder = energon_folder(tmp_path, count=140)
+    steps = {"planned": range(62, 132, 3), "pool": range(20, 65, 4)}[packer]
+
+    def new_loader() -> DataflowLoader:
+        return DataflowLoader(DISTRIBUTORS["energon"](folder), packer=PACKERS[packer](), seed=3)
+
+    check_every_step(new_loader, lambda step: step in steps)
 
 
 @pytest.mark.parametrize("distributor", DISTRIBUTORS)
@@ -213,6 +219,64 @@ def test_a_one_shot_iterator_is_saved_unless_samples_are_out_of_order() -> None:
     next(iter(loader))
     with pytest.raises(BatchError, match="PoolPacker buffers samples out of order, and IterableDistributor reads"):
         loader.state_dict()
+    with pytest.raises(BatchError, match="the stream must have 5 items, as when the state was saved, got 4"):
+        list(resumed_stream(SequentialPacker(16), FEATURES[:4], state_after(SequentialPacker(16), FEATURES, 3)))
+
+
+def state_after(packer: Packer, items: list[Any], steps: int) -> Any:
+    loader = DataflowLoader(IterableDistributor(iter(items)), packer=packer, max_failures=1)
+    for _ in zip(range(steps), loader, strict=False):
+        pass
+    return loader.state_dict()
+
+
+def resumed_stream(packer: Packer, items: list[Any], state: Any) -> DataflowLoader:
+    loader = DataflowLoader(IterableDistributor(iter(items)), packer=packer, max_failures=1)
+    loader.load_state_dict(state)
+    return loader
+
+
+def test_an_item_that_cannot_be_used_is_skipped_again_in_a_resumed_stream() -> None:
+    empty = {"id": "empty", "input_ids": []}
+    waiting = [{"id": f"{number}", "input_ids": [1] * count} for number, count in enumerate((8, 8, 3, 4, 9))]
+    for items, new_packer in (
+        ([*FEATURES[:4], empty, *FEATURES[4:]], lambda: SequentialPacker(16)),
+        ([*waiting[:3], empty, *waiting[3:]], lambda: PoolPacker(16, pool_size=4)),  # it is between waiting items
+    ):
+        loader = DataflowLoader(IterableDistributor(items), packer=new_packer(), max_failures=1)
+        expected = [signature(batch) for batch in loader]
+        for step in range(len(expected)):
+            state = state_after(new_packer(), items, step)
+            assert [signature(b) for b in resumed_stream(new_packer(), items, state)] == expected[step:]
+
+
+def test_a_waiting_item_that_cannot_be_used_any_more_is_named() -> None:
+    state = state_after(SequentialPacker(16), FEATURES, 3)
+    items = [*FEATURES[:4], {"id": "empty", "input_ids": []}, *FEATURES[5:]]
+    with pytest.raises(BatchError, match="item 4 of the saved state cannot be encoded any more: .*empty"):
+        list(resumed_stream(SequentialPacker(16), items, state))
+
+
+class LastFirst(Packer):
+    """Rows of one of 4 waiting items, the last item first."""
+
+    buffer_size = 4
+
+    def select(self, lengths: Any) -> list[Any]:
+        return list(np.roll(np.arange(len(lengths)), 1).reshape(-1, 1))
+
+
+def test_an_iterator_is_not_saved_until_all_items_before_the_last_used_item_are_in_rows() -> None:
+    loader, found = DataflowLoader(IterableDistributor(stream()), packer=LastFirst()), []
+    for batch in itertools.islice(loader, 8):
+        try:
+            loader.state_dict()
+            found.append((*batch.ids, "saved"))
+        except BatchError:
+            found.append((*batch.ids, "refused"))
+    refused = [(name, "refused") for name in ("s3", "s0", "s1")]
+    assert found[:4] == [*refused, ("s2", "saved")]
+    assert found[4:] == [*[(name, "refused") for name in ("s7", "s4", "s5")], ("s6", "saved")]
 
 
 @pytest.mark.parametrize(

@@ -193,3 +193,17 @@ def test_folder_entries_that_are_not_read_are_printed_and_stored(
     assert line in invoke("pack", *dry_run).output
     for command in (["pack", *dry_run], ["lengths", str(folder), *settings]):
         assert printed_json(cli, [*command, "--json"])["ignored_entries"] == expected
+
+
+def test_records_are_counted_over_all_batches_and_files(build: Any, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0.5}]
+    files = []
+    for name, count in (("a", 300), ("b", 5)):  # a batch has 256 records
+        files.append(tmp_path / f"{name}.jsonl")
+        files[-1].write_text(f"{json.dumps({'messages': turns})}\n" * count)
+    options = {"inputs": tuple(map(str, files))}
+    first, second = build(**options).manifest, build(**options, max_samples_per_pack=2, overwrite=True).manifest
+    assert first.notes == second.notes == {"loss weights other than 0 and 1": 305}
+    names = ("measured", "tokenized", "reused")
+    assert [first.counters[name] for name in names] == [305, 305, 0]
+    assert [second.counters[name] for name in names] == [0, 0, 305]

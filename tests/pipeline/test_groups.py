@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import random
 from collections import Counter, defaultdict
@@ -574,6 +575,51 @@ def test_runs_that_may_not_see_whole_groups_are_refused(
         pack(sources=[source], output_dir=tmp_path / "half", **options)
     twice = pack(sources=[source | {"weight": 2}], output_dir=tmp_path / "twice", **options)
     assert (twice.manifest.groups, twice.manifest.packed) == (10, 20)
+
+
+def test_groups_of_two_sources_are_different_groups(
+    tmp_path: Path, text_tokenizer_dir: Path, grouped: Callable[..., PackResult]
+) -> None:
+    rng = random.Random(0)
+    sources = []
+    for name in "ab":
+        records = [several(rng, f"{name}m"), *[single(rng, f"{name}{n}", pair="k", role=f"r{n}") for n in range(2)]]
+        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        sources.append({"path": str(tmp_path / f"{name}.jsonl"), "adapter": ADAPTER})
+    options: dict[str, Any] = {"tokenizer": text_tokenizer_dir, "seq_len": 1024, "group_field": "pair", "workers": 1}
+    result = pack(sources=sources, output_dir=tmp_path / "out", **options)
+    ((_, samples),) = stored(result)
+    groups: dict[Any, list[Any]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.conversation.group].append((sample.conversation.id, sample.conversation.role))
+    expected = [
+        pair
+        for name in "ab"
+        for pair in (
+            [(f"{name}0", "r0"), (f"{name}1", "r1")],
+            [(f"{name}m#0", "chosen"), (f"{name}m#1", "rejected")],
+        )
+    ]
+    assert sorted(groups.values()) == expected
+    assert result.manifest.groups == 4
+
+
+def test_a_group_is_among_the_packs_of_its_media(tmp_path: Path, tokenizer_dir: Path, grouped: Any) -> None:
+    rng = random.Random(0)
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    picture = {"images": [str(tmp_path / "a.png")]}
+    pairs = [[f"{n}{role}" for role in "xy"] for n in range(3)]
+    records = [
+        single(rng, ident, pair=ident[0], role=ident[1]) | (picture if ident[1] == "x" else {})
+        for pair in pairs
+        for ident in pair
+    ]
+    records += [single(rng, f"text{n}") for n in range(4)]
+    result = grouped(
+        records, tokenizer=tokenizer_dir, seq_len=512, group_by="media", group_field="pair", image_root="/"
+    )
+    found = sorted([sorted(own.conversation.id for own in samples) for _, samples in stored(result)])
+    assert found == [sorted(itertools.chain(*pairs)), [f"text{n}" for n in range(4)]]
 
 
 def test_members_keep_their_images(

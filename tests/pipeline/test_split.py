@@ -339,3 +339,12 @@ def test_a_pack_of_one_sample_is_not_split(encoder: ChatEncoder) -> None:
     loader = DataflowLoader(IterableDistributor(packs), encoder, PoolPacker(64, overlong="split"), num_workers=0)
     assert [batch.ids for batch in loader] == [["10"]]
     assert loader.failures.counts == {"overlong": 1}
+
+
+def test_a_pack_of_several_samples_is_not_truncated(encoder: ChatEncoder) -> None:
+    long, short = (encoder.encode(normalize({"id": f"{n}", "text": "word " * n})) for n in (90, 10))
+    loader = DataflowLoader(
+        IterableDistributor([[long, short], [long], [short]]), encoder, PoolPacker(64, overlong="truncate")
+    )
+    assert [(batch.ids, batch.num_tokens) for batch in loader] == [(["90"], 64), (["10"], len(short))]
+    assert loader.failures.counts == {"overlong": 1}

@@ -77,3 +77,16 @@ def test_a_shard_that_is_excluded_may_be_missing(dataset: Path, tmp_path: Path) 
     edited("split.yaml", lambda value: value.update(exclude=["s-000001.tar"]))(folder)
     (folder / "s-000001.tar").unlink()
     assert len(PackedDataset(folder)) == packs - 1
+
+
+def test_the_packs_of_an_earlier_info_file_are_compared(dataset: Path, tmp_path: Path) -> None:
+    """Energon before version 7 writes `.info.yaml`, which is read if there is no `.info.json`."""
+    folder = copied(dataset, tmp_path / "out")
+    meta = folder / ".nv-meta"
+    counts = json.loads((meta / ".info.json").read_text())["shard_counts"]
+    earlier = yaml.safe_dump({"shard_counts": counts | {"s-000001.tar": 3}})
+    (meta / ".info.yaml").write_text(earlier)
+    PackedDataset(folder)
+    (meta / ".info.json").unlink()
+    with pytest.raises(FormatError, match=r"counts 3 packs in s-000001\.tar, packing\.json 1; "):
+        PackedDataset(folder)

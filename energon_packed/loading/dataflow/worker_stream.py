@@ -271,10 +271,11 @@ class WorkerStream:
         self.roles = roles
         self.shard = shard
         self.worker = worker
-        state = state or {"position": 0, "number": 0, "last": -1, "ready": [], "waiting": []}
+        state = state or {"position": 0, "number": 0, "ready": [], "waiting": []}
         self._position: Any = state["position"]
         self._number = int(state["number"])
-        self._last = int(state["last"])  # the highest item index in a batch
+        # The highest item index in a batch; not in the state, as all items after the state of an iterator are higher.
+        self._last = -1
         self._ended = False  # a shard that ended is not read again
         self._dropped: list[int | str] = []
         self._rest: Iterator[Item] | None = None
@@ -332,7 +333,7 @@ class WorkerStream:
                 f"{type(distributor).__name__} reads a one-shot iterator. Use SequentialPacker or SimpleBatcher, or "
                 "pass data that can be read again (a dataset, or a function that returns an iterator)."
             )
-        state = {"position": self._position, "number": self._number, "last": self._last, "ended": self._ended}
+        state = {"position": self._position, "number": self._number, "ended": self._ended}
         if distributor.schedule is not None:
             state["schedule"] = distributor.schedule.stream_state()
         # Joined as text: the buffer has its items as JSON already, and a pool has hundreds of them in every state.
