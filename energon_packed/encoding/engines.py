@@ -73,11 +73,13 @@ class FastokensEngine:
 
     def __init__(self, serialized: str) -> None:
         self._serialized = serialized
+        self._tokenizer: Any = None
         self._load()
 
     def _load(self) -> None:
         from fastokens import Tokenizer
 
+        self._tokenizer = None  # its memory is used for the next tokenizer
         self._tokenizer, self._tokens = Tokenizer.from_json_str(self._serialized), 0
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:

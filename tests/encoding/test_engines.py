@@ -6,6 +6,7 @@ import pickle
 import random
 import sys
 import unicodedata
+import weakref
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -333,13 +334,23 @@ def test_tars_are_the_same_with_both(text_tokenizer_dir: Path, tmp_path: Path, s
     assert written["tokenizers"] == written["fastokens"]
 
 
+class Loaded:
+    """A fastokens tokenizer that can be in a WeakSet."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.encode_batch_flat = tokenizer.encode_batch_flat
+
+
 def test_fastokens_is_loaded_again_after_some_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its cache keeps each word that it has seen, 80 MiB for a million words, without a limit."""
     loads: list[int] = []
+    in_use: weakref.WeakSet[Loaded] = weakref.WeakSet()
 
-    def load(serialized: str) -> Any:
+    def load(serialized: str) -> Loaded:
+        assert not in_use  # a process keeps the memory that two tokenizers need together
         loads.append(len(words))
-        return real.from_json_str(serialized)
+        in_use.add(tokenizer := Loaded(real.from_json_str(serialized)))
+        return tokenizer
 
     real, words, backend = fastokens.Tokenizer, list[str](), byte_level(QWEN)
     monkeypatch.setattr(fastokens, "Tokenizer", SimpleNamespace(from_json_str=load))
