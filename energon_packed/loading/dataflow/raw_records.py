@@ -260,7 +260,7 @@ def plan_in_memory(config: DataflowConfig, progress: Progress | None = None) -> 
     reader = open_reader(config, folder)
     config.check_format(reader)
     keys = compute_fingerprints(config, reader.sources, None)
-    # The stages of `pack`, without writing: measurements in `work_dir` are shared with `pack` and with other ranks.
+    # The stages of `pack`, without writing: measurements in `work_dir` are shared with other ranks.
     with closing(LocalEngine(config.processes)) as engine:
         table = MeasureStage(
             options=config,
