@@ -651,7 +651,7 @@ _locks: dict[tuple[int, Path], threading.Lock] = {}
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file that several threads of this process need: the first reads it, and the others wait.
+    """Lock a file that several threads of this process need: the first reads it, and the others wait.
 
     A thread must look for the result of the others first, as the lock exists while the first thread has it. A fork has
     other locks: a thread of its parent that has locked the file is not in it.
