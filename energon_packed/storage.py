@@ -649,12 +649,19 @@ def _pool(purpose: str) -> ThreadPoolExecutor:
 _locks: dict[tuple[int, Path], threading.Lock] = {}
 
 
-def lock_of(path: Path) -> threading.Lock:
-    """Return the lock of this process for a file that several threads need: the first reads it, and the others wait.
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lock a file that several threads of this process need: the first reads it, and the others wait.
 
-    A fork has other locks: a thread of its parent that has locked the file is not in it.
+    A thread must look for the result of the others first, as the lock exists while the first thread has it. A fork has
+    other locks: a thread of its parent that has locked the file is not in it.
     """
-    return _locks.setdefault((os.getpid(), path), threading.Lock())
+    key = os.getpid(), path
+    try:
+        with _locks.setdefault(key, threading.Lock()):
+            yield
+    finally:
+        _locks.pop(key, None)
 
 
 class ReadAhead(Generic[K, T]):

@@ -23,7 +23,7 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import RemotePath, lock_of, recent_status, statuses
+from energon_packed.storage import RemotePath, locked, recent_status, statuses
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
@@ -159,7 +159,7 @@ class ShardReader:
         # Popped and put back: another thread may drop it at the same time.
         offsets = self._indexes.pop(shard, None)
         if offsets is None:
-            with lock_of(self.tars[shard]):  # threads that read ahead wait for the same index
+            with locked(self.tars[shard]):  # threads that read ahead wait for the same index
                 offsets = self._indexes.get(shard)
                 if offsets is None:
                     offsets = self._indexes[shard] = self._read_offsets(shard)

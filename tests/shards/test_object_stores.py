@@ -193,6 +193,7 @@ def test_threads_request_the_index_of_a_shard_once(
             dataset.pack(item)
     indexes = [request for request in traffic.requests if request.endswith(".idx")]
     assert len(indexes) == len(set(indexes)) == len(dataset.reader.tars)
+    assert not storage._locks  # each is dropped after its file is read
 
 
 def test_all_opened_files_are_checked_by_a_listing(store: Store) -> None:

@@ -191,7 +191,7 @@ class RecordsViewer(Pages):
         for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
             key = f"{source}-{row.address}"
             stored = [] if conversation is None else record_samples(conversation, result)
-            # A chat template that did not finish would take as long again.
+            # A chat template that did not finish would need the same time again.
             encoder = None if "did not finish" in str(result.reject) else self._encoder
             views = view_samples(stored, encoder)
             view, rendered = PackView(key=key, samples=views), ""
