@@ -301,7 +301,7 @@ PLACES = {
     "open_regular": "files:open_regular",
     "read_range": "files:read_range",
     "status": "files:status",
-    "packs_per_worker": "shards.steps:packs_per_worker",
+    "steps_of_ranks": "shards.steps:steps_of_ranks",
     "ShardRows": "shards.tar:ShardRows",
     # sources: readers of files on their own, for damages and limits
     "IgnoredEntries": "errors:IgnoredEntries",

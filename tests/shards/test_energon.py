@@ -1,6 +1,5 @@
 """Written datasets agree with Energon's own command line, indexes and sharder."""
 
-import itertools
 import random
 import shutil
 import sqlite3
@@ -14,7 +13,7 @@ from megatron.energon.flavors.webdataset.sharder import Sharder
 
 from energon_packed import ChatEncoder, PackingManifest, get_packed_loader, steps_per_epoch
 from tests.conftest import FLAVORS, Packer
-from tests.internals import packs_per_worker
+from tests.internals import steps_of_ranks
 from tests.processes import energon
 
 
@@ -74,15 +73,20 @@ def test_full_energon_prepare_finds_the_same_shards(pack_demo: Packer, tmp_path:
 
 
 def test_steps_equal_the_sharding_of_energon() -> None:
+    """The larger slices of a dataset continue after the last worker with a larger slice of the dataset before."""
     rng = random.Random(0)
     for _ in range(200):
-        packs, world, workers = rng.randint(0, 300), rng.randint(1, 7), rng.randint(1, 5)
+        counts, world, workers = [rng.randint(0, 99) for _ in range(3)], rng.randint(1, 7), rng.randint(1, 5)
         dealt = []
         for rank in range(world):
-            config = WorkerConfig(rank=rank, world_size=world, num_workers=workers)
-            offsets = Sharder.split_samples_to_workers(0, packs, config)
-            dealt += [stop - start for start, stop in itertools.pairwise(offsets)]
-        assert packs_per_worker(packs, world * workers) == dealt
+            config, before, steps = WorkerConfig(rank=rank, world_size=world, num_workers=workers), 0, 0
+            for packs in counts:
+                offsets = Sharder.split_samples_to_workers(0, packs, config, rotation_offset=before)
+                steps += offsets[-1] - offsets[0]
+                before = (before + packs) % (world * workers)
+            dealt.append(steps)
+        parts = [(packs, 1.0) for packs in counts]
+        assert steps_of_ranks(parts, world_size=world, num_workers=workers) == dealt
 
 
 def test_steps_per_epoch_by_hand(pack_demo: Packer) -> None:
