@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from energon_packed import Reason, Reject, pack
-from tests.internals import arrays, compare, described, files, plan_stage, planner, rejects, text_fragments
+from energon_packed import Progress, Reason, Reject, pack
+from tests.internals import (
+    arrays,
+    compare,
+    described,
+    files,
+    index_stage,
+    plan_stage,
+    planner,
+    rejects,
+    text_fragments,
+)
 from tests.pipeline.test_planning import Characters, options_of, table_of
 
 
@@ -330,6 +341,47 @@ def test_memory_of_rejected_and_split_records(
 
         return step
 
+    assert growth(run) < 1
+
+
+def test_memory_of_the_manifest(tmp_path: Path, in_files: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All records are split in three, and all packs are in one shard."""
+    for name in ("write_nv_meta", "_check_shard"):
+        monkeypatch.setattr(index_stage, name, lambda *_, **_options: None)
+    options = options_of(overlong="split", sample_class="PackedTokensSample", max_packs_per_shard=1 << 30)
+
+    def run(count: int) -> Callable[[], object]:
+        columns = {"length": 100, "supervised": 99, "divisible": 1, "num_images": 0, "status": 0}
+        records = table_of(count, **{name: np.broadcast_to(value, count) for name, value in columns.items()})
+        notes = {"unused_fields": Counter[str](), "notes": Counter[str]()}
+        records = replace(records, folder=tmp_path, counts=notes)
+        source = SimpleNamespace(reading=SimpleNamespace(config=0, copy=False))
+        reader = SimpleNamespace(part=None, sources=[source], ignored_entries=[])
+        rejects, entries = plan_stage.plan_rejects(records, options, reader, None)
+        packs, pack, place = plan_stage.plan_packs(entries, options)
+        shards = plan_stage.plan_shards(packs, pack, entries, replace(options, max_shard_bytes=1 << 60))
+        places = plan_stage.sample_places(pack, place, shards, options)
+        plan = SimpleNamespace(entries=entries, packs=packs, places=places, shards=shards, status=rejects.status)
+        state = SimpleNamespace(
+            options=options,
+            output=SimpleNamespace(shards=tmp_path, write_folder=lambda _: tmp_path),
+            reader=reader,
+            progress=Progress(),
+            counters={},
+            tokenizer_engines=set(),
+        )
+        keys = SimpleNamespace(encoder="", input="", tars="", write="")
+        summaries = [index_stage.ShardSummary(shard.name("d"), 1, "", packs.num_packs) for shard in shards]
+
+        def step() -> object:
+            manifest = index_stage.write_index(state, keys, records, plan, summaries)
+            assert (manifest.records_split, manifest.fragments, len(manifest.shards)) == (count, 3 * count, 1)
+            assert manifest.sources[0].tokens == manifest.shards[0].tokens
+            return manifest
+
+        return step
+
+    run(2_000)()
     assert growth(run) < 1
 
 
