@@ -76,19 +76,20 @@ class FastokensEngine:
         self._tokenizer: Any = None
         self._load()
 
-    def _load(self) -> None:
+    def _load(self) -> Any:
         from fastokens import Tokenizer
 
-        self._tokenizer = None  # its memory is used for the next tokenizer
-        self._tokenizer, self._tokens = Tokenizer.from_json_str(self._serialized), 0
+        self._tokenizer, self._tokens = None, 0  # its memory is used for the next tokenizer
+        self._tokenizer = tokenizer = Tokenizer.from_json_str(self._serialized)
+        return tokenizer
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
         """Tokenize S strings, as `HuggingFaceEngine.encode`."""
         global _used_in
         _used_in = os.getpid()
-        if self._tokens >= _RENEWED:
-            self._load()
-        ids, bounds = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
+        # Another thread may be loading it, or loading it again may have failed.
+        tokenizer = self._load() if self._tokens >= _RENEWED else self._tokenizer or self._load()
+        ids, bounds = tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
         self._tokens += len(ids) // 4
         return np.frombuffer(ids, dtype="<u4").astype(np.int64), np.frombuffer(bounds, dtype="<u8").astype(np.int64)
 

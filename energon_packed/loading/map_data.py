@@ -105,24 +105,30 @@ class IndexedData(MapData):
 
     def item_sizes(self) -> RowSizes:
         """Return the sizes of all items of the epoch that was set."""
-        if not hasattr(self._data, "row_sizes"):
+        if (row_sizes := _method(self._data, "row_sizes")) is None:
             raise ConfigError(
                 f"`balance` needs the sizes of rows, which {type(self._data).__name__} does not have. Use "
                 "PackedDataset or plan_in_memory."
             )
-        sizes: RowSizes = self._data.row_sizes()
+        sizes: RowSizes = row_sizes()
         return sizes
 
     def epoch_items(self, epoch: int, weights: Sequence[float] | None) -> Callable[[Int64], Int64]:
         """Set the epoch of the data, whose items are its indices."""
-        if hasattr(self._data, "set_epoch"):
-            self._data.set_epoch(epoch)
+        if (set_epoch := _method(self._data, "set_epoch")) is not None:
+            set_epoch(epoch)
         return super().epoch_items(epoch, weights)
 
     def fingerprint(self) -> str | None:
-        """Return the fingerprint of the data, if it has that method; other data may have a string of that name."""
-        fingerprint = getattr(self._data, "fingerprint", None)
-        return fingerprint() if callable(fingerprint) else None
+        """Return the fingerprint of the data, if it has that method."""
+        fingerprint = _method(self._data, "fingerprint")
+        return None if fingerprint is None else fingerprint()
+
+
+def _method(data: Any, name: str) -> Callable[..., Any] | None:
+    """Return a method of map-style data; None without it. Other data may have a value of that name."""
+    found = getattr(data, name, None)
+    return found if callable(found) else None
 
 
 def map_data(data: MapData | HasItems) -> MapData:
@@ -130,4 +136,4 @@ def map_data(data: MapData | HasItems) -> MapData:
     if isinstance(data, MapData):
         return data
     # Each loader sets the epoch of its own copy, which shares the open files.
-    return IndexedData(copy(data) if hasattr(data, "set_epoch") else data)
+    return IndexedData(data if _method(data, "set_epoch") is None else copy(data))

@@ -7,8 +7,10 @@ import random
 import sys
 import unicodedata
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Event, current_thread, main_thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -364,3 +366,34 @@ def test_fastokens_is_loaded_again_after_some_tokens(monkeypatch: pytest.MonkeyP
         tokens += len(ids)
     assert loads[0] == 0
     assert 2 < len(loads) <= 1 + tokens // 2_000
+
+
+def test_a_thread_tokenizes_while_another_loads_fastokens_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has compared the number of tokens before the other released the tokenizer."""
+    loading, done, pool = Event(), Event(), ThreadPoolExecutor(1)
+
+    class Compared(int):
+        def __le__(self, tokens: int) -> bool:
+            if tokens == 1 and not loading.is_set():  # the other thread comes in between
+                fast._tokens = 2
+                pool.submit(fast.encode, ["other"], special=False)
+                assert loading.wait(60)
+            return super().__le__(tokens)
+
+    def load(serialized: str) -> Any:
+        if current_thread() is not main_thread():
+            loading.set()
+            assert done.wait(60)
+        return real.from_json_str(serialized)
+
+    real, backend = fastokens.Tokenizer, byte_level(QWEN)
+    monkeypatch.setattr(fastokens, "Tokenizer", SimpleNamespace(from_json_str=load))
+    fast = FastokensEngine(trained(QWEN, None, False))
+    fast._tokens = 1
+    monkeypatch.setattr(engines, "_RENEWED", Compared(2))
+    with pool:
+        try:
+            ids, _ = fast.encode(["word"], special=False)
+        finally:
+            done.set()
+    assert ids.tolist() == backend.encode("word").ids

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from energon_packed import (
     BatchError,
+    ConfigError,
     DataflowLoader,
     IterableDistributor,
     JointLoader,
@@ -208,10 +209,13 @@ class Data(list[Any]):
         return self.content
 
 
-def test_a_dataset_may_have_an_attribute_that_is_called_fingerprint() -> None:
-    data = Data("a")
-    data.fingerprint = "of another library"  # type: ignore[method-assign, assignment]
+@pytest.mark.parametrize("value", [None, "of another library"])
+def test_a_dataset_may_have_values_with_the_names_of_methods(value: Any) -> None:
+    data: Any = Data("a")
+    data.fingerprint = data.set_epoch = data.row_sizes = value
     assert after(DataflowLoader(MapDistributor(data)), 1)["identity"]["distributor_content"] is None
+    with pytest.raises(ConfigError, match="`balance` needs the sizes of rows, which Data does not have"):
+        list(DataflowLoader(MapDistributor(data, balance="attention")))
 
 
 def test_what_differs_of_a_dataflow_is_named() -> None:

@@ -262,7 +262,8 @@ class Letters(Processor):
 
     @property
     def rules(self) -> Any:
-        return replace(super().rules, video_token_id=ord("%"))
+        rules = super().rules
+        return replace(rules, media={**rules.media, "video": (ord("%"), "%")})
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         ids = np.array([ord(letter) for letter in str(conversation.text)])
