@@ -297,7 +297,7 @@ def test_an_iterator_is_not_saved_until_all_items_before_the_last_used_item_are_
         ({"rank": 2, "world_size": 2}, "`rank` must be from 0 to `world_size` - 1, got 2"),
         ({"rank": 0}, "`rank` and `world_size` must be passed together"),
         ({"num_workers": -1}, "`num_workers` must be at least 0, got -1"),
-        ({"batch_size": 0}, "`batch_size` must be an integer of at least 1, got 0"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
