@@ -60,7 +60,7 @@ from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine, Progress
 from energon_packed.pipeline.options import AUTO, InputOptions, PackOptions
 from energon_packed.pipeline.reader import RecordReader, raw_id
-from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
+from energon_packed.pipeline.rejects import MOST_DETAIL, RejectedAt, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS
 from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation, FrameSelection, MediaReference
@@ -215,7 +215,7 @@ class ChunkReport:
         chunk: the chunk.
         records: number of records.
         tokenized: records that went through the tokenizer: not records that were rejected before, or have tokens.
-        first_reject: address, id, reason and detail of the first rejected record, or None.
+        first_reject: the first rejected record, or None.
         tokenizer_engine: the engine in use; "" for an encoder without a tokenizer.
     """
 
@@ -223,7 +223,7 @@ class ChunkReport:
     records: int
     tokenized: int
     tokenizer_engine: str
-    first_reject: tuple[int, str | None, str, str] | None
+    first_reject: RejectedAt | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +386,7 @@ class _ChunkContent:
         self._token_columns: list[bytes] = []
         self._members: list[tuple[int, int, int]] = []  # of `MEMBER`
         self._in_memory = MediaInMemory(chunk)
-        self._first_reject: tuple[int, str | None, str, str] | None = None
+        self._first_reject: RejectedAt | None = None
 
     def add(self, records: Sequence[_Record]) -> None:
         """Add a batch of measured records."""
@@ -467,12 +467,12 @@ def _hashed(source: int, group: str | None) -> int:
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
-def _unrequested_reject(record: _Record) -> tuple[int, str | None, str, str] | None:
-    """Return address, id, reason and detail of a record that is rejected, and not on request; else None."""
+def _unrequested_reject(record: _Record) -> RejectedAt | None:
+    """Return a record that is rejected, and not on request; else None."""
     reject = record.result.reject
     if reject is None or reject.reason in REQUESTED_REJECTS:
         return None
-    return record.row.address, _id(record), reject.reason, reject.detail[:MOST_DETAIL]
+    return RejectedAt(record.row.address, _id(record), reject.reason, reject.detail[:MOST_DETAIL])
 
 
 def _extracted_bytes(file: MediaReference, frames: FrameSelection) -> int:
