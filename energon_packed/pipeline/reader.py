@@ -148,9 +148,12 @@ class RecordReader:
         except RecordError:
             return None
 
-    def read(self, source: int, address: int, size: int) -> Conversation:
-        """Read the record at an address as a conversation."""
-        return self.conversation(source, self.sources[source].read(address, size))
+    def read(self, source: int, address: int, size: int, row: int | None = None) -> Conversation:
+        """Read the record at an address as a conversation; with the index of the record, it always has an id."""
+        conversation = self.conversation(source, self.sources[source].read(address, size))
+        if row is None or conversation.id is not None:
+            return conversation
+        return conversation.named(self.default_id(source, row))
 
     def default_id(self, source: int, row: int) -> str:
         """Id of a record without an id: the file, the input part and the index of the record in them."""

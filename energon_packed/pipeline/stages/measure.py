@@ -64,6 +64,7 @@ from energon_packed.pipeline.rejects import MOST_DETAIL, RejectedAt, RejectLimit
 from energon_packed.pipeline.run_state import COUNTERS
 from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation, FrameSelection, MediaReference
+from energon_packed.records.groups import group_key
 from energon_packed.records.unlisted_media import IMAGE_URL
 from energon_packed.sources import SourceRecord
 
@@ -460,10 +461,10 @@ def _notes(renderer: Renderer, samples: Sequence[Conversation]) -> list[str]:
 
 
 def _hashed(source: int, group: str | None) -> int:
-    """Hash the key of a group: int64 other than 0; 0 without a group. Groups of two sources are different."""
+    """Hash the key of a group: int64 other than 0; 0 without a group."""
     if group is None:
         return 0
-    digest = blake2b(f"{source} {group}".encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = blake2b(group_key(source, group).encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
