@@ -309,6 +309,14 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
         DataflowLoader(FEATURES)  # type: ignore[arg-type]
 
 
+def test_numbers_of_numpy_are_numbers_in_the_identity_of_a_packer() -> None:
+    for packer in (SequentialPacker, PoolPacker):
+        made, same = packer(np.int64(16), max_images=np.int32(2)), packer(16, max_images=2)
+        assert made.identity() == same.identity()
+        with pytest.raises(ConfigError, match="`max_images` must be an integer, got 1.5"):
+            packer(16, max_images=1.5)
+
+
 def test_persistent_workers_without_workers_is_corrected_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         loader = DataflowLoader(MapDistributor(FEATURES), persistent_workers=True)
