@@ -39,7 +39,7 @@ class EnergonPackedError(ValueError):
         ...     pack_lengths([5, 3], 0)
         ... except EnergonPackedError as error:
         ...     print(error)
-        `capacity` must be an integer >= 1, got 0.
+        `capacity` must be at least 1, got 0
     """
 
     def __init__(self, *args: object) -> None:

@@ -203,9 +203,8 @@ def check(options: Any) -> None:
         if declaration.parse is not None:
             value = declaration.parse(value)
             object.__setattr__(options, name, value)  # option classes are frozen
-        if kind is int and not isinstance(value, bool) and isinstance(value, Integral):  # NumPy's integers, too
-            value = int(value)
-            object.__setattr__(options, name, value)
+        if kind is int:
+            object.__setattr__(options, name, as_integer(value, name, declaration.minimum))
         limit = ""
         if kind is Path and isinstance(value, str | Path):
             object.__setattr__(options, name, as_path(value, name))
@@ -215,23 +214,48 @@ def check(options: Any) -> None:
             limit = "True or False"
         elif kind is str and not isinstance(value, str):
             limit = "a string"
-        elif kind in (int, float):
-            limit = _number_limit(declaration, value)
+        elif kind is float:
+            limit = _limit_of_float(value, declaration.minimum)
         if not limit and declaration.valid is not None and value not in declaration.valid:
             limit = f"one of {', '.join(declaration.valid)}"
         if limit:
             raise ConfigError(f"`{name}` must be {limit}, got {short(value)}")
 
 
-def _number_limit(declaration: Declaration, value: Any) -> str:
+def _limit_of_float(value: Any, minimum: float | None) -> str:
     """The limit that a value violates, or ""."""
-    kind, minimum = declaration.kind, declaration.minimum
-    # bool is a subclass of int, and NaN compares False with every minimum: both would pass the comparisons below.
-    if isinstance(value, bool | str) or not isinstance(value, int | kind) or math.isnan(value):
-        return "an integer" if kind is int else "a number"
-    if minimum is not None and value < minimum:
-        return f"at least {minimum}"
-    return f"at most {_LARGEST}" if kind is int and value > _LARGEST else ""
+    # bool is a subclass of int, and NaN compares False with every minimum: both would pass the comparison below.
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        return "a number"
+    return f"at least {minimum}" if minimum is not None and value < minimum else ""
+
+
+def as_integer(value: Any, name: str, minimum: float | None = 1) -> int:
+    """Return an integer, which may be of NumPy, as an int.
+
+    Args:
+        value: the integer.
+        name: name of the argument, for messages.
+        minimum: smallest valid value; None for any.
+
+    Raises:
+        ConfigError: it is not an integer, or is below the minimum.
+    """
+    number = int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
+    if number is None:
+        limit = "an integer"
+    elif minimum is not None and number < minimum:
+        limit = f"at least {minimum}"
+    elif number > _LARGEST:
+        limit = f"at most {_LARGEST}"
+    else:
+        return number
+    raise ConfigError(f"`{name}` must be {limit}, got {short(value)}")
+
+
+def optional_integer(value: int | None, name: str) -> int | None:
+    """Return what `as_integer` returns, or None for None."""
+    return None if value is None else as_integer(value, name)
 
 
 def check_type(name: str, value: Any, kind: type[Any], remedy: str) -> None:

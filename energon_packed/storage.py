@@ -546,7 +546,7 @@ def _listed(folder: RemotePath, objects: set[RemotePath]) -> dict[Path, os.stat_
             path: _status(info) for path, info in entries if path in objects and info.type != "directory"
         }
         status = asked.result()
-        if status is None or first not in found or _stamp(status) != _stamp(found[first]):
+        if status is None or first not in found or stamp_of(status) != stamp_of(found[first]):
             return {}
     except OSError:  # for example, listings are not permitted
         return {}
@@ -554,7 +554,8 @@ def _listed(folder: RemotePath, objects: set[RemotePath]) -> dict[Path, os.stat_
     return found
 
 
-def _stamp(status: os.stat_result) -> tuple[int, int]:
+def stamp_of(status: os.stat_result) -> tuple[int, int]:
+    """Return bytes and time of the last change (ns) of a file, which differ if it was replaced or changed."""
     return status.st_size, status.st_mtime_ns
 
 

@@ -18,6 +18,7 @@ from energon_packed.loading.dataset import FolderPacks
 from energon_packed.loading.manifests import LoadedSplit, epoch_pack_counts, loaded_splits
 from energon_packed.loading.map_data import MapData
 from energon_packed.loading.order import Order
+from energon_packed.options import as_integer
 from energon_packed.packing.balance import StepImbalance
 
 MAX_PACKS = 50_000
@@ -139,11 +140,8 @@ def expected_steps(
     Raises:
         ConfigError: a number is below 1, or the packs do not fill one step.
     """
-    for name, value in (("ranks", ranks), ("micro_batch_size", micro_batch_size)):
-        if value < 1:
-            raise ConfigError(f"`{name}` must be at least 1, got {value}.")
     order = Order(_Rows(sizes), cost=cost, accumulation=accumulation)
-    segment = order.segment(ranks, micro_batch_size)
+    segment = order.segment(as_integer(ranks, "ranks"), as_integer(micro_batch_size, "micro_batch_size"))
     if len(order) < segment.aligned_width:
         raise ConfigError(
             f"a step has {segment.aligned_width:,} packs ({ranks} ranks x {accumulation} micro batches x "

@@ -39,6 +39,7 @@ from energon_packed.integrations.random_state import SeparateRandomStates
 from energon_packed.loading.collation.batch import trainer_inputs
 from energon_packed.loading.loaders import as_loader
 from energon_packed.loading.state import check_numbers, damage_named, gathered
+from energon_packed.options import optional_integer
 
 _STEP = "iteration_step"  # key in states, if iterations have `steps` batches
 
@@ -93,8 +94,6 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
         ahead: int | None = 0,
         order_log: str | Path | None = None,
     ) -> None:
-        if steps is not None and steps < 1:
-            raise ConfigError(f"`steps` must be at least 1, got {steps}.")
         if ahead not in (0, 1, None):
             raise ConfigError(f"`ahead` must be 0, 1 or None, got {ahead}. Pass None and call `use()` for each batch.")
         if not callable(to_inputs):
@@ -105,7 +104,7 @@ class Consumed(torch.utils.data.IterableDataset[Any]):
         self.to_inputs = to_inputs
         self.ahead = ahead
         self.read = self.used = 0
-        self._steps = steps
+        self._steps = optional_integer(steps, "steps")
         if order_log is not None:
             self.loader.log_order(order_log)
         self.loader.hold_log()

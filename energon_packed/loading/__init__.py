@@ -11,17 +11,6 @@ its packs), failures.py, sample_errors.py.
 Reports: monitoring/ (metrics, past order, future order). Notebooks: notebook.py (a row as HTML).
 """
 
-from importlib import import_module
-from typing import Any
-
 from energon_packed.libraries import check_energon
 
 check_energon()  # before modules of this folder import Energon
-
-
-def __getattr__(name: str) -> Any:
-    # The public names have one list, `energon_packed`, which loads the module of a name when it is first used.
-    public = import_module("energon_packed")
-    if name not in public.__all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(public, name)

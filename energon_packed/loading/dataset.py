@@ -55,6 +55,7 @@ from energon_packed.loading.recorded_lengths import PackSums, recorded_sums
 from energon_packed.loading.resharding import refuse_dispatch
 from energon_packed.loading.sample_errors import remedy_of, sendable
 from energon_packed.loading.trust import check_blend_trusted
+from energon_packed.options import as_integer, optional_integer
 from energon_packed.packing.balance import Imbalance, Int64
 from energon_packed.pipeline.run_state import digest
 from energon_packed.shards.nv_meta import shards_in_split
@@ -119,15 +120,12 @@ class BalancedSampler(torch.utils.data.Sampler[int]):
         cost = cost_model(balance)
         if rank == "all":
             self.rank: int | None = None
-            self.ranks = resolve_rank(None, None)[1] if num_replicas is None else num_replicas
+            self.ranks = optional_integer(num_replicas, "num_replicas") or resolve_rank(None, None)[1]
         else:
             self.rank, self.ranks = resolve_rank(rank, num_replicas)
-        for name, value in (("ranks", self.ranks), ("batch_size", batch_size)):
-            if value < 1:
-                raise ConfigError(f"`{name}` must be at least 1, got {value}.")
+        self.rows, self.seed, self.epoch = as_integer(batch_size, "batch_size"), seed, 0
         check_epoch_end(epoch_end)
-        check_rest(epoch_end, len(dataset) % (self.ranks * batch_size), len(dataset), warns=not self.rank)
-        self.rows, self.seed, self.epoch = batch_size, seed, 0
+        check_rest(epoch_end, len(dataset) % (self.ranks * self.rows), len(dataset), warns=not self.rank)
         self._drops = epoch_end == "drop"
         # By index in the present epoch, which a sampler must return: a blend has other packs in each epoch.
         self.order = Order(IndexedData(dataset), shuffle=shuffle, cost=cost, accumulation=accumulation)

@@ -30,6 +30,7 @@ from energon_packed.pipeline.rejects import (
     MOST_DETAIL,
     MOST_ROWS,
     Rejected,
+    RejectedAt,
     RejectLimits,
     RejectReport,
     example_of,
@@ -105,14 +106,14 @@ class FailureLog:
     def _rejected(self) -> list[Rejected]:
         """The failures while loading, in input order."""
         others: list[Rejected] = []
-        records: dict[tuple[int, int], list[Any]] = {}  # by index of the reader, and of the source in it
+        records: dict[tuple[int, int], list[RejectedAt]] = {}  # by index of the reader, and of the source in it
         for line in map(orjson.loads, self._rows.read()):
             source, path, address, ident, reason, detail = line  # as `_SharedLines.add` was called
             reader = self._reader_of(source, path)
             if reader is None:
                 others.append(Rejected(path, None, None, ident, reason, detail))
             else:
-                records.setdefault((reader, source), []).append((address, ident, reason, detail))
+                records.setdefault((reader, source), []).append(RejectedAt(address, ident, reason, detail))
         of_records: list[Rejected] = []
         for (reader, source), entries in sorted(records.items()):
             of_records += sorted(self._readers[reader].rejected(source, entries), key=lambda entry: entry.row or 0)
@@ -184,7 +185,7 @@ class FailureLog:
             reader = self._reader_of(at.source, at.path)
             rejected = Rejected(at.path, None, None, str(at.id), reject.reason.value, reject.detail)
             if reader is not None:
-                entry = (at.address, at.id, reject.reason.value, reject.detail)
+                entry = RejectedAt(at.address, at.id, reject.reason.value, reject.detail)
                 rejected = self._readers[reader].rejected(at.source, [entry])[0]
             self.limits.check_record(rejected)
         if is_failure(reject.reason):

@@ -27,7 +27,7 @@ from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_re
 from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, Leaf, SplitFile, read_metadataset, read_split
-from energon_packed.options import check_type, short
+from energon_packed.options import as_integer, check_type, short
 from energon_packed.packing.balance import Int64
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import check_complete, shard_counts
@@ -390,10 +390,8 @@ def steps_per_epoch(
         counts.append(packs)
     if any(dataset.weight is not None for dataset in blend):
         # Energon draws indefinitely, so each rank has a pack for every step: only the number of draws decides.
-        total, width = sum(epoch_pack_counts(blend, counts)), world_size * micro_batch_size
-        for name, number in (("world_size", world_size), ("micro_batch_size", micro_batch_size)):
-            if number < 1:
-                raise ConfigError(f"`{name}` must be at least 1, got {number}.")
+        total = sum(epoch_pack_counts(blend, counts))
+        width = as_integer(world_size, "world_size") * as_integer(micro_batch_size, "micro_batch_size")
         check_rest(epoch_end, total % width, total, warns=False)
         return total // width if epoch_end == "drop" else -(-total // width)
     repetitions = [dataset.repetitions or 1 for dataset in blend]

@@ -28,6 +28,7 @@ from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.loading.costs.model import CostModel
 from energon_packed.loading.map_data import MapData
 from energon_packed.loading.permutation import Permutation
+from energon_packed.options import as_integer
 from energon_packed.packing.balance import Float64, Int64, StepImbalance, balanced_steps
 
 WINDOW = 128
@@ -124,8 +125,7 @@ class Order:
         accumulation: int = 1,
         repeat: bool = False,
     ) -> None:
-        if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
-            raise ConfigError(f"`accumulation` must be an integer of at least 1, got {accumulation!r}.")
+        accumulation = as_integer(accumulation, "accumulation")
         if repeat and not len(data):
             raise ConfigError("`repeat` needs at least 1 item, got an empty dataset. Pass data with items.")
         self.data = data

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.errors import ConfigError
+from energon_packed.options import as_integer, optional_integer
 from energon_packed.packing.placing import Content, best_fit
 from energon_packed.seqlens import round_up
 
@@ -80,13 +80,12 @@ def plan_counts(
         ConfigError: an argument is out of range.
         ValueError: `counts` is not an array of such integers.
     """
-    for name, value in (("capacity", capacity), ("multiple", multiple), ("max_samples", max_samples)):
-        if value is not None and (not isinstance(value, int | np.integer) or value < 1):
-            raise ConfigError(f"`{name}` must be an integer >= 1, got {value!r}.")
-    array = _checked_counts(counts, int(capacity))
+    capacity, multiple = as_integer(capacity, "capacity"), as_integer(multiple, "multiple")
+    max_samples = optional_integer(max_samples, "max_samples")
+    array = _checked_counts(counts, capacity)
     lengths = np.flatnonzero(array)
-    cost = round_up(lengths, int(multiple))
-    usable = int(capacity) // int(multiple) * int(multiple)
+    cost = round_up(lengths, multiple)
+    usable = capacity // multiple * multiple
     fits = cost <= usable
     costs, place = np.unique(cost[fits], return_inverse=True)
     samples = np.zeros(len(costs), dtype=np.int64)
@@ -101,7 +100,7 @@ def plan_counts(
         times=np.array([times for _, times in patterns], dtype=np.int64),
         tokens=int((lengths * array[lengths])[fits].sum()),
         overlong=int(array[lengths[~fits]].sum()),
-        capacity=int(capacity),
+        capacity=capacity,
     )
 
 

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from energon_packed import arrays
 from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError
+from energon_packed.options import as_integer, optional_integer
 from energon_packed.packing.placing import Step, best_fit, first_fit, next_fit
 from energon_packed.seqlens import round_up
 
@@ -146,14 +147,13 @@ def pack_lengths(
         ConfigError: an argument is out of range, or the algorithm is unknown (the message lists the valid names).
         ValueError: `lengths` is not an array of integers >= 1 with one dimension, or `groups` has another shape.
     """
-    for name, value in (("capacity", capacity), ("multiple", multiple), ("max_samples", max_samples)):
-        if value is not None and (not isinstance(value, int | np.integer) or value < 1):
-            raise ConfigError(f"`{name}` must be an integer >= 1, got {value!r}.")
+    capacity, multiple = as_integer(capacity, "capacity"), as_integer(multiple, "multiple")
+    max_samples = optional_integer(max_samples, "max_samples")
     if capacity > _MOST_TOKENS:
         raise ConfigError(f"`capacity` must be at most {_MOST_TOKENS} (int32), got {capacity}.")
     check_algorithm(algorithm)
     array = _checked_lengths(lengths)
-    pack, place, sizes = assign(array, int(capacity), algorithm, max_samples, int(multiple), groups)
+    pack, place, sizes = assign(array, capacity, algorithm, max_samples, multiple, groups)
     overlong = np.flatnonzero(pack < 0)
     offsets = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=offsets[1:])
@@ -163,7 +163,7 @@ def pack_lengths(
         offsets=offsets,
         overlong=overlong,
         tokens=int(array.sum(dtype=np.int64) - array[overlong].sum(dtype=np.int64)),
-        capacity=int(capacity),
+        capacity=capacity,
     )
     del pack, place
     if seed is None:

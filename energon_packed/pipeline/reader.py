@@ -17,7 +17,7 @@ from energon_packed.errors import IgnoredEntries, Reason, RecordError
 from energon_packed.formats import Codec, codec_for
 from energon_packed.formats.references import MediaRoot, moved_folders, moved_here, moved_path
 from energon_packed.pipeline.options import AUTO, CAPTIONING, TOKENS, InputOptions, part_suffix
-from energon_packed.pipeline.rejects import Rejected
+from energon_packed.pipeline.rejects import Rejected, RejectedAt
 from energon_packed.records import Conversation, MediaReference, normalize
 from energon_packed.records.groups import read_group, with_group
 from energon_packed.records.normalize import RecordWeight
@@ -148,24 +148,26 @@ class RecordReader:
         except RecordError:
             return None
 
-    def read(self, source: int, address: int, size: int) -> Conversation:
-        """Read the record at an address as a conversation."""
-        return self.conversation(source, self.sources[source].read(address, size))
+    def read(self, source: int, address: int, size: int, row: int | None = None) -> Conversation:
+        """Read the record at an address as a conversation; with the index of the record, it always has an id."""
+        conversation = self.conversation(source, self.sources[source].read(address, size))
+        if row is None or conversation.id is not None:
+            return conversation
+        return conversation.named(self.default_id(source, row))
 
     def default_id(self, source: int, row: int) -> str:
         """Id of a record without an id: the file, the input part and the index of the record in them."""
         return self.sources[source].reading.named(f"{self._names[source]}{part_suffix(self.part)}:{row}")
 
-    def rejected(self, source: int, records: Sequence[tuple[int, str | None, str, str]]) -> list[Rejected]:
+    def rejected(self, source: int, records: Sequence[RejectedAt]) -> list[Rejected]:
         """Lines of rejects.jsonl for records whose addresses are known; may read the file up to the last record.
 
         Args:
             source: index of the source.
-            records: address, id, reason and detail of each record. For a record without an id, the id is None or made
-                of the address.
+            records: the records.
         """
         # An address may be a byte offset; the index of the record is known only after counting lines up to it.
-        addresses = np.array([address for address, *_ in records], dtype=np.int64)
+        addresses = np.array([record.address for record in records], dtype=np.int64)
         numbers, in_order = self.sources[source].row_numbers(addresses.tolist()), np.argsort(addresses)
         lines = np.zeros(len(records), dtype=np.int64)
         lines[in_order] = self.sources[source].line_numbers(addresses[in_order], np.zeros_like(addresses))
@@ -175,11 +177,13 @@ class RecordReader:
                 source=path,
                 row=row,
                 line=line or None,
-                id=self.default_id(source, row) if ident in (None, self.default_id(source, address)) else str(ident),
-                reason=reason,
-                detail=detail,
+                id=self.default_id(source, row)
+                if at.id in (None, self.default_id(source, at.address))
+                else str(at.id),
+                reason=at.reason,
+                detail=at.detail,
             )
-            for row, line, (address, ident, reason, detail) in zip(numbers, lines.tolist(), records, strict=True)
+            for row, line, at in zip(numbers, lines.tolist(), records, strict=True)
         ]
 
     @cached_property

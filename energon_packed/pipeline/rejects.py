@@ -62,6 +62,21 @@ class Rejected(NamedTuple):
     detail: str
 
 
+class RejectedAt(NamedTuple):
+    """Rejected record of a source, before its row and line are counted.
+
+    Attributes:
+        address: address of the record in the source.
+        id: id of the record; None or made of the address for a record without an id.
+        reason, detail: as in `Reject`.
+    """
+
+    address: int
+    id: str | None
+    reason: str
+    detail: str
+
+
 class Details(Mapping[int, str]):
     """Details of records that are rejected after they were measured, by index of the record.
 

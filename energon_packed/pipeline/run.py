@@ -20,7 +20,14 @@ import pyarrow as pa
 
 from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder, Processor
-from energon_packed.errors import REQUESTED_REJECTS, ConfigError, EnergonPackedError, FormatError, SourceError
+from energon_packed.errors import (
+    REQUESTED_REJECTS,
+    ConfigError,
+    DataChangedError,
+    EnergonPackedError,
+    FormatError,
+    SourceError,
+)
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
 from energon_packed.pipeline.chunks import MEDIA, STATUSES, read_rows
@@ -39,6 +46,7 @@ from energon_packed.pipeline.stages.write import write_shards
 from energon_packed.pipeline.table import RecordTable
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.media_yaml import refuse_other_media_yaml
+from energon_packed.shards.reader import OpenedFiles
 from energon_packed.sources import Source
 from energon_packed.storage import as_path
 
@@ -128,8 +136,6 @@ def _records(file: Path) -> int:
 
 
 _log = logging.getLogger(__name__)
-Stamps = dict[Path, tuple[int, int]]
-"""Bytes and time of the last change (ns) of files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +218,11 @@ def _run(options: PackOptions, output: Folder, lock: FolderLock, progress: Progr
     log_notices(options.encoder_loader)  # before the first reading of the files, which may need minutes
     if options.media == "reference":
         refuse_other_media_yaml(output.root)
-    inputs = _stamps(reader.sources)  # before the fingerprints, which read all files
+    # Before the fingerprints, which read all files. Sources may have a converted copy of their file.
+    inputs = OpenedFiles(
+        (path for source in reader.sources for path in (source.path, source.data)),
+        remedy="let its writer finish, and run again",
+    )
     keys = compute_fingerprints(options, reader.sources, options.part)
     output.set_run(keys.write, keys.settings, partial(_encoder_differences, options, output))
     if not options.resume:
@@ -235,7 +245,7 @@ def _encoder_differences(options: PackOptions, output: Folder) -> list[str]:
     return manifest.encoder_differences(encoder)
 
 
-def _stages(state: RunState, inputs: Stamps, lock: FolderLock) -> PackResult:
+def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResult:
     options, progress, output, reader = state.options, state.progress, state.output, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
@@ -298,36 +308,15 @@ def _stages(state: RunState, inputs: Stamps, lock: FolderLock) -> PackResult:
     )
 
 
-def _stamps(sources: Sequence[Source]) -> Stamps:
-    """Size and modification time of all input files and of their converted copies."""
-    return {path: _stamp(path) for source in sources for path in (source.path, source.data)}
-
-
-def _stamp(path: Path) -> tuple[int, int]:
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns
-
-
-def _check_unchanged(inputs: Stamps) -> None:
-    """Check that the input files have not changed since the run opened them.
-
-    Raises:
-        SourceError: a file changed; the message has both sizes.
-    """
-    for path, before in inputs.items():
-        try:
-            after = _stamp(path)
-        except OSError as error:
-            raise SourceError(f"{path} is gone while it is packed: {error.strerror}; run again") from error
-        if after != before:
-            change = f"its {before[0]} bytes are others"
-            if after[0] != before[0]:
-                change = f"from {before[0]} to {after[0]} bytes"
-            raise SourceError(f"{path} changed while it was packed ({change}); let its writer finish, and run again")
+def _check_unchanged(inputs: OpenedFiles) -> None:
+    try:
+        inputs.check_all()
+    except DataChangedError as error:
+        raise SourceError(str(error)) from error
 
 
 @contextmanager
-def _watched(inputs: Stamps, state: RunState) -> Iterator[None]:
+def _watched(inputs: OpenedFiles, state: RunState) -> Iterator[None]:
     """Raise if the input changed during the block, and delete the restart state that was made from it.
 
     The input is checked after an error of the block, too, because the change is then its likely cause.

@@ -47,6 +47,16 @@ def read_group(record: Mapping[str, Any], name: str) -> str | None:
     return str(value)
 
 
+def group_key(source: int, group: str | int) -> str:
+    """Return the key of a group in a row; groups of two sources are different.
+
+    Args:
+        source: index of the source.
+        group: the key in its records; or the index of a record that is a group.
+    """
+    return f"{source}:{group}" if isinstance(group, int) else f"{source} {group}"
+
+
 def read_label(value: Any) -> tuple[float, ...]:
     """Read the label of a sample: a number, or a list of numbers with one for each class.
 

@@ -23,15 +23,13 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import RemotePath, locked, recent_status, statuses
+from energon_packed.storage import RemotePath, locked, recent_status, stamp_of, statuses
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
-_REMEDY = "open the dataset again; states that were saved before belong to the old content"
 _KEPT = 1 << 21
 """Offsets that a reader keeps, 16 MiB: in each process, the packs of about 2,000,000 are found without a read."""
 _OFFSET = 8  # bytes of an entry of .tar.idx
-_Stamp = tuple[int, int]  # (size, time of the last change in ns)
 Int64 = npt.NDArray[np.int64]
 
 
@@ -240,6 +238,7 @@ class OpenedFiles:
         files: tars of a dataset, or input files.
         digests: SHA-256 of the tars, as packing.json lists them.
         found: `statuses` of the files; by default they are requested here.
+        remedy: end of the messages about changed files.
 
     Raises:
         FormatError: a file is missing.
@@ -250,8 +249,10 @@ class OpenedFiles:
         files: Iterable[Path],
         digests: Mapping[Path, str] | None = None,
         found: Mapping[Path, os.stat_result] | None = None,
+        remedy: str = "open the dataset again; states that were saved before belong to the old content",
     ) -> None:
         self._digests = dict(digests or {})
+        self._remedy = remedy
         files = list(files)
         found = statuses(files) if found is None else found
         self._stamps = {file: _first_stamp(file, found) for file in files}
@@ -271,12 +272,12 @@ class OpenedFiles:
             DataChangedError: it was replaced, changed or removed.
         """
         try:
-            stamp = _stamp(status or (recent_status(file) if is_recent else file.stat()))
+            stamp = stamp_of(status or (recent_status(file) if is_recent else file.stat()))
         except OSError as error:
             raise_resource_error(error, file)
             raise DataChangedError(
                 f"{file} cannot be read any more ({error.strerror}): it was removed or replaced while it was in use; "
-                f"{_REMEDY}"
+                f"{self._remedy}"
             ) from error
         before = self._stamps[file]
         if stamp == before:
@@ -284,7 +285,7 @@ class OpenedFiles:
         # A copied or restored tar has a new time. packing.json decides, as hashing the tar would stop the training.
         if stamp[0] != before[0] or not self._is_listed(file):
             sizes = f"{before[0]} bytes before, {stamp[0]} now" if stamp[0] != before[0] else "by its time"
-            raise DataChangedError(f"{file} was replaced or changed while it was in use ({sizes}); {_REMEDY}")
+            raise DataChangedError(f"{file} was replaced or changed while it was in use ({sizes}); {self._remedy}")
         self._stamps[file] = stamp  # packing.json is read once for each change, not for each pack
 
     def check_all(self) -> None:
@@ -309,16 +310,12 @@ class OpenedFiles:
         return any(shard.name == tar.name and shard.sha256 == self._digests[tar] for shard in shards)
 
 
-def _first_stamp(file: Path, found: Mapping[Path, os.stat_result]) -> _Stamp:
+def _first_stamp(file: Path, found: Mapping[Path, os.stat_result]) -> tuple[int, int]:
     try:
-        return _stamp(found.get(file) or file.stat())
+        return stamp_of(found.get(file) or file.stat())
     except OSError as error:
         raise_resource_error(error, file)
         raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
-
-
-def _stamp(status: os.stat_result) -> _Stamp:
-    return status.st_size, status.st_mtime_ns
 
 
 def _count_packs(tar: Path, found: Mapping[Path, os.stat_result]) -> int:

@@ -8,7 +8,7 @@ Source: `Sharder.split_samples_to_workers` of megatron-energon 7; tests compare 
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from energon_packed.errors import ConfigError
+from energon_packed.options import as_integer
 
 
 def steps_of_ranks(
@@ -31,14 +31,10 @@ def steps_of_ranks(
     Raises:
         ConfigError: an argument is below its minimum.
     """
-    for name, value, least in (
-        ("world_size", world_size, 1),
-        ("micro_batch_size", micro_batch_size, 1),
-        ("num_workers", num_workers, 0),
-    ):
-        if value < least:
-            raise ConfigError(f"`{name}` must be at least {least}, got {value}")
-    workers = max(1, num_workers)  # without worker processes, the main process is the only worker of its rank
+    world_size = as_integer(world_size, "world_size")
+    micro_batch_size = as_integer(micro_batch_size, "micro_batch_size")
+    # Without worker processes, the main process is the only worker of its rank.
+    workers = max(1, as_integer(num_workers, "num_workers", 0))
     totals = [0] * (world_size * workers)
     before = 0
     for count, times in packs:

@@ -240,7 +240,7 @@ def test_accumulated_steps_cost_the_same_on_all_ranks(repeat: bool) -> None:
     assert waits(aligned, 1) < 1.01
     of_steps = aligned.max(axis=1) / aligned.mean(axis=1)
     assert (of_steps > 1.1).sum() <= 2  # of items of two epochs, and of the last 8 items of an epoch
-    with pytest.raises(ConfigError, match="`accumulation` must be an integer of at least 1, got 0"):
+    with pytest.raises(ConfigError, match="`accumulation` must be at least 1, got 0"):
         MapDistributor(data, accumulation=0)
 
 

@@ -297,7 +297,7 @@ def test_an_iterator_is_not_saved_until_all_items_before_the_last_used_item_are_
         ({"rank": 2, "world_size": 2}, "`rank` must be from 0 to `world_size` - 1, got 2"),
         ({"rank": 0}, "`rank` and `world_size` must be passed together"),
         ({"num_workers": -1}, "`num_workers` must be at least 0, got -1"),
-        ({"batch_size": 0}, "`batch_size` must be an integer of at least 1, got 0"),
+        ({"batch_size": 0}, "`batch_size` must be at least 1, got 0"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, Any], message: str) -> None:
@@ -307,6 +307,14 @@ def test_options_that_contradict_each_other_are_refused(options: dict[str, Any],
         ConfigError, match="`distributor` must be a Distributor, got list. Wrap map-style data in MapDistributor"
     ):
         DataflowLoader(FEATURES)  # type: ignore[arg-type]
+
+
+def test_numbers_of_numpy_are_numbers_in_the_identity_of_a_packer() -> None:
+    for packer in (SequentialPacker, PoolPacker):
+        made, same = packer(np.int64(16), max_images=np.int32(2)), packer(16, max_images=2)
+        assert made.identity() == same.identity()
+        with pytest.raises(ConfigError, match="`max_images` must be an integer, got 1.5"):
+            packer(16, max_images=1.5)
 
 
 def test_persistent_workers_without_workers_is_corrected_and_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -62,9 +62,9 @@ def test_a_billion_samples_are_planned_in_little_memory() -> None:
 @pytest.mark.parametrize(
     ("counts", "options", "message"),
     [
-        ([0, 1], {"capacity": 0}, "`capacity` must be an integer >= 1, got 0"),
-        ([0, 1], {"capacity": 8, "multiple": 0}, "`multiple` must be an integer >= 1, got 0"),
-        ([0, 1], {"capacity": 8, "max_samples": 1.5}, "`max_samples` must be an integer >= 1, got 1.5"),
+        ([0, 1], {"capacity": 0}, "`capacity` must be at least 1, got 0"),
+        ([0, 1], {"capacity": 8, "multiple": 0}, "`multiple` must be at least 1, got 0"),
+        ([0, 1], {"capacity": 8, "max_samples": 1.5}, "`max_samples` must be an integer, got 1.5"),
         ([0] * 10, {"capacity": 8}, r"`counts` must have at most 9 entries \(capacity \+ 1\), got shape \(10,\)"),
         ([[0, 1]], {"capacity": 8}, r"`counts` must have at most 9 entries .* got shape \(1, 2\)"),
         ([0, 0.5], {"capacity": 8}, "`counts` must be integers, got float64"),

@@ -21,7 +21,7 @@ from energon_packed.loading.collation.batch import (
 )
 from energon_packed.loading.distributors.mixture import MixtureDistributor
 from energon_packed.loading.ranks import all_gather_object, group_place
-from energon_packed.options import check_choice
+from energon_packed.options import as_integer, check_choice
 
 Rewards = Callable[[dict[str, float]], Mapping[str, float]]
 RewardSignal = Literal["loss", "entropy", "gradient_norm", "validation_loss"]
@@ -90,13 +90,11 @@ class MixtureCallback(CheckpointCallback, LogCallback):
         rewards: Rewards = dict,
         group: Any = None,
     ) -> None:
-        if every < 1:
-            raise ConfigError(f"`every` must be at least 1, got {every}.")
         check_choice("signal", signal, RewardSignal)
         self.mixture = mixture
         self.needs_logits = signal != "validation_loss"  # PackedTrainer then does not compute them in pieces
         self._signal: RewardSignal = signal
-        self._every, self._rewards, self._group = every, rewards, group
+        self._every, self._rewards, self._group = as_integer(every, "every"), rewards, group
         self._losses: dict[str, float] = {}  # of the last update
         self._last: dict[str, dict[str, float]] = {"reward": {}, "count": {}}  # of the last update
         self._validation: dict[str, float] = {}  # since the last update

@@ -23,6 +23,11 @@ from energon_packed.loading.collation.cross_entropy import linear_cross_entropy
 ROUNDING = 0.02  # of bfloat16; other logits, or the loss of other targets, differ by far more
 
 
+def without_ddp(model: Any) -> Any:
+    """Return the model in a DistributedDataParallel, or the model itself."""
+    return getattr(model, "module", model)
+
+
 @contextmanager
 def loss_in_pieces(model: Any, *, head: bool = False, weights: torch.Tensor | None = None) -> Iterator["_Head | None"]:
     """Context manager in which a model with the loss of Transformers for causal language models computes it in pieces.
@@ -32,7 +37,7 @@ def loss_in_pieces(model: Any, *, head: bool = False, weights: torch.Tensor | No
         head: compute the logits in pieces as well, of a model that `has_plain_head`: its outputs have no logits.
         weights: with `head`, float32 (N,), weights of the targets: the loss is sum(loss * weight) / sum(weight).
     """
-    inner = getattr(model, "module", model)
+    inner = without_ddp(model)
     base = unwrap_peft_model(inner)
     if not isinstance(base, PreTrainedModel) or base.loss_function is not ForCausalLMLoss:
         yield None
@@ -61,7 +66,7 @@ def has_plain_head(model: Any, loss_of: Callable[[], torch.Tensor]) -> bool:
         model: as for `loss_in_pieces`.
         loss_of: runs the model, and returns its loss.
     """
-    base = unwrap_peft_model(getattr(model, "module", model))
+    base = unwrap_peft_model(without_ddp(model))
     linear = base.get_output_embeddings() if isinstance(base, PreTrainedModel) else None
     # Another forward method, or hooks, may gather weights that are sharded or offloaded.
     if type(linear) is not torch.nn.Linear or "forward" in vars(linear):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from energon_packed.errors import ConfigError
+from energon_packed.integrations.transformers.model_loss import without_ddp
 from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.collation.collator import Collator, with_extra
 
@@ -60,7 +61,7 @@ class SampleLoss:
         """Log probabilities of the samples by the reference, (S,); None if there is none."""
         if self._ref_model is None and REFERENCE in row.columns:
             return row.sample_sums(row.columns[REFERENCE])
-        adapted = getattr(model, "module", model)  # without DistributedDataParallel
+        adapted = without_ddp(model)
         has_adapter = hasattr(adapted, "disable_adapter")
         if self._ref_model is None and not has_adapter:
             return None

@@ -20,7 +20,7 @@ from energon_packed.loading.collation.dummy_images import DummyChoice, DummyImag
 from energon_packed.loading.collation.features import row_of
 from energon_packed.loading.collation.row_media import media_tensors
 from energon_packed.loading.resharding import DISPATCHED, dispatch_refusal, is_dispatched
-from energon_packed.options import check_choice
+from energon_packed.options import as_integer, check_choice, optional_integer
 from energon_packed.records.columns import FILL
 from energon_packed.seqlens import cu_seqlens_from_lengths, position_ids_from_cu_seqlens, round_up
 
@@ -175,16 +175,13 @@ class PaddingFreeCollator(Collator):
         pixel_dtype: torch.dtype | None = None,
         dummy_images: DummyChoice | EncodedSample = "auto",
     ) -> None:
-        for name, value in (("pad_multiple", pad_multiple), ("pad_to", pad_to)):
-            if value is not None and value < 1:
-                raise ConfigError(f"`{name}` must be at least 1, got {value}.")
         check_choice("loss_weighting", loss_weighting, LossWeighting)
         if pixel_dtype not in (None, torch.float32, torch.bfloat16):
             raise ConfigError(f"`pixel_dtype` must be torch.float32 or torch.bfloat16, got {pixel_dtype!r}.")
         self.loss_weighting = loss_weighting
         self.pixel_dtype = pixel_dtype
-        self.pad_multiple = pad_multiple
-        self.pad_to = pad_to
+        self.pad_multiple = as_integer(pad_multiple, "pad_multiple")
+        self.pad_to = optional_integer(pad_to, "pad_to")
         self.pad_token_id = pad_token_id
         self.dummy_images = DummyImages(dummy_images)
 

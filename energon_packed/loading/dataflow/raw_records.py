@@ -42,6 +42,7 @@ from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import plan_rejects
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
+from energon_packed.records.groups import group_key
 from energon_packed.seqlens import round_up
 
 _log = logging.getLogger(__name__)
@@ -210,22 +211,20 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def _read(self, record: int) -> Conversation:
         """Read a record of `refs`, or a sample of a record that is a group."""
         # By address: a record of a large file is read without the records before it.
-        refs, source = self._refs, int(self._refs.source[record])
-        conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]))
-        if conversation.id is None:
-            conversation = conversation.named(self._reader.default_id(source, int(refs.row[record])))
+        refs, source, row = self._refs, int(self._refs.source[record]), int(self._refs.row[record])
+        conversation = self._reader.read(source, int(refs.address[record]), int(refs.size[record]), row)
         if conversation.group is not None:
-            return replace(conversation, group=f"{source} {conversation.group}")
+            return replace(conversation, group=group_key(source, conversation.group))
         if refs.fragments is None or not refs.fragments[record]["member"]:
             return conversation
-        number, row = int(refs.fragments[record]["number"]), int(refs.row[record])
+        number = int(refs.fragments[record]["number"])
         if number >= len(conversation.members):
             raise ConfigError(
                 f"Record {conversation.id} must have a sample {number}, as measured, got "
                 f"{len(conversation.members)} samples: its file changed after planning. Plan again."
             )
         ident = fragment_id(str(conversation.id), number)
-        return replace(conversation.members[number], id=ident, group=f"{source}:{row}")
+        return replace(conversation.members[number], id=ident, group=group_key(source, row))
 
 
 def _num_bytes(sample: EncodedSample) -> int:

@@ -1,7 +1,6 @@
 """The sources that `pack` reads to conversations, in constant memory: RecordDistributor."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -76,7 +75,7 @@ class RecordDistributor(Distributor):
         except RecordError as error:
             return WithSource(error.reject, origin, at._replace(id=raw_id(record.record)))
         if conversation.id is None:
-            conversation = replace(conversation, id=self.reader.default_id(source, record.address))
+            conversation = conversation.named(self.reader.default_id(source, record.address))
         return WithSource(conversation, origin, at._replace(id=conversation.id))
 
     def _mine(self, shard: ShardSpec) -> list[tuple[int, tuple[int, int, int]]]:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from energon_packed.errors import ConfigError
 from energon_packed.loading.costs.model import CostModel, RowSizes
 from energon_packed.loading.monitoring.counts import BatchCounts, CountedBatch, count_batch
 from energon_packed.loading.ranks import all_gather_object
+from energon_packed.options import as_integer, optional_integer
 
 _Batch = TypeVar("_Batch")
 _MOST_UNREAD = 1024  # steps whose batches are kept as they are
@@ -83,13 +83,9 @@ class ThroughputMetrics:
         cost: CostModel | None = None,
         group: Any = None,
     ) -> None:
-        numbers = {"seq_len": seq_len, "packs_per_batch": packs_per_batch, "micro_batches": micro_batches}
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise ConfigError(f"`{name}` must be at least 1, got {number}.")
-        self.seq_len = seq_len
-        self.packs_per_batch = packs_per_batch
-        self.micro_batches = micro_batches
+        self.seq_len = optional_integer(seq_len, "seq_len")
+        self.packs_per_batch = as_integer(packs_per_batch, "packs_per_batch")
+        self.micro_batches = as_integer(micro_batches, "micro_batches")
         self.cost = cost or CostModel()
         self.group = group
         self._time: float | None = None  # at which the time of the next step starts

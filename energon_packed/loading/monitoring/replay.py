@@ -23,6 +23,7 @@ from energon_packed.loading.dataflow.worker_stream import LoaderParts
 from energon_packed.loading.dataset import PackedDataset
 from energon_packed.loading.distributors.base import LoaderLayout
 from energon_packed.loading.distributors.datasets import MapDistributor
+from energon_packed.options import as_integer
 from energon_packed.records import Conversation
 
 
@@ -153,9 +154,7 @@ def _streamed(roles: LoaderParts, step: int, run: Run) -> Iterator[Replayed]:
 
 
 def _check_step(step: int, longest: int) -> None:
-    if step < 1:
-        raise ConfigError(f"`step` must be at least 1, got {step}.")
-    if step > longest:
+    if as_integer(step, "step") > longest:
         raise ConfigError(
             f"`step` must be at most {longest}, the steps of the epoch, got {step}. Pass another `epoch`."
         )

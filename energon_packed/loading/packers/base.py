@@ -216,17 +216,6 @@ def in_order(lengths: Sequence[int] | Int64, capacity: int, max_samples: int | N
     return [np.array(group, dtype=np.int64) for group in groups if group]
 
 
-def check_positive(**values: int | None) -> None:
-    """Check that numbers are None or integers of at least 1.
-
-    Raises:
-        ConfigError: the message names the argument.
-    """
-    for name, value in values.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
-
-
 def unfit(reject: Reject) -> BatchError:
     """Return the error of a sample that fits no row."""
     return BatchError(

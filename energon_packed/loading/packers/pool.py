@@ -15,8 +15,8 @@ import numpy as np
 from energon_packed.errors import BatchError
 from energon_packed.keywords import PoolKeywords
 from energon_packed.loading.costs.model import CostModel, RowSizes
-from energon_packed.loading.packers.base import Packer, check_positive
-from energon_packed.options import check_choice
+from energon_packed.loading.packers.base import Packer
+from energon_packed.options import as_integer, check_choice, optional_integer
 from energon_packed.packing import pack_lengths
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import GroupBy, Overlong
@@ -60,13 +60,13 @@ class PoolPacker(Packer):
         overlong: Overlong = "error",
         size_fn: Callable[[Any], int] | None = None,
     ) -> None:
-        check_positive(pool_size=pool_size, max_images=max_images, max_patches=max_patches)
         # The planner checks its options here, before any worker process starts.
         pack_lengths([], max_tokens, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
-        self.max_tokens, self.multiple = max_tokens, multiple
-        self.longest = max_tokens - max_tokens % multiple
-        self.buffer_size = pool_size
-        self.max_images, self.max_patches = max_images, max_patches
+        self.max_tokens, self.multiple = as_integer(max_tokens, "max_tokens"), as_integer(multiple, "multiple")
+        self.longest = self.max_tokens - self.max_tokens % self.multiple
+        self.buffer_size = as_integer(pool_size, "pool_size")
+        self.max_images = optional_integer(max_images, "max_images")
+        self.max_patches = optional_integer(max_patches, "max_patches")
         check_choice("overlong", overlong, Overlong)
         check_choice("group_by", group_by, GroupBy)
         self.overlong, self.group_by, self.size_fn = overlong, group_by, size_fn
@@ -128,8 +128,7 @@ class BalancedPoolPacker(PoolPacker):
         **options: Unpack[PoolKeywords],
     ) -> None:
         super().__init__(max_tokens, **options)
-        check_positive(rows_per_round=rows_per_round)
-        self.rows_per_round = rows_per_round
+        self.rows_per_round = as_integer(rows_per_round, "rows_per_round")
         self._cost = cost or CostModel()
         self.carry_over_last = True  # in windows, too: rows wait for their round
         self.constants = self._cost.constants()

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from energon_packed.loading.packers.base import Packer, check_positive, in_order
-from energon_packed.options import check_choice
+from energon_packed.loading.packers.base import Packer, in_order
+from energon_packed.options import as_integer, check_choice, optional_integer
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.options import GroupBy, Overlong
 from energon_packed.seqlens import round_up
@@ -67,13 +67,11 @@ class SequentialPacker(Packer):
         overlong: Overlong = "error",
         size_fn: Callable[[Any], int] | None = None,
     ) -> None:
-        check_positive(max_tokens=max_tokens, max_samples=max_samples, multiple=multiple)
-        check_positive(max_images=max_images, max_patches=max_patches)
-        self.max_tokens = max_tokens
-        self.longest = max_tokens - max_tokens % multiple
-        self.max_samples = max_samples
-        self.multiple = multiple
-        self.max_images, self.max_patches = max_images, max_patches
+        self.max_tokens, self.multiple = as_integer(max_tokens, "max_tokens"), as_integer(multiple, "multiple")
+        self.longest = self.max_tokens - self.max_tokens % self.multiple
+        self.max_samples = optional_integer(max_samples, "max_samples")
+        self.max_images = optional_integer(max_images, "max_images")
+        self.max_patches = optional_integer(max_patches, "max_patches")
         check_choice("overlong", overlong, Overlong)
         check_choice("group_by", group_by, GroupBy)
         self.overlong, self.group_by, self.size_fn = overlong, group_by, size_fn
@@ -98,8 +96,7 @@ class SimpleBatcher(Packer):
     """
 
     def __init__(self, batch_size: int) -> None:
-        check_positive(batch_size=batch_size)
-        self.batch_size = self.buffer_size = self.rows = batch_size
+        self.batch_size = self.buffer_size = self.rows = as_integer(batch_size, "batch_size")
 
     def select(self, lengths: Int64) -> list[Int64]:
         """Return groups of `batch_size` consecutive indices."""

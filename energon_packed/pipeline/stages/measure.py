@@ -60,10 +60,11 @@ from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine, Progress
 from energon_packed.pipeline.options import AUTO, InputOptions, PackOptions
 from energon_packed.pipeline.reader import RecordReader, raw_id
-from energon_packed.pipeline.rejects import MOST_DETAIL, RejectLimits
+from energon_packed.pipeline.rejects import MOST_DETAIL, RejectedAt, RejectLimits
 from energon_packed.pipeline.run_state import COUNTERS
 from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation, FrameSelection, MediaReference
+from energon_packed.records.groups import group_key
 from energon_packed.records.unlisted_media import IMAGE_URL
 from energon_packed.sources import SourceRecord
 
@@ -215,7 +216,7 @@ class ChunkReport:
         chunk: the chunk.
         records: number of records.
         tokenized: records that went through the tokenizer: not records that were rejected before, or have tokens.
-        first_reject: address, id, reason and detail of the first rejected record, or None.
+        first_reject: the first rejected record, or None.
         tokenizer_engine: the engine in use; "" for an encoder without a tokenizer.
     """
 
@@ -223,7 +224,7 @@ class ChunkReport:
     records: int
     tokenized: int
     tokenizer_engine: str
-    first_reject: tuple[int, str | None, str, str] | None
+    first_reject: RejectedAt | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,7 +387,7 @@ class _ChunkContent:
         self._token_columns: list[bytes] = []
         self._members: list[tuple[int, int, int]] = []  # of `MEMBER`
         self._in_memory = MediaInMemory(chunk)
-        self._first_reject: tuple[int, str | None, str, str] | None = None
+        self._first_reject: RejectedAt | None = None
 
     def add(self, records: Sequence[_Record]) -> None:
         """Add a batch of measured records."""
@@ -460,19 +461,19 @@ def _notes(renderer: Renderer, samples: Sequence[Conversation]) -> list[str]:
 
 
 def _hashed(source: int, group: str | None) -> int:
-    """Hash the key of a group: int64 other than 0; 0 without a group. Groups of two sources are different."""
+    """Hash the key of a group: int64 other than 0; 0 without a group."""
     if group is None:
         return 0
-    digest = blake2b(f"{source} {group}".encode(errors="surrogatepass"), digest_size=8).digest()
+    digest = blake2b(group_key(source, group).encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True) or 1
 
 
-def _unrequested_reject(record: _Record) -> tuple[int, str | None, str, str] | None:
-    """Return address, id, reason and detail of a record that is rejected, and not on request; else None."""
+def _unrequested_reject(record: _Record) -> RejectedAt | None:
+    """Return a record that is rejected, and not on request; else None."""
     reject = record.result.reject
     if reject is None or reject.reason in REQUESTED_REJECTS:
         return None
-    return record.row.address, _id(record), reject.reason, reject.detail[:MOST_DETAIL]
+    return RejectedAt(record.row.address, _id(record), reject.reason, reject.detail[:MOST_DETAIL])
 
 
 def _extracted_bytes(file: MediaReference, frames: FrameSelection) -> int:

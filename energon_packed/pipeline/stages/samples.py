@@ -27,6 +27,7 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference, VideoReference
 from energon_packed.records.audio import stored_extension
+from energon_packed.records.groups import group_key
 from energon_packed.system import raise_resource_error
 
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
@@ -133,9 +134,7 @@ class SampleReader:
         source, row = record.source, record.row
         if (conversation := self._split.get((source, row))) is not None:
             return conversation
-        conversation = self.reader.read(source, record.address, record.size)
-        if conversation.id is None:
-            conversation = conversation.named(self.reader.default_id(source, row))
+        conversation = self.reader.read(source, record.address, record.size, row)
         # Records with videos are not split.
         if record.fragment is not None and not (conversation.images or conversation.members):
             self._split[source, row] = Conversation(id=conversation.id, input_ids=_NO_CONTENT)
@@ -181,7 +180,7 @@ class SampleReader:
             encoded = encoded.truncated(self.settings.truncate)
         own = sample.conversation
         ident, shown, placed = own.id, slice(None), slice(None)
-        key = None if own.group is None else f"{record.source} {own.group}"
+        key = None if own.group is None else group_key(record.source, own.group)
         if (fragment := record.fragment) is not None:
             ident = fragment_id(str(ident), int(fragment["number"]))
             shown = placed = slice(int(fragment["first_image"]), int(fragment["last_image"]))
@@ -189,7 +188,7 @@ class SampleReader:
             members, number = sample.conversation.members, int(fragment["number"])
             if number >= len(members):
                 raise self._changed(record, f"it has {len(members)} samples, and had more")
-            own, key = members[number], f"{record.source}:{record.row}"
+            own, key = members[number], group_key(record.source, record.row)
             files = sum([len(member.patch_positions) for member in members[:number]])
             placed = slice(files, files + len(own.patch_positions))
         conversation = Conversation(
