@@ -5,7 +5,7 @@ detail.
 """
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ from energon_packed.formats.references import MediaRoot, moved_folders, moved_he
 from energon_packed.pipeline.options import AUTO, CAPTIONING, TOKENS, InputOptions, part_suffix
 from energon_packed.pipeline.rejects import Rejected, RejectedAt
 from energon_packed.records import Conversation, MediaReference, normalize
+from energon_packed.records.conversation import with_files
 from energon_packed.records.groups import read_group, with_group
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.records.record_formats import find_record_format
@@ -89,8 +90,8 @@ class RecordReader:
         if reading.copy and conversation.id is not None:
             conversation = conversation.named(reading.named(conversation.id))
         if self.media_root and any(file.packed for file in conversation.media_files):
-            conversation = _with_media(conversation, self._moved)
-        if source in self.unbounded and (outside := _with_media(conversation, _without_root)) != conversation:
+            conversation = with_files(conversation, self._moved)
+        if source in self.unbounded and (outside := with_files(conversation, _without_root)) != conversation:
             conversation = replace(outside, notes=(*conversation.notes, OUTSIDE))
         if conversation.patch_positions and not self.use_patch_positions:
             members = tuple([replace(member, patch_positions=()) for member in conversation.members])
@@ -195,22 +196,6 @@ class RecordReader:
         if len(set(stems)) == len(stems):
             return [path.name.split(".")[0] for path, _ in files]
         return [str(path) if len(set(once)) == len(once) else f"{path}@{config}" for path, config in files]
-
-
-def _with_media(conversation: Conversation, change: Callable[[MediaReference], MediaReference]) -> Conversation:
-    return replace(
-        conversation,
-        images=tuple([change(image) for image in conversation.images]),
-        videos=tuple(
-            [
-                replace(video, file=video.file and change(video.file), images=tuple(map(change, video.images)))
-                for video in conversation.videos
-            ]
-        ),
-        audios=tuple([replace(audio, file=change(audio.file)) for audio in conversation.audios]),
-        patch_positions=tuple([change(file) for file in conversation.patch_positions]),
-        members=tuple([_with_media(member, change) for member in conversation.members]),
-    )
 
 
 def _check_stored(conversation: Conversation, codec: Codec) -> None:

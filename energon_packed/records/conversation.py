@@ -5,8 +5,8 @@ same is true of `<video>` and `videos[k]`, and of `<audio>` and `audios[k]`. A p
 entry is an error.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -261,6 +261,25 @@ class Conversation:
             if has_content and (role == "assistant" or not has_answers):
                 return
         raise RecordError(Reason.EMPTY, "every assistant turn is empty" if has_answers else "every turn is empty")
+
+
+def with_files(conversation: Conversation, change: Callable[[MediaReference], MediaReference]) -> Conversation:
+    """Replace each media file of a conversation and of its members by `change(file)`."""
+    if not (conversation.media_files or conversation.patch_positions):
+        return conversation
+    return replace(
+        conversation,
+        images=tuple([change(image) for image in conversation.images]),
+        videos=tuple(
+            [
+                replace(video, file=video.file and change(video.file), images=tuple(map(change, video.images)))
+                for video in conversation.videos
+            ]
+        ),
+        audios=tuple([replace(audio, file=change(audio.file)) for audio in conversation.audios]),
+        patch_positions=tuple([change(file) for file in conversation.patch_positions]),
+        members=tuple([with_files(member, change) for member in conversation.members]),
+    )
 
 
 def is_loss_weight(weight: float) -> bool:

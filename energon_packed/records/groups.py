@@ -24,9 +24,9 @@ def with_group(conversation: Conversation, record: Record, name: str) -> Convers
         return conversation
     read: dict[str, Any] = {"group": group}
     if "role" in conversation.unused_fields:
-        read["role"] = _read_role(record["role"])
+        read["role"] = _role_in_group(record["role"])
     if "label" in conversation.unused_fields:
-        read["label"] = read_label(record["label"])
+        read["label"] = _label_in_group(record["label"])
     unused = tuple([field for field in conversation.unused_fields if field != name and field not in read])
     return replace(conversation, **read, unused_fields=unused)
 
@@ -57,8 +57,8 @@ def group_key(source: int, group: str | int) -> str:
     return f"{source}:{group}" if isinstance(group, int) else f"{source} {group}"
 
 
-def read_label(value: Any) -> tuple[float, ...]:
-    """Read the label of a sample: a number, or a list of numbers with one for each class.
+def _label_in_group(value: Any) -> tuple[float, ...]:
+    """Read a label that `fields.read_label` does not read, such as a list of integers, as a number for each class.
 
     Raises:
         RecordError: `unsupported_field` for another value.
@@ -70,7 +70,7 @@ def read_label(value: Any) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def _read_role(value: Any) -> str:
+def _role_in_group(value: Any) -> str:
     if not isinstance(value, str):
         raise unsupported_field(f"role of the record is {shown(value)}; the role of a sample in its group is a string")
     return value

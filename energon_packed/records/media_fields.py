@@ -63,13 +63,12 @@ class Media:
 
     Attributes:
         root: folder that relative paths start from.
-        images: images of the images field, in order.
+        images, videos, audios: media of the field of the kind, or of turns and content parts, in order. A video is a
+            file, or a list of frames.
+        in_turns: names of the kinds whose media are of turns and content parts.
         per_turn: number of images in each inner list, if the images field is a list of several lists.
-        videos: videos of the video field, in order: files, and lists of frames.
-        audios: audio files of the audio field, in order.
         is_video: the images are frames of a video.
         has_objects: the record has objects, which may replace the placeholders of names and boxes.
-        inline_images, inline_videos, inline_audios: media of turns and content parts, in order.
         unused_fields: fields of turns and content parts that are not read.
         unlisted: fields that refer to media and are not read.
         notes: decisions made while reading, such as the choice of a caption.
@@ -77,14 +76,12 @@ class Media:
 
     root: str | ImageRoot | None
     images: list[MediaReference] = field(default_factory=list)
-    per_turn: list[int] | None = None
     videos: list[Video] = field(default_factory=list)
     audios: list[AudioReference] = field(default_factory=list)
+    in_turns: set[str] = field(default_factory=set)
+    per_turn: list[int] | None = None
     is_video: bool = False
     has_objects: bool = False
-    inline_images: list[MediaReference] = field(default_factory=list)
-    inline_videos: list[VideoReference] = field(default_factory=list)
-    inline_audios: list[AudioReference] = field(default_factory=list)
     unlisted: list[UnlistedMedia] = field(default_factory=list)
     unused_fields: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
@@ -92,7 +89,11 @@ class Media:
     @property
     def files(self) -> list[VideoReference]:
         """The video files of the record, in order."""
-        return self.inline_videos or [video for video in self.videos if isinstance(video, VideoReference)]
+        return [video for video in self.videos if isinstance(video, VideoReference)]
+
+    def in_field(self, kind: MediaKind) -> bool:
+        """Whether a field of the record has the media of a kind."""
+        return bool(getattr(self, kind.field)) and kind.name not in self.in_turns
 
     def set_videos(self, videos: list[Video]) -> None:
         """Set the videos of the video field, and whether the images are frames."""
@@ -113,11 +114,23 @@ class Media:
     def add(self, kind: MediaKind, value: Any) -> None:
         """Add a file of a turn or content part."""
         if kind is VIDEO:
-            self.inline_videos.append(read_video(value, self.root))
+            self.extend(kind, [read_video(value, self.root)])
         elif kind is AUDIO:
-            self.inline_audios.append(read_audio(value, self.root))
+            self.extend(kind, [read_audio(value, self.root)])
         else:
             self.add_inline(value)
+
+    def extend(self, kind: MediaKind, files: Sequence[Any]) -> None:
+        """Add references of a turn or content part.
+
+        Raises:
+            RecordError: the mismatch of the kind, such as `image_count_mismatch`, if a field has media of it, too.
+        """
+        if self.in_field(kind):  # the order of the two lists relative to each other is not defined
+            detail = f"{kind.plural} are both in the messages and in the {kind.field} field; use one"
+            raise RecordError(kind.mismatch, detail)
+        self.in_turns.add(kind.name)
+        getattr(self, kind.field).extend(files)
 
     def add_unused(self, record: Record, known: frozenset[str] | None, label: str = "the record") -> None:
         """Count the fields of a record, a turn or a content part that are not read, and keep those with media.
@@ -152,7 +165,7 @@ class Media:
         elif isinstance(value, Mapping) and value.get("type") == "url":
             value = value.get("url")
         self.unused_fields.update(_unused(value))
-        self.inline_images.append(MediaReference.from_value(value, self.root).with_settings(settings or {}))
+        self.extend(IMAGE, [MediaReference.from_value(value, self.root).with_settings(settings or {})])
 
     def place(self, strings: Sequence[str]) -> list[str]:
         """Replace each `<video>` of frames by an `<image>` for each frame; `images` gets all images in text order.

@@ -125,8 +125,7 @@ def normalize(
     add_system(draft, record, record_format)
     place_media(draft, media, record_format)
     if not record_format.has_roles:
-        found = media.images or media.inline_images or media.files or media.audios or media.inline_audios
-        _check_pairs(draft, has_media=bool(found))
+        _check_pairs(draft, has_media=bool(media.images or media.files or media.audios))
     tools = None if _TOOL_FIELDS.isdisjoint(record) else read_tools(record, draft, media)
     draft.messages = [without_written_calls(m, media) if m.extra else m for m in draft.messages]
     if tools is not None:
@@ -137,7 +136,7 @@ def normalize(
             check_writable(message.extra, f"the {message.role} turn")
     ident = record.get("id")
     fps = read_number(record.get("fps"), "fps", float)
-    images, videos = tuple(media.inline_images or media.images), tuple(media.files)
+    images, videos = tuple(media.images), tuple(media.files)
     if not images and has_empty_image_field(record):
         media.notes.append(NO_IMAGE)
     if videos:  # also of content parts and of the format's own fields
@@ -156,7 +155,7 @@ def normalize(
         label=draft.label or _label(record, record_format, draft, media),
         images=images,
         videos=videos,
-        audios=tuple(media.inline_audios or media.audios),
+        audios=tuple(media.audios),
         patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
         tools=tools,
         chat_template_kwargs=kwargs or None,
@@ -256,11 +255,10 @@ def _template_kwargs(record: Record, draft: PartialConversation, media: Media) -
     if not isinstance(value, OBJECT):
         raise missing_field(f"{name} must be an object, not {type(value).__name__}")
     settings = read_image_settings(value, name)
-    if settings and (media.videos or media.inline_videos or not (media.images or media.inline_images)):
+    if settings and (media.videos or not media.images):
         place = "into the content part or object of each image or video, as in images=[{path, max_pixels}]"
         raise unsupported_field(f"{' and '.join(settings)} in {name} apply to images alone; write them {place}")
     media.images = [image.with_settings(settings) for image in media.images]
-    media.inline_images = [image.with_settings(settings) for image in media.inline_images]
     kwargs = {key: item for key, item in value.items() if key not in IMAGE_SETTINGS and item is not None}
     if any(map(is_given, kwargs.values())) and (draft.text is not None or draft.input_ids is not None):
         raise unsupported(name, remedy="no template renders a text or input_ids; remove it")
@@ -405,15 +403,10 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
     """
     if any(has_tags(message.content) for message in draft.messages):  # formats without typed turns
         draft.messages = [message._replace(content=media.take_tagged(message.content)) for message in draft.messages]
-    # The order of the two lists relative to each other is not defined.
-    for kind in MEDIA_KINDS.values():
-        if getattr(media, f"inline_{kind.field}") and getattr(media, kind.field):
-            detail = f"{kind.plural} are both in the messages and in the {kind.field} field; use one"
-            raise RecordError(kind.mismatch, detail)
     if media.unlisted:
         frames = [frame for video in media.videos if isinstance(video, list) for frame in video]
-        used = [*media.images, *media.inline_images, *frames, *(file for video in media.files for file in video.files)]
-        used += [audio.file for audio in media.inline_audios or media.audios]
+        used = [*media.images, *frames, *(file for video in media.files for file in video.files)]
+        used += [audio.file for audio in media.audios]
         media.notes += check_unlisted(media.unlisted, used, media.root)
     if draft.input_ids is not None:
         if media.is_video and media.videos:
@@ -421,8 +414,7 @@ def place_media(draft: PartialConversation, media: Media, record_format: RecordF
         return
     contents = [draft.text] if draft.text is not None else [message.content for message in draft.messages]
     check_spellings(contents, has_objects=media.has_objects and draft.text is None)
-    # The common case: content parts placed all of their images.
-    if not (media.images or media.videos or media.audios):
+    if not any(map(media.in_field, MEDIA_KINDS.values())):  # content parts placed all of their media
         return
     # Before leading placeholders are added: a single `<image>` may represent all frames of a video.
     contents = _mark_videos(contents, media)
@@ -460,10 +452,10 @@ def _mark_videos(texts: list[str], media: Media) -> list[str]:
     images = sum(text.count(IMAGE_PLACEHOLDER) for text in texts)
     videos = sum(text.count(VIDEO_PLACEHOLDER) for text in texts)
     # `<image>` for each video, as in LLaVA-Video.
-    if media.videos and not media.images and not media.inline_images and not videos and images == len(media.videos):
+    if media.videos and not media.images and not videos and images == len(media.videos):
         return [text.replace(IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER) for text in texts]
     # A single `<video>`, and its frames in the images field.
-    if not media.videos and not media.inline_videos and len(media.images) > 1 and videos == 1 and not images:
+    if not media.videos and len(media.images) > 1 and videos == 1 and not images:
         media.set_videos([media.images])
         media.images = []
     elif media.is_video and not media.videos and len(media.images) > 1 and images == 1 and not videos:

@@ -358,7 +358,7 @@ def _read_video(part: Mapping[str, Any], media: Media) -> str:
     if value is None:
         media.add_unused(part, _FIELDS["video"], "a content part of type video")
         # The part is only a placeholder: its frames or its file are in the videos field.
-        if media.videos:
+        if media.in_field(VIDEO):
             return VIDEO.placeholder
         raise RecordError(Reason.MISSING_VIDEO, "a content part of type video has no video; use a file or frames")
     videos = read_videos(value, "video of a content part", media.root)
@@ -370,11 +370,11 @@ def _read_video(part: Mapping[str, Any], media: Media) -> str:
     texts = []
     for video in videos:
         if isinstance(video, VideoReference):
-            media.inline_videos.append(read_video(video, media.root, settings))
+            media.extend(VIDEO, [read_video(video, media.root, settings)])
             texts.append(VIDEO.placeholder)
         else:
             media.is_video = True
-            media.inline_images += video
+            media.extend(IMAGE, video)
             texts.append(IMAGE.placeholder * len(video))
     return "".join(texts)
 
@@ -384,7 +384,7 @@ def _read_audio(part: Mapping[str, Any], media: Media) -> str:
     media.add_unused(part, _FIELDS["audio"], "a content part of type audio")
     if any(is_given(part.get(name)) for name in ("input_audio", *AUDIO_KEYS)):
         media.add(AUDIO, part)
-    elif not media.audios:
+    elif not media.in_field(AUDIO):
         raise RecordError(Reason.MISSING_AUDIO, "a content part of type audio has no file; use a path, url or bytes")
     return AUDIO.placeholder
 

@@ -36,6 +36,8 @@ _NARROW: dict[Any, Any] = {pa.float16(): np.float16, pa.int16(): np.int16}
 _MAGIC = b"ARROW1"  # starts an Arrow file; a stream has no magic
 _ROWS_AT_A_TIME = 64  # rows may contain images
 _BATCH_BYTES = 64 << 20  # of the Arrow copy of a Parquet file
+Row = tuple[int, dict[str, Any] | Reject]
+"""Index of a table row, and its column values or the reason why it cannot be read."""
 _NO_VALUE = (ValueError, OverflowError, LookupError, pa.ArrowException)  # not UTF-8, a time out of range or zone
 
 
@@ -55,17 +57,24 @@ class ArrowSource(Source):
 
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Read table rows [start, stop)."""
+        return map(self.row, self._rows(start, stop))
+
+    def held(self, start: int, stop: int) -> list[Row]:
+        """Indices and column values."""
+        return list(self._rows(start, stop))
+
+    def _rows(self, start: int, stop: int) -> Iterator[Row]:
         batches = self._batches()
         for first in range(start, stop, _ROWS_AT_A_TIME):
-            rows = batches.rows_between(first, min(first + _ROWS_AT_A_TIME, stop))
-            for index, values in enumerate(rows, start=first):
-                yield self._row(index, values)
+            yield from enumerate(batches.rows_between(first, min(first + _ROWS_AT_A_TIME, stop)), start=first)
 
     def read(self, address: int, size: int) -> SourceRecord:
         """Read the table row with this index."""
-        return self._row(address, next(iter(self._batches().rows_between(address, address + 1))))
+        return self.row((address, next(iter(self._batches().rows_between(address, address + 1)))))
 
-    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
+    def row(self, entry: Row) -> SourceRecord:
+        """Convert column values."""
+        index, values = entry
         if isinstance(values, Reject):
             return SourceRecord(index, 0, None, values)
         # The size is unknown: table rows have no byte ranges in a columnar file.

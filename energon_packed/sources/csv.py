@@ -18,7 +18,7 @@ import pyarrow as pa
 from energon_packed.arrays import blocks
 from energon_packed.errors import Reason, Reject
 from energon_packed.records.exact_json import parse_json
-from energon_packed.sources.arrow import ArrowSource
+from energon_packed.sources.arrow import ArrowSource, Row
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.convert import BATCH_ROWS, arrow_errors, converted, local_copy, not_utf8, write_batches
 from energon_packed.sources.json import check_text
@@ -64,13 +64,15 @@ class CsvSource(ArrowSource):
                 lines[block] = column.slice(own[0], own[-1] - own[0] + 1).to_numpy()[own - own[0]]
             return lines
 
-    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
+    def row(self, entry: Row) -> SourceRecord:
+        """Convert column values; a row with a fault is rejected."""
+        index, values = entry
         if isinstance(values, dict):
             values = dict(values)
             del values[_LINE]
             if fault := values.pop(_FAULT):
                 values = Reject(Reason.BAD_JSON, fault)
-        return super()._row(index, values)
+        return super().row((index, values))
 
     def record(self, values: dict[str, Any]) -> dict[str, Any]:
         """Parse JSON cells. Prompts and captions become lists only if all of them are JSON lists of strings."""

@@ -29,48 +29,43 @@ _FIELDS = {"file_name": "", "file_names": "s"}
 _SUFFIX = "_file_name"
 
 
-class ImageFolderSource(JsonlSource):
-    """A metadata.jsonl file; file names start from its folder."""
+class MetadataSource(Source):
+    """A metadata file; file names start from its folder.
 
-    suffixes = ()
+    Attributes:
+        name: name of the file.
+    """
+
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    name: ClassVar[str]
 
     @classmethod
     def matches(cls, path: Path) -> bool:
-        """Whether the file is called metadata.jsonl."""
-        return path.name == "metadata.jsonl"
+        """Whether the file has the name."""
+        return path.name == cls.name
 
-    def row(self, entry: tuple[int, bytes]) -> SourceRecord:
-        """Parse a line."""
+    def row(self, entry: Any) -> SourceRecord:
+        """Parse a record, and rename its columns with file names."""
         return _with_images(super().row(entry))
 
 
-class ImageFolderCsvSource(CsvSource):
+class ImageFolderSource(MetadataSource, JsonlSource):
+    """A metadata.jsonl file."""
+
+    name = "metadata.jsonl"
+
+
+class ImageFolderCsvSource(MetadataSource, CsvSource):
     """A metadata.csv file."""
 
-    suffixes = ()
+    name = "metadata.csv"
     json_columns = (*CsvSource.json_columns, "file_names")
 
-    @classmethod
-    def matches(cls, path: Path) -> bool:
-        """Whether the file is called metadata.csv."""
-        return path.name == "metadata.csv"
 
-    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
-        return _with_images(super()._row(index, values))
-
-
-class ImageFolderParquetSource(ParquetSource):
+class ImageFolderParquetSource(MetadataSource, ParquetSource):
     """A metadata.parquet file."""
 
-    suffixes = ()
-
-    @classmethod
-    def matches(cls, path: Path) -> bool:
-        """Whether the file is called metadata.parquet."""
-        return path.name == "metadata.parquet"
-
-    def _row(self, index: int, values: dict[str, Any] | Reject) -> SourceRecord:
-        return _with_images(super()._row(index, values))
+    name = "metadata.parquet"
 
 
 def _with_images(row: SourceRecord) -> SourceRecord:

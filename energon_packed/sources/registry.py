@@ -28,6 +28,7 @@ from energon_packed.sources.imagefolder import (
     ImageFolderCsvSource,
     ImageFolderParquetSource,
     ImageFolderSource,
+    MetadataSource,
 )
 from energon_packed.sources.json import JsonlSource, JsonSource
 from energon_packed.sources.speech import CommonVoiceSource, KaldiSource, LibriSpeechSource
@@ -50,8 +51,6 @@ SOURCES: list[type[Source]] = [
     HuggingFaceSource,
     EnergonSource,
 ]
-# Their paths start from the folder of the metadata.
-_IMAGE_FOLDERS = (ImageFolderSource, ImageFolderCsvSource, ImageFolderParquetSource)
 _FILE_FORMATS = frozenset(kind for kind in SOURCES if not kind.has_splits)  # a folder data.parquet is not one file
 _UNLISTED = "not listed by the dataset"
 _MOST_EXAMPLES = 5  # entries of a reason in packing.json
@@ -240,7 +239,7 @@ def _refuse_twice(files: list[tuple[Match, Reading]]) -> None:
 
 def _has_splits(match: Match) -> bool:
     kind, _, folder = match
-    return kind.has_splits or kind in _IMAGE_FOLDERS or folder is not None
+    return kind.has_splits or issubclass(kind, MetadataSource) or folder is not None
 
 
 @contextmanager
@@ -277,7 +276,7 @@ def _matches(pattern: str, split: str | None, skipped: dict[Path, Skipped]) -> I
         _skip(skipped, path, others)
         for file in files:
             inner = _kind_of(file) or CaptionFolderSource  # the only folders
-            yield inner, file, None if inner in _IMAGE_FOLDERS else path
+            yield inner, file, None if issubclass(inner, MetadataSource) else path
 
 
 def _skip(skipped: dict[Path, Skipped], folder: Path, others: Skipped) -> None:

@@ -13,7 +13,7 @@ A text part overrides a caption in the json. Other parts become unused fields, s
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import FormatError, Reason, RecordError
-from energon_packed.formats import READ_ONLY, StoredImage, StoredVideo, codec_of
+from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import AudioReference, Conversation, MediaReference, VideoReference
 from energon_packed.records.audio import AUDIO_SUFFIXES
+from energon_packed.records.conversation import with_files
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import is_given
 from energon_packed.records.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO, MediaKind
@@ -240,8 +241,7 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
     """
     raw: dict[str, Any] = {"__key__": group.key}
     for position, member in enumerate(group.members):
-        # Codecs return images and videos unchanged, so the position of the member replaces its bytes, which are not
-        # read.
+        # Codecs return media unchanged, so the position of the member replaces its bytes, which are not read.
         is_file = _PACKED_FILE.fullmatch(member.part) is not None and member.extension != "npy"
         raw[member.part] = _MEMBER_TAG + str(position).encode() if is_file else group.content(member)
     try:
@@ -253,13 +253,14 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
     except FormatError as error:
         raise RecordError(Reason.BAD_JSON, f"{group.key} is not a valid pack: {error}") from error
 
-    def references(files: Iterable[StoredImage]) -> tuple[MediaReference, ...]:
-        return tuple([replace(_packed_file(group, located, file.data), settings=file.settings) for file in files])
-
-    def reference(video: StoredVideo) -> VideoReference:
-        file = None if video.file is None else references([video.file])[0]
-        images = references(video.images)
-        return VideoReference(file=file, frames=video.frames, images=images, images_before=video.images_before)
+    def placed(file: MediaReference) -> MediaReference:
+        if file.data is None or not file.data.startswith((_LOCATED_TAG, _MEMBER_TAG)):
+            return file
+        if file.data.startswith(_LOCATED_TAG):
+            reference = located[file.data.removeprefix(_LOCATED_TAG).decode()]
+        else:
+            reference = group.reference(group.members[int(file.data.removeprefix(_MEMBER_TAG))])
+        return replace(reference, settings=file.settings)
 
     in_group = Counter([sample.conversation.group for sample in samples])
 
@@ -269,25 +270,12 @@ def read_pack(group: KeyMembers) -> list[Conversation]:
 
     return [
         replace(
-            sample.conversation,
+            with_files(sample.conversation, placed),
             group=key_of(sample.conversation.group),
-            images=references(sample.images),
-            videos=tuple([reference(video) for video in sample.videos]),
-            audios=tuple(
-                [AudioReference(file=references([audio.file])[0], clip=audio.clip) for audio in sample.audios]
-            ),
             timestamps=None,  # the lengths of the old pack are not used
         )
         for sample in samples
     ]
-
-
-def _packed_file(group: KeyMembers, located: Mapping[str, MediaReference], data: bytes) -> MediaReference:
-    if data.startswith(_LOCATED_TAG):
-        return located[data.removeprefix(_LOCATED_TAG).decode()]
-    if data.startswith(_MEMBER_TAG):
-        return group.reference(group.members[int(data.removeprefix(_MEMBER_TAG))])
-    return MediaReference(data=data)
 
 
 def caption_record(

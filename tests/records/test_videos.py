@@ -452,6 +452,22 @@ def test_every_format_has_its_videos_at_their_places(name: str) -> None:
     assert conversation.kind == ("video" if files else "image" if images else "text")
 
 
+def test_frames_of_a_field_and_images_of_parts_are_in_the_order_of_the_text() -> None:
+    images = [
+        {"type": "image", "image": "a.png"},
+        {"type": "text", "text": "<video>"},
+        {"type": "image", "image": "b.png"},
+    ]
+    record = {"messages": [{"role": "user", "content": images}, ANSWER], "videos": [["1.png", "2.png"]]}
+    conversation = normalize(record)
+    assert turns(conversation)[0] == ("user", "<image><image><image><image>")
+    assert shown(conversation.images) == ["a.png", "1.png", "2.png", "b.png"]
+    # The image of a tag has no second placeholder for the frame: the frame is not lost.
+    tagged = {"role": "assistant", "content": "<img>a.png</img>", "image": "b.png"}
+    with pytest.raises(RecordError, match="2 <image> placeholders for 3 images"):
+        normalize({"messages": [{"role": "user", "content": "<video>"}, tagged], "videos": [["1.png"]]})
+
+
 def test_the_column_of_the_datasets_library(tmp_path: Path) -> None:
     """Oracle: the storage of the Video feature of `datasets`."""
     import pyarrow as pa

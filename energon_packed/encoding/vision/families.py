@@ -278,6 +278,9 @@ class VisionFamily(ABC):
         runs = [ImageRun(self.num_tokens(int(n))) for n in array.prod(axis=1)]
         return Pixels(values=values, grids_tensor=grids, grids=array, runs=runs)
 
+    def set_model(self, vision_config: Mapping[str, Any]) -> None:  # noqa: B027 - by default none are used
+        """Set the values of the model that positions depend on, from `vision_config` of its config.json."""
+
     def set_videos(self, folder: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:
         """Set `videos` from the settings of a processor folder and explicit options.
 
@@ -661,6 +664,10 @@ class Qwen25VLVision(Qwen2VLVision):
     names = ("qwen25vl",)
     boxes = _QWEN_BOXES._replace(scale=None)
     tokens_per_second: float = 2
+
+    def set_model(self, vision_config: Mapping[str, Any]) -> None:
+        """Set `tokens_per_second`; 4 by default, as in Transformers."""
+        self.tokens_per_second = vision_config.get("tokens_per_second", 4)
 
     def second_per_grid_ts(self, frames: Sequence[FrameSelection]) -> Float64:
         """Seconds of each step of the grid of each video, float64 (videos,), as Qwen2_5_VLProcessor computes them."""

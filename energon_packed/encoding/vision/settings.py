@@ -12,7 +12,7 @@ from typing import Any
 
 from energon_packed.encoding.pretrained import find_pretrained, why
 from energon_packed.encoding.settings import IMAGES, VIDEOS, EncoderSettings
-from energon_packed.encoding.vision.families import Qwen25VLVision, VisionFamily, ambiguous, vision_families
+from energon_packed.encoding.vision.families import VisionFamily, ambiguous, vision_families
 from energon_packed.encoding.vision.processor_videos import ProcessorVision
 from energon_packed.errors import ConfigError
 from energon_packed.libraries import installed
@@ -104,10 +104,8 @@ def load_vision(settings: EncoderSettings) -> VisionFamily | None:
         _check_limits(settings.video_min_pixels, settings.video_max_pixels, "video_")
     folder_videos = _video_settings(folder) if folder is not None and of_folder else None
     vision.set_videos(folder_videos, {name.removeprefix("video_"): value for name, value in videos.items()})
-    if isinstance(vision, Qwen25VLVision):
-        model = of_folder.get("config.json", {}).get("vision_config") or {}
-        if model:  # 4: default of Transformers
-            vision.tokens_per_second = model.get("tokens_per_second", 4)
+    if vision_config := of_folder.get("config.json", {}).get("vision_config"):
+        vision.set_model(vision_config)
     return vision
 
 

@@ -165,7 +165,7 @@ def linspace_indices(num_frames: int, fps: float, settings: VideoSettings, tempo
     return np.linspace(0, num_frames - 1, selected).round().astype(np.int64)
 
 
-def uniform_indices(num_frames: int, fps: float, settings: VideoSettings, temporal_patch_size: int = 1) -> Int64:
+def uniform_indices(num_frames: int, fps: float, settings: VideoSettings) -> Int64:
     """Select frames as `default_sample_indices_fn` of Transformers, at most all frames. Arguments as above."""
     if settings.num_frames is not None:
         selected = settings.num_frames
