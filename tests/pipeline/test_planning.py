@@ -262,7 +262,7 @@ class Letters(Processor):
 
     @property
     def rules(self) -> Any:
-        return replace(super().rules, video_token_id=ord("%"))
+        return replace(super().rules, media={"video": (ord("%"), "%")})
 
     def encode(self, conversation: Conversation) -> EncodedSample:
         ids = np.array([ord(letter) for letter in str(conversation.text)])
