@@ -324,3 +324,29 @@ def test_rows_of_one_kind(demo: DemoDataset, tokenizer_dir: Path, strategy: str,
     assert sum(map(len, rows["media"])) == len(rows["media"]) <= 2 * len(rows["none"])
     with pytest.raises(ConfigError, match="`group_by` must be one of none, media, got 'kind'"):
         DataflowConfig(**options, group_by="kind")
+
+
+def test_chunks_and_their_records_have_another_order_in_each_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two files of two chunks of 11 lines, each of 76 bytes, without ids."""
+    for name, first in (("a", 10), ("b", 32)):
+        lines = [json.dumps({"input_ids": [n] * 6, "labels": [n] * 6}) for n in range(first, first + 22)]
+        assert {len(line) for line in lines} == {75}
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = config_of(tmp_path, packing_strategy="sequential", packing_length=6)
+    stream = PackedIterableDataset(config, num_workers=0)
+    orders, places = [], []
+    for _ in range(2):
+        batches = list(stream)
+        numbers = [int(batch.input_ids[0, 0]) for batch in batches]
+        assert [batch.ids for batch in batches] == [[f"{'ab'[n > 31]}:{(n - 10) % 22 * 76}"] for n in numbers]
+        chunks = [numbers[start : start + 11] for start in range(0, 44, 11)]
+        assert sorted(map(sorted, chunks)) == [list(range(first, first + 11)) for first in (10, 21, 32, 43)]
+        orders.append([min(chunk) for chunk in chunks])
+        places += [tuple(n - min(chunk) for n in chunk) for chunk in chunks]
+    assert orders[0] != orders[1]
+    assert len(set(places)) == 8
+    (tmp_path / "b.jsonl").write_text('{"id": "bad", "messages": []}\n')
+    list(PackedIterableDataset(config, num_workers=0))
+    assert f"the last is record bad of {tmp_path / 'b.jsonl'}: empty: messages is an empty list" in caplog.text
