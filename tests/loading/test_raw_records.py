@@ -13,7 +13,9 @@ import torch
 import yaml
 
 from energon_packed import (
+    BatchError,
     ConfigError,
+    DataChangedError,
     DataflowConfig,
     DataflowLoader,
     LoaderOptions,
@@ -350,3 +352,28 @@ def test_chunks_and_their_records_have_another_order_in_each_epoch(
     (tmp_path / "b.jsonl").write_text('{"id": "bad", "messages": []}\n')
     list(PackedIterableDataset(config, num_workers=0))
     assert f"the last is record bad of {tmp_path / 'b.jsonl'}: empty: messages is an empty list" in caplog.text
+
+
+def test_an_input_that_changes_is_an_error_of_a_stream_and_of_its_state(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        lines = [json.dumps({"id": f"{name}{n}", "input_ids": [n] * 6, "labels": [n] * 6}) for n in range(10, 300)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = config_of(tmp_path, packing_strategy="sequential", packing_length=6, shuffle=False)
+
+    def new_stream(**options: Any) -> PackedIterableDataset:
+        return PackedIterableDataset(replace(config, **options), num_workers=0)
+
+    stream, late = new_stream(), new_stream()
+    next(iter(stream))
+    state = stream.state_dict()
+    with pytest.raises(BatchError, match="shuffle"):
+        new_stream(shuffle=True).load_state_dict(state)
+    first = iter(new_stream())
+    seen = [next(first).ids]
+    (tmp_path / "a.jsonl").write_text(lines[0] + "\n")
+    with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
+        seen += [batch.ids for batch in first]
+    with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
+        next(iter(late))
+    with pytest.raises(BatchError, match="content"):
+        new_stream().load_state_dict(state)
