@@ -368,12 +368,13 @@ def test_an_input_that_changes_is_an_error_of_a_stream_and_of_its_state(tmp_path
     state = stream.state_dict()
     with pytest.raises(BatchError, match="shuffle"):
         new_stream(shuffle=True).load_state_dict(state)
-    first = iter(new_stream())
-    seen = [next(first).ids]
+    started = iter(new_stream(dataset_path=str(tmp_path / "a.jsonl")))
+    next(started)  # 256 of 290 records are read, and the last of 4 chunks is open
+    (tmp_path / "b.jsonl").write_text(lines[0] + "\n")
+    with pytest.raises(DataChangedError, match=r"b\.jsonl was replaced or changed while it was in use"):
+        next(iter(late))  # the second file, before a record of the first
     (tmp_path / "a.jsonl").write_text(lines[0] + "\n")
     with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
-        seen += [batch.ids for batch in first]
-    with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
-        next(iter(late))
+        list(started)
     with pytest.raises(BatchError, match="content"):
         new_stream().load_state_dict(state)
