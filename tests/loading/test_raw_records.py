@@ -358,10 +358,10 @@ def test_an_input_that_changes_is_an_error_of_a_stream_and_of_its_state(tmp_path
     for name in ("a", "b"):
         lines = [json.dumps({"id": f"{name}{n}", "input_ids": [n] * 6, "labels": [n] * 6}) for n in range(10, 300)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    config = config_of(tmp_path, packing_strategy="sequential", packing_length=6, shuffle=False)
 
     def new_stream(**options: Any) -> PackedIterableDataset:
-        return PackedIterableDataset(replace(config, **options), num_workers=0)
+        settings = {"packing_strategy": "sequential", "packing_length": 6, "shuffle": False} | options
+        return PackedIterableDataset(config_of(tmp_path, **settings), num_workers=0)
 
     stream, late = new_stream(), new_stream()
     next(iter(stream))
