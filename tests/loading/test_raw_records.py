@@ -368,6 +368,9 @@ def test_an_input_that_changes_is_an_error_of_a_stream_and_of_its_state(tmp_path
     state = stream.state_dict()
     with pytest.raises(BatchError, match="shuffle"):
         new_stream(shuffle=True).load_state_dict(state)
+    buffering, restored = new_stream(packing_strategy="pool_8"), new_stream(packing_strategy="pool_8")
+    next(iter(buffering))
+    restored.load_state_dict(buffering.state_dict())
     started = iter(new_stream(dataset_path=str(tmp_path / "a.jsonl")))
     next(started)  # 256 of 290 records are read, and the last of 4 chunks is open
     (tmp_path / "b.jsonl").write_text(lines[0] + "\n")
@@ -376,5 +379,7 @@ def test_an_input_that_changes_is_an_error_of_a_stream_and_of_its_state(tmp_path
     (tmp_path / "a.jsonl").write_text(lines[0] + "\n")
     with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
         list(started)
+    with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
+        next(iter(restored))  # before it reads the records that wait for a row
     with pytest.raises(BatchError, match="content"):
         new_stream().load_state_dict(state)
