@@ -1,6 +1,7 @@
 """Positions by the class of a model, and what a model needs of a row."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,13 @@ def test_adjacent_images_are_rejected_alike_offline_and_in_training(
     assert str(encoded[0]).startswith("unsupported_media: two images without a token between them")
     assert measured[0].reject == encoded[0]
     assert [len(sample) for sample in encoded[1:]] == [one.length for one in measured[1:]]
+    document = replace(records[2], text="<image>a b", messages=())
+    ids = llava.encode(document).input_ids
+    assert ids[0] == ids[1] == llava.image_token_id == max(ids)
+    # Stored tokens have all tokens of their image, here at the end: beside the image of the next sample.
+    stored = replace(document, text=None, input_ids=np.sort(ids))
+    together = llava.encode_many([stored, document, records[1]])
+    assert [len(sample) for sample in together] == [len(ids), len(ids), len(encoded[1])]
     monkeypatch.setattr(llava.vision, "adjacent_images", True)
     assert len(llava.encode_many(records)[0]) == llava.length(records[0])
 

@@ -356,7 +356,12 @@ def test_fingerprints_see_every_setting(tokenizer_dir: Path) -> None:
     options: list[dict[str, Any]] = [{}, {"loss_on": "last"}, {"max_pixels": 50_000}, {"image_processor": "Qwen3VL"}]
     prints = [ChatEncoder.from_pretrained(tokenizer_dir, **o).fingerprint() for o in options]
     assert len({*prints, encoder_with(tokenizer_dir, TAGGED).fingerprint()}) == len(options) + 1
-    assert ChatEncoder.from_pretrained(tokenizer_dir).fingerprint() == prints[0]
+    encoder = ChatEncoder.from_pretrained(tokenizer_dir)
+    assert encoder.fingerprint() == prints[0]
+    encoder.tokenizer.eos_token = "<|im_start|>"  # the end of a document; tokenizer.json is the same
+    other = ChatEncoder(encoder.tokenizer, encoder.vision)
+    assert other.text_tokenizer.serialized == encoder.text_tokenizer.serialized
+    assert other.fingerprint() != prints[0]
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -129,6 +129,25 @@ def test_batches_of_packs_have_their_keys(folder: Path) -> None:
     assert list(map(len, keys)) == [5, 5, 3]
 
 
+def test_shards_of_packs_have_counts_seeds_and_epochs(folder: Path) -> None:
+    def keys(distributor: Distributor, **place: Any) -> list[str]:
+        return [item.value.__key__ for item in itertools.islice(distributor.items(ShardSpec(**place), 0), 30)]
+
+    distributor = EnergonDistributor(folder)
+    orders = []
+    for place in ({}, {"seed": 1}, {"epoch": 1}):
+        shards = [{"index": index, "num_shards": 4, **place} for index in range(4)]
+        orders.append([keys(distributor, **shard) for shard in shards])
+        assert sorted(itertools.chain(*orders[-1])) == [f"tokens0_{number:08d}" for number in range(13)]
+        assert [len(order) for order in orders[-1]] == [distributor.count(ShardSpec(**shard)) for shard in shards]
+    assert list(map(len, orders[0])) == [4, 3, 3, 3]
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    endless = EnergonDistributor(folder, repeat=True)
+    assert (len(keys(endless)), endless.count(ShardSpec())) == (30, None)
+    # Of 7 and 6 packs, two batches each; one worker would make three of 13.
+    assert len(DataflowLoader(distributor, batch_size=5, num_workers=2)) == 4
+
+
 def test_items_without_a_batch_are_in_the_order_log(tmp_path: Path) -> None:
     items = [*FEATURES[:6], {"id": "empty", "input_ids": []}, *FEATURES[6:]]
     loader = DataflowLoader(

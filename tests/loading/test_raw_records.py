@@ -13,7 +13,9 @@ import torch
 import yaml
 
 from energon_packed import (
+    BatchError,
     ConfigError,
+    DataChangedError,
     DataflowConfig,
     DataflowLoader,
     LoaderOptions,
@@ -324,3 +326,60 @@ def test_rows_of_one_kind(demo: DemoDataset, tokenizer_dir: Path, strategy: str,
     assert sum(map(len, rows["media"])) == len(rows["media"]) <= 2 * len(rows["none"])
     with pytest.raises(ConfigError, match="`group_by` must be one of none, media, got 'kind'"):
         DataflowConfig(**options, group_by="kind")
+
+
+def test_chunks_and_their_records_have_another_order_in_each_epoch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two files of two chunks of 11 lines, each of 76 bytes, without ids."""
+    for name, first in (("a", 10), ("b", 32)):
+        lines = [json.dumps({"input_ids": [n] * 6, "labels": [n] * 6}) for n in range(first, first + 22)]
+        assert {len(line) for line in lines} == {75}
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config = config_of(tmp_path, packing_strategy="sequential", packing_length=6)
+    stream = PackedIterableDataset(config, num_workers=0)
+    orders, places = [], []
+    for _ in range(2):
+        batches = list(stream)
+        numbers = [int(batch.input_ids[0, 0]) for batch in batches]
+        assert [batch.ids for batch in batches] == [[f"{'ab'[n > 31]}:{(n - 10) % 22 * 76}"] for n in numbers]
+        chunks = [numbers[start : start + 11] for start in range(0, 44, 11)]
+        assert sorted(map(sorted, chunks)) == [list(range(first, first + 11)) for first in (10, 21, 32, 43)]
+        orders.append([min(chunk) for chunk in chunks])
+        places += [tuple(n - min(chunk) for n in chunk) for chunk in chunks]
+    assert orders[0] != orders[1]
+    assert len(set(places)) == 8
+    (tmp_path / "b.jsonl").write_text('{"id": "bad", "messages": []}\n')
+    list(PackedIterableDataset(config, num_workers=0))
+    assert f"the last is record bad of {tmp_path / 'b.jsonl'}: empty: messages is an empty list" in caplog.text
+
+
+def test_an_input_that_changes_is_an_error_of_a_stream_and_of_its_state(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        lines = [json.dumps({"id": f"{name}{n}", "input_ids": [n] * 6, "labels": [n] * 6}) for n in range(10, 300)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+
+    def new_stream(**options: Any) -> PackedIterableDataset:
+        settings = {"packing_strategy": "sequential", "packing_length": 6, "shuffle": False} | options
+        return PackedIterableDataset(config_of(tmp_path, **settings), num_workers=0)
+
+    stream, late = new_stream(), new_stream()
+    next(iter(stream))
+    state = stream.state_dict()
+    with pytest.raises(BatchError, match="shuffle"):
+        new_stream(shuffle=True).load_state_dict(state)
+    buffering, restored = new_stream(packing_strategy="pool_8"), new_stream(packing_strategy="pool_8")
+    next(iter(buffering))
+    restored.load_state_dict(buffering.state_dict())
+    started = iter(new_stream(dataset_path=str(tmp_path / "a.jsonl")))
+    next(started)  # 256 of 290 records are read, and the last of 4 chunks is open
+    (tmp_path / "b.jsonl").write_text(lines[0] + "\n")
+    with pytest.raises(DataChangedError, match=r"b\.jsonl was replaced or changed while it was in use"):
+        next(iter(late))  # the second file, before a record of the first
+    (tmp_path / "a.jsonl").write_text(lines[0] + "\n")
+    with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
+        list(started)
+    with pytest.raises(DataChangedError, match=r"a\.jsonl was replaced or changed while it was in use"):
+        next(iter(restored))  # before it reads the records that wait for a row
+    with pytest.raises(BatchError, match="content"):
+        new_stream().load_state_dict(state)

@@ -19,7 +19,9 @@ from energon_packed import (
     ConfigError,
     PackingManifest,
     PackOptions,
+    Progress,
     RejectLimitError,
+    SourceError,
     get_packed_loader,
     pack,
 )
@@ -43,6 +45,29 @@ def packed_ids(shards: Path) -> list[str]:
     return sorted(
         ident for pack in range(len(reader)) for ident in json.loads(reader.part(pack, "json")["json"])["ids"]
     )
+
+
+def unstable(record: dict[str, Any]) -> Any:
+    """An adapter whose records change as soon as a file exists."""
+    return record["then" if Path(record["marker"]).exists() else "first"]
+
+
+class Touches(Progress):
+    """Makes that file between measuring and writing."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def start(self, stage: str, total: int, unit: str) -> None:
+        if stage == "write":
+            self.marker.touch()
+
+
+def unstable_record(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `pack` for a record that is another when it is written."""
+    marker, file = folder / "marker", folder / "unstable.jsonl"
+    file.write_text(json.dumps({"marker": str(marker), "first": first, "then": then}) + "\n")
+    return {"inputs": file, "adapter": f"{__name__}:unstable", "progress": Touches(marker)}
 
 
 def with_template(tokenizer_dir: Path, folder: Path, template: str) -> Path:
@@ -205,6 +230,33 @@ def test_a_mended_image_is_measured_again(build: Any, tmp_path: Path) -> None:
     result = build()
     assert result.manifest.rejects == {}
     assert packed_ids(result.shards) == ["data:0", "data:1"]
+
+
+ANSWERS = {"prompt": "a", "completions": ["b", "c", "d"], "scores": [1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (
+            {"text": "<image>c", "images": ["x.png"]},
+            {"text": "c"},
+            r"it has no media any more, but had 7308 bytes\); run again$",
+        ),
+        (
+            ANSWERS,
+            ANSWERS | {"completions": ["b", "c"], "scores": [1, 2]},
+            r"it has 2 samples, and had more\); run again with `resume=False`$",
+        ),
+    ],
+)
+def test_a_record_that_is_another_when_it_is_written_stops_the_run(
+    tmp_path: Path, tokenizer_dir: Path, first: dict[str, Any], then: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "x.png").write_bytes(png(60, 40))
+    run = unstable_record(tmp_path, first, then)
+    with pytest.raises(SourceError, match=message):
+        pack(**run, output_dir=tmp_path / "out", tokenizer=tokenizer_dir, seq_len=256, workers=1)
 
 
 @pytest.mark.parametrize("max_packs_per_shard", [1, 3, 1000])

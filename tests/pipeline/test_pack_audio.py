@@ -20,12 +20,14 @@ from energon_packed import (
     PackedDataset,
     PackResult,
     PaddingFreeCollator,
+    SourceError,
     materialize,
     normalize,
     pack,
 )
 from tests.audio import TEXTS, qwen2_audio, signal, write
 from tests.internals import ShardReader, cli, count_batch, dataset_loading, write_speech, write_tokenizer
+from tests.pipeline.test_adversity import unstable_record
 
 CLASSES = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample")
 
@@ -334,6 +336,15 @@ def test_parts_of_a_long_file_are_stored_alone(speech: Speech, tmp_path: Path, k
         values = [sample.audio_inputs.values[name] for name in sorted(sample.audio_inputs.values)]
         expected[str(record["id"])] = (sample.input_ids.tolist(), sample.labels.tolist(), *values)
     assert same(features(PackedDataset(result.shards, speech.encoder)), expected)
+
+
+def test_an_audio_file_that_a_record_has_lost_stops_the_run(speech: Speech, tmp_path: Path) -> None:
+    write(tmp_path / "a", "flac", signal(16_000, 16_000), 16_000)
+    turns = [{"role": "user", "content": "<audio>" * 2}, {"role": "assistant", "content": "hello"}]
+    first = {"messages": turns, "audios": ["a.flac"] * 2}
+    then = {"messages": [{"role": "user", "content": "<audio>"}, turns[1]], "audios": ["a.flac"]}
+    with pytest.raises(SourceError, match=r"it has 1 audio files, and had 2\); run again$"):
+        pack(**unstable_record(tmp_path, first, then), **speech.options(tmp_path / "out"))
 
 
 def test_a_text_encoder_stops_with_the_remedy(speech: Speech, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from tests.internals import (
     result_table,
     video_file,
 )
+from tests.pipeline.test_adversity import unstable_record
 from tests.pipeline.undisturbed import contents
 from tests.printed import invoke
 from tests.processes import energon, energon_packed, run_python
@@ -244,6 +245,9 @@ def test_a_video_that_is_replaced_during_a_run_stops_it(data: VideoDemo, tmp_pat
         pack(file, **options, progress=_Replaces("write", video, 24))
     result = pack(file, **options)
     assert [v.frames.num_frames for sample in stored(result) for v in sample.videos] == [24]
+    run = unstable_record(tmp_path, record("a", "a.mp4", "a.mp4"), record("a", "a.mp4"))
+    with pytest.raises(SourceError, match=r"it has 1 videos, and had 2\); run again$"):
+        pack(**data.options(tmp_path / "unstable", media=media), **run)
 
 
 def record(ident: str, *videos: Any) -> dict[str, Any]:

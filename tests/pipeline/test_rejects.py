@@ -18,8 +18,11 @@ from energon_packed import (
     Processor,
     RejectLimitError,
     SourceConfig,
+    pack,
 )
+from tests.audio import signal, write
 from tests.internals import Folder, chunks, open_sources, reader, rejects, reports, table
+from tests.videos import make_video
 
 FRAGMENT = table.FRAGMENT
 OVERLONG = chunks.STATUSES.index("overlong")
@@ -455,3 +458,21 @@ def test_limits_of_a_table_name_its_first_and_its_longest_record(tmp_path: Path)
     empty = f"none of {len(records)} sampled records can be packed: "
     assert str(raised(sample.check, limits())).startswith(empty)
     assert str(raised(data.rejected.check, limits())).startswith(empty.replace("sampled ", ""))
+
+
+def test_media_that_the_encoder_does_not_measure_reject_their_record(tmp_path: Path) -> None:
+    write(tmp_path / "a", "flac", signal(16_000, 16_000), 16_000)
+    make_video(tmp_path / "a.mp4", frames=4)
+    records = [
+        {"text": "one two"},
+        {"text": "<audio>one", "audios": ["a.flac"]},
+        {"text": "<video>one", "videos": ["a.mp4"]},
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    result = pack(data, output_dir=tmp_path / "out", encoder=Words(), seq_len=50, workers=1, max_reject_rate=1)
+    rejected = [json.loads(line) for line in result.rejects.read_text().splitlines()]
+    assert [(line["row"], line["reason"], line["detail"]) for line in rejected] == [
+        (1, "unsupported_media", "its encoder counts no samples of audio; use a ChatEncoder"),
+        (2, "unsupported_media", "its encoder selects no frames of videos; use a ChatEncoder, or frames as images"),
+    ]

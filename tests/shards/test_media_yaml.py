@@ -3,8 +3,10 @@
 import base64
 import json
 import shutil
+import sqlite3
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -198,3 +200,15 @@ def test_tars_inside_the_output_folder_have_relative_paths(
     assert sorted(tars) == ["../data/part0/shard.tar", "../data/part1/shard.tar"]
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     assert read(moved / "media.yaml", cooker.Encoder())
+
+
+def test_a_member_that_is_packed_twice_has_one_entry(tmp_path: Path, tokenizer_dir: Path) -> None:
+    packed(tmp_path, tokenizer_dir, "tars")
+    sources = [{"path": str(tmp_path / "data" / "part0" / "shard.tar"), "weight": 2}]
+    settings = {"output_dir": tmp_path / "twice", "seq_len": 64, "tokenizer": tokenizer_dir, "workers": 1}
+    assert pack([], sources=sources, media="reference", **settings).manifest.images == 12
+    index = tmp_path / "twice" / "media-index" / ".nv-meta" / "index.sqlite"
+    tables = ("samples", "sample_parts")
+    with closing(sqlite3.connect(index)) as connection:
+        counts = [connection.execute(f"SELECT count(*) FROM {name}").fetchone() for name in tables]
+    assert counts == [(6,), (6,)]
