@@ -197,13 +197,13 @@ def map_paths(mapped: Sequence[PackView], seq_len: int) -> dict[str, str]:
     return {name: "".join(shapes) for name, shapes in paths.items()}
 
 
-def integer_bins(values: Sequence[int], limit: int = 60) -> Edges:
-    """Divide the range of the integers into at most about `limit` bins with the same number of integers each.
+def integer_bins(values: Sequence[int]) -> Edges:
+    """Divide the range of the integers into at most about 60 bins with the same number of integers each.
 
     Edges are halfway between integers, so that no integer lies on an edge.
     """
     low, high = min(values), max(values)
-    width = -(-(high - low + 1) // limit)
+    width = -(-(high - low + 1) // 60)
     return np.arange(low, high + width + 1, width, dtype=np.float64) - 0.5
 
 
@@ -214,9 +214,9 @@ def log_integer_bins(values: Sequence[int] | npt.NDArray[np.integer[Any]], limit
     return np.asarray(np.unique(np.geomspace(low, high + 1, limit + 1).round()) - 0.5)
 
 
-def even_bins(values: Sequence[float], count: int = 40) -> Edges:
-    """Divide the range of the values into `count` equal bins; equal values result in one bin around them."""
-    return np.histogram_bin_edges(values, 1 if min(values) == max(values) else count)
+def even_bins(values: Sequence[float]) -> Edges:
+    """Divide the range of the values into 40 equal bins; equal values result in one bin around them."""
+    return np.histogram_bin_edges(values, 1 if min(values) == max(values) else 40)
 
 
 def histogram_svg(values: Sequence[float], edges: Edges, xlabel: str, ylabel: str, *, log: bool = False) -> str:

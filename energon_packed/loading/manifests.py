@@ -392,7 +392,7 @@ def steps_per_epoch(
         # Energon draws indefinitely, so each rank has a pack for every step: only the number of draws decides.
         total = sum(epoch_pack_counts(blend, counts))
         width = as_integer(world_size, "world_size") * as_integer(micro_batch_size, "micro_batch_size")
-        check_rest(epoch_end, total % width, total, warns=False)
+        check_rest(epoch_end, total % width, total)
         return total // width if epoch_end == "drop" else -(-total // width)
     repetitions = [dataset.repetitions or 1 for dataset in blend]
     return steps_of(list(zip(counts, repetitions, strict=True)))

@@ -24,20 +24,19 @@ class LoggedData:
 
     Args:
         path: packed folder, Metadataset, or the YAML of a DataflowConfig, whose records are measured.
-        split: `train`, `val` or `test`.
 
     Raises:
         ConfigError, FormatError: as PackedDataset and `plan_in_memory`.
     """
 
-    def __init__(self, path: Path, split: str = "train") -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._data: PackedDataset | PlannedDataset
         if is_dataflow_config(path):
             self._data = plan_in_memory(DataflowConfig.from_yaml(path))
             self._rows = len(self._data)
         else:
-            self._data = PackedDataset(path, StoredTokens(), split=split, check_encoder=False)
+            self._data = PackedDataset(path, StoredTokens(), check_encoder=False)
             self._rows = sum(self._data.packs)
 
     def samples(self, ids: Container[str | None]) -> Iterator[tuple[str | None, Conversation]]:
