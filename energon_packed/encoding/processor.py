@@ -104,9 +104,14 @@ class TokenRules:
     ) -> "TokenRules":
         """Rules of a tokenizer, a vision family and an audio family."""
         to_id, reserved_strings = tokenizer.backend.token_to_id, vision.reserved if vision else ()
-        strings = {} if vision is None else {"image": vision.image_token, "video": vision.video_token or ""}
-        strings |= {} if audio is None else {"audio": audio.token}
-        media = {kind: (ident, token) for kind, token in strings.items() if (ident := to_id(token)) is not None}
+        strings: dict[str, str | None] = {}
+        if vision is not None:
+            strings = {"image": vision.image_token, "video": vision.video_token}
+        if audio is not None:
+            strings["audio"] = audio.token
+        media = {
+            kind: (ident, token) for kind, token in strings.items() if token and (ident := to_id(token)) is not None
+        }
         reserved = {to_id(token) for token in reserved_strings} - {None, *(ident for ident, _ in media.values())}
         return cls(tokenizer.vocabulary, media, tuple(sorted(reserved)), reserved_strings)
 

@@ -8,7 +8,7 @@ The logits of a sample must not depend on the other samples of its row. Three fo
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +26,7 @@ from energon_packed.libraries import private
 from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.collation.collator import PaddingFreeCollator
 
-_LENGTHS = (8, 6, 7, 5)  # tokens of the samples of `short_row`
+_LENGTHS = (8, 6, 7, 5)  # tokens of the samples of the default row
 # Fractions of the change in the changed sample itself. A leak changes later logits by far more than rounding does.
 _ROUNDING = 1e-5
 _MAX_ROUNDING = 0.05
@@ -197,12 +197,12 @@ def _inputs(model: Any, batch: PackedBatch | None) -> tuple[dict[str, Any], list
     return inputs, bounds.tolist()[: row.num_samples + 1]
 
 
-def short_row(model: Any) -> PackedBatch:
-    """Return a row of 26 random text tokens in 4 samples, with the positions that the model needs."""
+def short_row(model: Any, lengths: Sequence[int] = _LENGTHS) -> PackedBatch:
+    """Return a row of random text tokens, by default 26 in 4 samples, with the positions that the model needs."""
     allowed = _text_tokens(_transformer(model).config)
-    chosen = torch.randint(len(allowed), (1, sum(_LENGTHS)), generator=torch.Generator().manual_seed(0))
+    chosen = torch.randint(len(allowed), (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
     samples = []
-    for ids in np.split(allowed[chosen][0].numpy(), np.cumsum(_LENGTHS)[:-1]):
+    for ids in np.split(allowed[chosen][0].numpy(), np.cumsum(lengths)[:-1]):
         positions = np.tile(np.arange(len(ids)), (3, 1)) if has_mrope(model) else None
         samples.append(EncodedSample(input_ids=ids, labels=ids, position_ids=positions))
     return PaddingFreeCollator(dummy_images="never").collate(samples)

@@ -2,6 +2,8 @@
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -213,3 +215,12 @@ def test_a_batch_is_measured_and_encoded_as_each_conversation_alone(encoder: Cha
     ]
     rejects = [own if isinstance(own, Reject) else None for own in together]
     assert [own.reject for own in encoder.measure(conversations)] == rejects
+
+
+def test_a_family_without_videos_has_no_token_of_videos(encoder: ChatEncoder) -> None:
+    """Also with a vocabulary that has the empty string."""
+    ids = {"": 7, "<image>": 5}
+    tokenizer: Any = SimpleNamespace(backend=SimpleNamespace(token_to_id=ids.get), vocabulary=10)
+    vision: Any = SimpleNamespace(image_token="<image>", video_token=None, reserved=())
+    rules = type(encoder.rules).of(tokenizer, vision)
+    assert (rules.image_token_id, rules.video_token_id, rules.audio_token_id) == (5, None, None)

@@ -47,6 +47,11 @@ def test_withheld_boundaries_are_seen() -> None:
     assert measure(model, inputs, batch.cu_seqlens.tolist()).leaks
 
 
+def test_a_row_has_samples_of_the_lengths_that_are_passed() -> None:
+    """As in tools/bench_gpu.py: kernels need longer samples than the row of a check."""
+    assert short_row(llama(), (130, 64)).cu_seqlens.tolist() == [0, 130, 194]
+
+
 def test_special_tokens_stay() -> None:
     """An image token without its image would be an error of the model."""
     model = llama()
