@@ -72,8 +72,8 @@ PLACES = {
     "replay": "loading.monitoring.replay:replay",
     # records: roots that refuse links, which only readers of data files make
     "ImageRoot": "records.media:ImageRoot",
-    "audio_extension": "records.audio:audio_extension",
-    "stored_extension": "records.audio:stored_extension",
+    "audio_extension": "records.file_types:audio_extension",
+    "stored_extension": "records.file_types:stored_extension",
     # sources: limits that only large files reach
     "json_source": "sources.json",
     "csv_source": "sources.csv",
@@ -284,8 +284,8 @@ PLACES = {
     "mapping": "records.mapping",
     "NO_IMAGE": "records.media_fields:NO_IMAGE",
     "NO_PLACEHOLDER": "records.normalize:NO_PLACEHOLDER",
-    "VIDEO_SUFFIXES": "records.video:VIDEO_SUFFIXES",
-    "is_video_content": "records.video:is_video_content",
+    "VIDEO": "records.kinds:VIDEO",
+    "is_video_content": "records.file_types:is_video_content",
     "CALLS_IN_TEXT": "records.tools:CALLS_IN_TEXT",
     "TOOLS_IN_TEXT": "records.tools:TOOLS_IN_TEXT",
     # shards: files of a dataset, to read, damage and repair them

@@ -38,11 +38,11 @@ from energon_packed.formats.references import MEDIA_PART, PATHS
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.options import short
 from energon_packed.records import IMAGE_PLACEHOLDER
+from energon_packed.records.kinds import VIDEO
 from energon_packed.records.media import read_image_settings
-from energon_packed.records.video import VIDEO_SUFFIXES
 
 # Extensions of parts that are not images; any other extension is an image.
-_NO_IMAGES = ("npy", "json", "txt", *[suffix[1:] for suffix in VIDEO_SUFFIXES])
+_NO_IMAGES = ("npy", "json", "txt", *[suffix[1:] for suffix in VIDEO.suffixes])
 _Position = tuple[int, int, int]  # (sample i, image j of the sample, image k of the pack)
 _STEMS: tuple[Callable[[_Position], str], ...] = (
     lambda position: f"img{position[0]}_{position[1]}",

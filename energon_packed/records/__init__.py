@@ -8,8 +8,8 @@ groups.py: records with a common field. turns.py: a turn in any spelling -> Mess
 exact_json.py: JSON without loss. fields.py: checked values of fields. unused_fields.py: fields that nothing reads.
 media_fields.py: images and videos that a record lists, with video_fields.py for the values of video fields;
 unlisted_media.py: media in fields that are not read. media.py: MediaReference, the address of the bytes of an image or
-video, and the only code that reads them. video.py: VideoReference, a video file and its selected frames. audio.py:
-AudioReference, an audio file.
+video, and the only code that reads them. file_types.py: formats by the first bytes. video.py: VideoReference, a video
+file and its selected frames. audio.py: AudioReference, an audio file.
 """
 
 from energon_packed.records.audio import AudioClip, AudioReference

@@ -2,11 +2,8 @@
 
 A record names a file. Measuring counts its samples from the header and the packets. A pack stores the file and the
 clip, so that training reads exactly these samples: a file that decodes to another number of samples is an error.
-
-The module also defines which names and which bytes belong to an audio file.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,28 +12,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import is_given, shown, unsupported_field
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unused_fields import unused_fields
-from energon_packed.records.video import SIGNATURE_BYTES, video_extension
 
-AUDIO_SUFFIXES = (
-    *(".wav", ".flac", ".mp3", ".m4a", ".aac", ".ogg", ".oga", ".opus", ".weba", ".aif", ".aiff", ".aifc", ".au"),
-    *(".caf", ".w64", ".wma", ".amr", ".mka", ".mp2"),
-)
-"""Extensions of audio files."""
-_SIGNATURES = {  # in the order of the tests
-    "wav": rb"(?:RIFF|RF64|BW64)....WAVE",
-    "flac": rb"fLaC",
-    "opus": rb"OggS.{23}.{1,255}?OpusHead",
-    "ogg": rb"OggS(?!.{23}.{1,255}?\x80theora)",
-    "m4a": rb"....ftyp(?:M4A |M4B )",
-    "aiff": rb"FORM....AIF[FC]",
-    "w64": rb"riff\x2e\x91\xcf\x11",
-    "caf": rb"caff\x00",
-    "au": rb"\.snd",
-    "amr": rb"#!AMR",
-    "aac": rb"ADIF|\xff[\xf0\xf1\xf8\xf9]",
-    "mp3": rb"ID3|\xff[\xe2-\xe7\xea-\xef\xf2-\xf7\xfa-\xff]",
-}
-_COMPILED = {extension: re.compile(pattern, re.DOTALL) for extension, pattern in _SIGNATURES.items()}
 KEYS = ("audio", "audio_url", "bytes", "path", "url")
 """Fields of a content part or object with its audio file, in order of preference."""
 _PART = ("offset", "duration")
@@ -159,20 +135,3 @@ def _seconds(value: Mapping[str, Any], name: str) -> float | None:
     if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= _LONGEST:
         raise unsupported_field(f"{name} of an audio file must be seconds, not {shown(number)}")
     return float(number)
-
-
-def has_audio_suffix(name: str) -> bool:
-    """Whether a path or URL ends like an audio file; the query of a URL does not count."""
-    if "://" in name:
-        name = name.partition("?")[0]
-    return name.lower().endswith(AUDIO_SUFFIXES)
-
-
-def stored_extension(data: bytes) -> str:
-    """Return the extension of an audio file in a pack, without the dot, by its content."""
-    return audio_extension(data[:SIGNATURE_BYTES]) or video_extension(data[:SIGNATURE_BYTES]) or "audio"
-
-
-def audio_extension(head: bytes) -> str | None:
-    """Return the extension of an audio file without the dot, from its first `SIGNATURE_BYTES` bytes; else None."""
-    return next((extension for extension, pattern in _COMPILED.items() if pattern.match(head)), None)

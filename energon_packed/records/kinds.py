@@ -19,6 +19,7 @@ class MediaKind(NamedTuple):
         name: type of a content part, such as `audio`.
         a: a file of the kind in messages, such as `an audio file`.
         fields: fields of a record with such media; the first is also the attribute of Conversation.
+        suffixes: extensions of its files, in lower case.
         placeholder: text that marks the place of a file in a conversation.
         missing, corrupt, mismatch: reasons of rejected records; the last is for another number of placeholders.
     """
@@ -26,6 +27,7 @@ class MediaKind(NamedTuple):
     name: str
     a: str
     fields: tuple[str, str]
+    suffixes: tuple[str, ...]
     placeholder: str
     missing: Reason
     corrupt: Reason
@@ -46,17 +48,35 @@ class MediaKind(NamedTuple):
         """Attribute of Conversation with the media of the kind."""
         return self.fields[0]
 
+    def has_suffix(self, name: str) -> bool:
+        """Whether a path or URL ends like a file of the kind; the query of a URL does not count."""
+        if "://" in name:
+            name = name.partition("?")[0]
+        return name.lower().endswith(self.suffixes)
+
 
 IMAGE = MediaKind(
-    *("image", "an image", ("images", "image"), IMAGE_PLACEHOLDER),
+    *("image", "an image", ("images", "image")),
+    (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2"),
+    IMAGE_PLACEHOLDER,
     *(Reason.MISSING_IMAGE, Reason.CORRUPT_IMAGE, Reason.IMAGE_COUNT_MISMATCH),
 )
 VIDEO = MediaKind(
-    *("video", "a video", ("videos", "video"), VIDEO_PLACEHOLDER),
+    *("video", "a video", ("videos", "video")),
+    (
+        *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".flv", ".f4v"),
+        *(".wmv", ".asf", ".3gp", ".3g2", ".ogv", ".vob"),
+    ),
+    VIDEO_PLACEHOLDER,
     *(Reason.MISSING_VIDEO, Reason.CORRUPT_VIDEO, Reason.VIDEO_COUNT_MISMATCH),
 )
 AUDIO = MediaKind(
-    *("audio", "an audio file", ("audios", "audio"), AUDIO_PLACEHOLDER),
+    *("audio", "an audio file", ("audios", "audio")),
+    (
+        *(".wav", ".flac", ".mp3", ".m4a", ".aac", ".ogg", ".oga", ".opus", ".weba", ".aif", ".aiff", ".aifc", ".au"),
+        *(".caf", ".w64", ".wma", ".amr", ".mka", ".mp2"),
+    ),
+    AUDIO_PLACEHOLDER,
     *(Reason.MISSING_AUDIO, Reason.CORRUPT_AUDIO, Reason.AUDIO_COUNT_MISMATCH),
 )
 MEDIA_KINDS = {kind.name: kind for kind in (IMAGE, VIDEO, AUDIO)}

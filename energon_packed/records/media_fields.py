@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AUDIO_SUFFIXES, AudioReference, read_audio
+from energon_packed.records.audio import AudioReference, read_audio
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field
 from energon_packed.records.kinds import (
     AUDIO,
@@ -26,7 +26,7 @@ from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, MediaReferen
 from energon_packed.records.objects import BOX_PLACEHOLDER, BOX_REMEDY, REF_PLACEHOLDER
 from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
 from energon_packed.records.unused_fields import unused_fields
-from energon_packed.records.video import VIDEO_SUFFIXES, VideoReference
+from energon_packed.records.video import VideoReference
 from energon_packed.records.video_fields import Video, read_video, read_videos, unsupported_media
 
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
@@ -34,10 +34,10 @@ _TAGGED = {
     # Qwen-VL writes `Picture 1: <img>path</img>`; the prefix is removed with the tag.
     IMAGE: re.compile(r"(?:Picture \d+: ?)?<img>(?!\s*</img>)([^<>\n]+)</img>"),
     # ms-swift 2 writes `<video>path</video>`; other content is not read as a path.
-    VIDEO: re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO_SUFFIXES))}))</video>", re.IGNORECASE),
+    VIDEO: re.compile(rf"<video>([^<>\n]+(?:{'|'.join(map(re.escape, VIDEO.suffixes))}))</video>", re.IGNORECASE),
     # As ms-swift 2; Qwen-Audio writes `Audio 1: <audio>path</audio>`.
     AUDIO: re.compile(
-        rf"(?:Audio \d+: ?)?<audio>([^<>\n]+(?:{'|'.join(map(re.escape, AUDIO_SUFFIXES))}))</audio>", re.IGNORECASE
+        rf"(?:Audio \d+: ?)?<audio>([^<>\n]+(?:{'|'.join(map(re.escape, AUDIO.suffixes))}))</audio>", re.IGNORECASE
     ),
 }
 # Placeholders of other data formats: Qwen-VL without a path, DeepSeek-VL, InternLM-XComposer, MiniCPM-V, MMMU and Phi.

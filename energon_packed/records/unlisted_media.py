@@ -14,19 +14,19 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from energon_packed.errors import Reason, RecordError, ResourceError
-from energon_packed.records.audio import AUDIO_SUFFIXES, AudioReference
+from energon_packed.records.audio import AudioReference
 from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
+from energon_packed.records.kinds import AUDIO, IMAGE, VIDEO
 from energon_packed.records.media import ImageRoot, MediaReference
-from energon_packed.records.video import VIDEO_SUFFIXES, VideoReference
+from energon_packed.records.video import VideoReference
 from energon_packed.storage import as_path
 
 IMAGE_URL = "not fetched: URL of an image in the field"
 """Start of the note of a record without an image; the name of the field follows."""
-IMAGE_FILES = (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2")
 # Without .ts, .mts and .svg: they are also source code, and a path of a code dataset is not media.
-_VIDEO_FILES = tuple(suffix for suffix in VIDEO_SUFFIXES if suffix not in (".ts", ".mts"))
-_AUDIO_FILES = tuple(suffix for suffix in AUDIO_SUFFIXES if suffix != ".au")  # the end of many web addresses
-_MEDIA_FILES = (*IMAGE_FILES, *_VIDEO_FILES, *_AUDIO_FILES)
+_VIDEO_FILES = tuple(suffix for suffix in VIDEO.suffixes if suffix not in (".ts", ".mts"))
+_AUDIO_FILES = tuple(suffix for suffix in AUDIO.suffixes if suffix != ".au")  # the end of many web addresses
+_MEDIA_FILES = (*IMAGE.suffixes, *_VIDEO_FILES, *_AUDIO_FILES)
 _DATA_URL = re.compile(r"data:[^,\s]{0,100};base64,")
 _BASE64 = re.compile(r"(?:/9j/|iVBORw0KGgo|R0lGOD[dl]h|UklGR)[A-Za-z0-9+/\s]{8}")  # JPEG, PNG, GIF, WebP
 _STARTS = frozenset(("data", "/9j/", "iVBO", "R0lG", "UklG"))

@@ -23,10 +23,11 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import Record, is_given, read_setting, shown, unsupported_field
+from energon_packed.records.file_types import SIGNATURE_BYTES, is_video_content
+from energon_packed.records.kinds import IMAGE, VIDEO
 from energon_packed.records.media import ImageRoot, MediaReference
-from energon_packed.records.unlisted_media import IMAGE_FILES
 from energon_packed.records.unused_fields import unused_fields
-from energon_packed.records.video import SIGNATURE_BYTES, VideoReference, has_video_suffix, is_video_content
+from energon_packed.records.video import VideoReference
 
 Video = VideoReference | list[MediaReference]
 """A video file, or the frames of a video."""
@@ -201,7 +202,7 @@ def is_video_file(value: Any, *, alone: bool = False) -> bool:
         if value.data is not None:
             return alone or is_video_content(value.data[:SIGNATURE_BYTES])
         # The name of a tar does not identify the type of its members.
-        return (value.offset is None and has_video_suffix(value.path or "")) or alone
+        return (value.offset is None and VIDEO.has_suffix(value.path or "")) or alone
     if isinstance(value, bytes | bytearray | memoryview):
         return alone or is_video_content(bytes(value[:SIGNATURE_BYTES]))
     if not isinstance(value, str) or not value:
@@ -209,7 +210,7 @@ def is_video_file(value: Any, *, alone: bool = False) -> bool:
     if match := _DATA_URL.match(value):
         return _is_video_url(match[1], value)
     name = value.partition("?")[0].lower() if "://" in value else value.lower()
-    return has_video_suffix(name) or name.endswith(_LISTED) or (alone and not name.endswith(IMAGE_FILES))
+    return VIDEO.has_suffix(name) or name.endswith(_LISTED) or (alone and not name.endswith(IMAGE.suffixes))
 
 
 def _is_video_url(kind: str, url: str) -> bool:

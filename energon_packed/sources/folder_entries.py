@@ -12,14 +12,12 @@ from pathlib import Path
 
 from energon_packed.errors import SourceError
 from energon_packed.files import visible
-from energon_packed.records.audio import AUDIO_SUFFIXES
-from energon_packed.records.unlisted_media import IMAGE_FILES
-from energon_packed.records.video import VIDEO_SUFFIXES
+from energon_packed.records.kinds import AUDIO, MEDIA_KINDS, VIDEO
 from energon_packed.storage import RemotePath
 
 CAPTION_FILES = (".txt", ".caption", ".text")
 """Suffixes of files with the caption of a media file of the same name, as in tars."""
-CAPTIONED_FILES = (*IMAGE_FILES, *VIDEO_SUFFIXES, *AUDIO_SUFFIXES)
+CAPTIONED_FILES = tuple([suffix for kind in MEDIA_KINDS.values() for suffix in kind.suffixes])
 """Suffixes of images, videos and audio files that such a file may describe."""
 _DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d+_of_\d+)?\.arrow")
 _METADATA = ("dataset_info.json", "dataset_infos.json", "state.json", "dataset_dict.json", "config.json")
@@ -29,7 +27,7 @@ _SUFFIXES = {
     "metadata": ".yaml .yml .toml .ini .cfg .idx",
     "code": ".py .pyc .ipynb .sh",
     "media": ".jpg .jpeg .png .webp .gif .bmp .tif .tiff .ppm .pgm .ico .svg .avif .heic .jxl .jp2 .npy "
-    f"{' '.join((*VIDEO_SUFFIXES, *AUDIO_SUFFIXES))}",
+    f"{' '.join((*VIDEO.suffixes, *AUDIO.suffixes))}",
 }
 _KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}
 _NAMES = {

@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import check_inner, of_type
-from energon_packed.records.audio import has_audio_suffix
-from energon_packed.records.video import has_video_suffix
+from energon_packed.records.kinds import AUDIO, VIDEO
 from energon_packed.sources.arrow import ArrowSource, ParquetSource
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.convert import not_utf8
@@ -99,7 +98,7 @@ def _kind(value: Any) -> str:
     first = value[0] if isinstance(value, list) and value else value
     if not isinstance(first, str):
         return "image"
-    return "video" if has_video_suffix(first) else "audio" if has_audio_suffix(first) else "image"
+    return "video" if VIDEO.has_suffix(first) else "audio" if AUDIO.has_suffix(first) else "image"
 
 
 def _has_turns(record: dict[str, Any]) -> bool:

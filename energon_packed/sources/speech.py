@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
-from energon_packed.records.audio import has_audio_suffix
 from energon_packed.records.fields import shown
+from energon_packed.records.kinds import AUDIO
 from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.convert import not_utf8
 from energon_packed.sources.csv import CsvSource
@@ -62,7 +62,7 @@ class CommonVoiceSource(CsvSource):
         record = super().record(values)
         name = record.pop("path")
         if name is not None:
-            suffix = "" if has_audio_suffix(name) else ".mp3"
+            suffix = "" if AUDIO.has_suffix(name) else ".mp3"
             record["audio"] = f"{self.media_folder.start}/clips/{name}{suffix}"
         return record
 

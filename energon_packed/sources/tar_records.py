@@ -24,13 +24,12 @@ from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats import READ_ONLY, codec_of
 from energon_packed.formats.references import FOLDER, MEDIA_PART, located_images
 from energon_packed.records import AudioReference, Conversation, MediaReference, VideoReference
-from energon_packed.records.audio import AUDIO_SUFFIXES
 from energon_packed.records.conversation import with_files
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import is_given
+from energon_packed.records.file_types import SIGNATURE_BYTES, is_video_content
 from energon_packed.records.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO, MediaKind
 from energon_packed.records.record_formats import RECORD_FORMATS
-from energon_packed.records.video import SIGNATURE_BYTES, VIDEO_SUFFIXES, is_video_content
 from energon_packed.sources.base import LONGEST_RECORD
 from energon_packed.tarfiles import Member, key_faults, read_content
 
@@ -38,9 +37,9 @@ IMAGE_PARTS = ("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff")
 TEXT_PARTS = ("txt", "caption", "text")
 JSON_PARTS = ("json", "jsn")
 INTEGER_PARTS = ("cls", "cls2", "class", "count", "index", "inx", "id")  # of Energon's default decoder
-VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO_SUFFIXES)
+VIDEO_PARTS = tuple(suffix[1:] for suffix in VIDEO.suffixes)
 _SOURCE_CODE = ("ts", "mts")  # extensions of TypeScript, too: the content of such a member decides
-_AUDIO_PARTS = tuple(suffix[1:] for suffix in AUDIO_SUFFIXES)
+_AUDIO_PARTS = tuple(suffix[1:] for suffix in AUDIO.suffixes)
 _PICKLES = ("pyd", "pickle", "pkl", "pth", "pt")
 _MEMBER_LISTS = {"image_keys": "images", "patch_positions_keys": "patch_positions"}  # of LLaVA-OneVision-2
 _CAPTION_FIELDS = ("caption", "text", "captions")

@@ -15,7 +15,7 @@ from PIL import Image
 
 from energon_packed import Conversation, MediaReference, RecordError, VideoReference, normalize
 from tests.docs.record_pages import PAGE, PUBLISHED
-from tests.internals import VIDEO_SUFFIXES, is_video_content
+from tests.internals import VIDEO, is_video_content
 from tests.videos import COMBINATIONS, make_video
 
 USER, ANSWER = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "A bus."}
@@ -786,7 +786,7 @@ def test_the_content_of_real_files_is_recognized(tmp_path: Path) -> None:
         codec = next(codec for codec, other in COMBINATIONS if other == extension)
         file = make_video(tmp_path / f"a.{extension}", codec=codec, frames=3)
         assert is_video_content(file.read_bytes()), extension
-        assert file.suffix in VIDEO_SUFFIXES
+        assert file.suffix in VIDEO.suffixes
         found = normalize({"videos": [file.read_bytes()], "caption": "A."})
         assert found.kind == "video", extension
         assert len(found.videos) == 1, extension

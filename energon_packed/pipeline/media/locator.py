@@ -25,8 +25,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.formats import StoredImage
 from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
 from energon_packed.records import MediaReference
-from energon_packed.records.audio import stored_extension
-from energon_packed.records.video import SIGNATURE_BYTES, video_extension
+from energon_packed.records.file_types import SIGNATURE_BYTES, stored_extension, video_extension
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 

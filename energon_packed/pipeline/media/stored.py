@@ -38,7 +38,7 @@ from energon_packed.pipeline.shard_states import TarTask, finish_shard, finished
 from energon_packed.pipeline.stages.plan import Plan, cut_evenly
 from energon_packed.pipeline.stages.samples import changed_record
 from energon_packed.pipeline.table import RecordTable
-from energon_packed.records.audio import stored_extension
+from energon_packed.records.file_types import stored_extension
 from energon_packed.shards.nv_meta import index_uuid, write_nv_meta
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
 from energon_packed.storage import is_remote

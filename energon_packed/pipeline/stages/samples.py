@@ -26,7 +26,7 @@ from energon_packed.pipeline.media.locator import MediaLocator
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference, VideoReference
-from energon_packed.records.audio import stored_extension
+from energon_packed.records.file_types import stored_extension
 from energon_packed.records.groups import group_key
 from energon_packed.system import raise_resource_error
 
