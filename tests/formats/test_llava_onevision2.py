@@ -136,6 +136,7 @@ def test_keep_bytes_renames_and_converts_nothing(source: Path, vision_encoder: C
         for ident, names in zip(parts["json"]["ids"], parts["json"]["images"], strict=True):
             files = [(source.parent / name).read_bytes() for name in records[ident].get("images", [])]
             assert [parts[name] for name in names] == files
+            assert {name.rpartition(".")[2] for name in names} <= {"jpg"}
 
 
 def their_package(monkeypatch: pytest.MonkeyPatch) -> type[Any]:

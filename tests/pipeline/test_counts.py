@@ -207,3 +207,14 @@ def test_records_are_counted_over_all_batches_and_files(build: Any, tmp_path: Pa
     names = ("measured", "tokenized", "reused")
     assert [first.counters[name] for name in names] == [305, 305, 0]
     assert [second.counters[name] for name in names] == [0, 0, 305]
+
+
+def test_tokens_that_are_truncated_are_counted(build: Any, encoder: ChatEncoder) -> None:
+    texts = ["a", "word " * 40, "word " * 50]
+    lengths = [encoder.length(Conversation(text=text)) for text in texts]
+    manifest = build(
+        [{"text": text} for text in texts], seq_len=32, overlong="truncate", max_packs_per_shard=1
+    ).manifest
+    assert (manifest.truncated, manifest.tokens_cut) == (2, sum(lengths) - lengths[0] - 64)
+    assert sorted(shard.tokens for shard in manifest.shards) == [lengths[0], 32, 32]
+    assert manifest.tokens == manifest.sources[0].tokens == lengths[0] + 64

@@ -141,6 +141,9 @@ def test_the_size_of_extracted_frames_is_estimated_from_some_of_them(data: Video
     options = data.options(tmp_path / "out", extract_frames=True)
     planned = dry_run(PackOptions(inputs=(str(data.jsonl),), **options)).num_bytes
     assert 0.85 < planned / written < 1.15
+    make_video(tmp_path / "a.mp4", frames=200)
+    file, options = write_jsonl(tmp_path, [record("a", "a.mp4")]), options | {"seq_len": 4096}
+    assert 0.85 < dry_run(PackOptions(inputs=(str(file),), **options)).num_bytes / pack(file, **options).bytes < 1.15
 
 
 def test_data_without_videos_has_no_trace_of_them(data: VideoDemo, tmp_path: Path) -> None:

@@ -200,7 +200,7 @@ def check_image_urls(table: RecordTable) -> None:
     """
     packed = sum(map(len, table.packable(table.status)))
     for note, count in table.counts["notes"].items():
-        if note.startswith(IMAGE_URL) and count >= packed > 0:
+        if note.startswith(IMAGE_URL) and count >= packed:  # notes are of records that can be packed
             name = note.removeprefix(IMAGE_URL).strip()
             raise RejectLimitError(
                 f"all {packed} records have the URL of an image in the field {name}, and no image. Nothing is "
