@@ -7,13 +7,14 @@ messages; reports.py applies it to a measured input:
     a stream ──► FailureLog (loading) ──► the counts and rows of reports.py
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from energon_packed.arrays import blocks
 from energon_packed.errors import REQUESTED_REJECTS, TOO_LONG, Reason, RejectLimitError
 from energon_packed.files import DiskList, disk_array
 
@@ -76,7 +77,7 @@ class RejectedAt(NamedTuple):
     detail: str
 
 
-class Details:
+class Details(Mapping[int, str]):
     """Details of records that are rejected after they were measured, by index of the record.
 
     They are in files, so that memory does not grow with their number: the text of each and its size, and for each
@@ -91,21 +92,29 @@ class Details:
         self._records, self._folder = records, folder
         self._ends = np.zeros(0, dtype=np.int64)  # until there is a text: most runs have none
         self._texts = DiskList(np.uint8, folder)
+        self._count = 0
 
     def __setitem__(self, record: int, detail: str) -> None:
         if not len(self._ends):
             self._ends = disk_array(self._folder, self._records, np.int64)
         text = detail.encode(errors="surrogatepass")
         self._texts.extend(text + len(text).to_bytes(4, "little"))
+        self._count += self._ends[record] == 0
         self._ends[record] = len(self._texts)
 
-    def get(self, record: int) -> str | None:
-        """Return the detail of a record, or None."""
+    def __getitem__(self, record: int) -> str:
         if not len(self._ends) or not self._ends[record]:
-            return None
+            raise KeyError(record)
         texts, end = self._texts.values, int(self._ends[record]) - 4
         size = int.from_bytes(texts[end : end + 4].tobytes(), "little")
         return texts[end - size : end].tobytes().decode(errors="surrogatepass")
+
+    def __iter__(self) -> Iterator[int]:
+        for block in blocks(len(self._ends)):
+            yield from (block.start + np.flatnonzero(self._ends[block])).tolist()
+
+    def __len__(self) -> int:
+        return self._count
 
 
 @dataclass(frozen=True, slots=True)

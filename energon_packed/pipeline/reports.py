@@ -8,7 +8,7 @@ same counts, reasons and rows:
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, pairwise
@@ -40,7 +40,6 @@ from energon_packed.pipeline.options import RejectOptions
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import (
     MOST_ROWS,
-    Details,
     Rejected,
     RejectLimits,
     RejectReport,
@@ -93,7 +92,7 @@ class TableRejects:
     table: RecordTable
     reader: RecordReader
     status: npt.NDArray[np.int8]
-    details: Details | dict[int, str] = field(default_factory=dict)
+    details: Mapping[int, str] = field(default_factory=dict)
     options: RejectOptions | None = None
     max_images: int | None = None
     is_sample: bool = False

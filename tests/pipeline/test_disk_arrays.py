@@ -369,12 +369,12 @@ def test_memory_of_the_manifest(tmp_path: Path, in_files: None, monkeypatch: pyt
             progress=Progress(),
             counters={},
             tokenizer_engines=set(),
+            keys=SimpleNamespace(encoder="", input="", tars="", write=""),
         )
-        keys = SimpleNamespace(encoder="", input="", tars="", write="")
         summaries = [index_stage.ShardSummary(shard.name("d"), 1, "", packs.num_packs) for shard in shards]
 
         def step() -> object:
-            manifest = index_stage.write_index(state, keys, records, plan, summaries)
+            manifest = index_stage.write_index(state, records, plan, summaries)
             assert (manifest.records_split, manifest.fragments, len(manifest.shards)) == (count, 3 * count, 1)
             assert manifest.sources[0].tokens == manifest.shards[0].tokens
             return manifest
@@ -409,12 +409,16 @@ def test_fragments_are_in_the_order_of_the_records(tmp_path: Path, all_in_files:
 
 def test_details_are_texts_of_some_records(tmp_path: Path, all_in_files: None) -> None:
     details = rejects.Details(100, tmp_path)
-    assert [details.get(record) for record in range(100)] == [None] * 100
+    assert (dict(details), len(details), details.get(3)) == ({}, 0, None)
     texts = {7: "a", 3: "\ud800 \U0001f600" * 50, 99: "", 0: "b" * 70_000}
     for record, text in texts.items():
         details[record] = text
     details[7] = texts[7] = "another text"
-    assert [details.get(record) for record in range(100)] == [texts.get(record) for record in range(100)]
+    assert dict(details) == texts
+    assert list(details) == sorted(texts)
+    assert len(details) == 4
+    with pytest.raises(KeyError):
+        details[1]
     assert list(tmp_path.iterdir()) == []
 
 
