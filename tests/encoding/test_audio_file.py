@@ -192,6 +192,52 @@ def test_a_file_that_was_cut_is_rejected_and_bytes_after_its_end_add_no_sample(k
     assert longer == samples or kind == "au", longer  # FFmpeg reads an AU file to its end
 
 
+def changed_inside(data: bytes) -> list[bytes]:
+    """A file with three other bytes, with zeros, and without some bytes in its middle."""
+    middle = len(data) // 2
+    flipped = bytes(255 - value for value in data[middle : middle + 3])
+    return [
+        data[:middle] + flipped + data[middle + 3 :],
+        data[:middle] + bytes(5000) + data[middle + 5000 :],
+        data[:middle] + data[middle + 3000 :],
+    ]
+
+
+def test_damage_inside_a_flac_file_is_found_by_its_checksums(tmp_path: Path) -> None:
+    intact = write(tmp_path / "a", "flac", signal(48_000, 16_000), 16_000)
+    path = tmp_path / "changed.flac"
+    for data in changed_inside(intact.read_bytes()):
+        path.write_bytes(data)
+        for read in (read_audio_info, check_audio, lambda file: decode_audio(file, whole(intact), 16_000)):
+            assert why(lambda read=read: read(at(path))) == f"corrupt_audio: {path} has damaged data; copy it again"
+    # In other containers, packets have durations, so that only decoding finds damage.
+    other = tmp_path / "a.mp4"
+    with av.open(str(intact)) as source, av.open(str(other), "w") as out:
+        stream = out.add_stream_from_template(source.streams.audio[0])
+        for packet in source.demux(audio=0):
+            if packet.size:
+                packet.stream = stream
+                out.mux(packet)
+    other.write_bytes(changed_inside(other.read_bytes())[0])
+    assert read_audio_info(at(other)).samples == 48_000
+    for read in (check_audio, lambda file: decode_audio(file, whole(intact), 16_000)):
+        assert "has damaged data" in why(lambda read=read: read(at(other)))
+
+
+def test_a_flac_file_without_one_of_its_frames_is_rejected(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "flac", signal(48_000, 16_000), 16_000)
+    with av.open(str(path)) as container:
+        packets = [bytes(packet) for packet in container.demux(audio=0) if packet.size]
+    data = path.read_bytes()
+    header = data[: data.index(packets[0])]
+    assert header + b"".join(packets) == data
+    path.write_bytes(header + b"".join(packets[:10] + packets[11:]))
+    samples = num_decoded(path)
+    assert samples < 48_000
+    for read in (read_audio_info, check_audio):
+        assert f"ends after {samples:,} of 48,000 samples; copy it again" in why(lambda read=read: read(at(path)))
+
+
 def test_a_header_of_4_gib_reads_no_byte_more(tmp_path: Path) -> None:
     path = write(tmp_path / "a", "wav16", signal(24_000, 16_000), 16_000)
     data = bytearray(path.read_bytes())

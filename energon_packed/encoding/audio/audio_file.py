@@ -106,6 +106,7 @@ def check_audio(reference: MediaReference) -> AudioInfo:
         samples = 0
         for frame in audio.frames():
             samples += frame.samples
+        audio.check_header(samples)
         return audio.info(samples, decoded=True)
 
 
@@ -188,6 +189,8 @@ class _Audio:
             if other.index != stream.index:
                 other.discard = file.av.stream.Discard.all
         self.context.thread_count = 1
+        if self.codec == "flac":  # by default, FFmpeg decodes a frame with another checksum to noise
+            self.context.options = {"err_detect": "crccheck+explode"}
 
     def info(self, samples: int, *, decoded: bool) -> AudioInfo:
         if not samples:
@@ -213,6 +216,11 @@ class _Audio:
         declared = 0 if duration is None else round(duration * self.stream.time_base * self.rate)
         if samples < declared:
             raise Damaged(f"ends after {samples:,} of {declared:,} samples; copy it again")
+
+    def check_header(self, samples: int) -> None:
+        """Raise `Damaged` if a header with the exact number declares more samples: decoders skip damaged frames."""
+        if self.demuxer in ("flac", "aiff", "au"):  # other containers have the size of the file, which is checked
+            self.check_declared(samples)
 
     def check_packet(self, packet: Any) -> None:
         """Decode the last packet, which is incomplete in a truncated file."""
@@ -240,7 +248,11 @@ class _Audio:
         """Decode all packets from the present place."""
         samples = 0
         for packet in chain(self.packets(), (None,)):
-            for frame in self.context.decode(packet):
+            frames = self.context.decode(packet)
+            # FFmpeg joins damaged frames to the packet before, and decodes the others.
+            if self.codec == "flac" and packet is not None and len(frames) != 1:
+                raise Damaged("has damaged data; copy it again")
+            for frame in frames:
                 if frame.is_corrupt:
                     raise Damaged("has damaged data")
                 if self.codec.startswith("pcm_f") and not _is_finite(frame.to_ndarray()):
@@ -297,8 +309,7 @@ def _count_durations(audio: _Audio) -> int | None:
     samples *= int(ticks.numerator)
     if audio.codec == "flac":
         audio.check_packet(last)
-    if audio.demuxer in ("flac", "aiff", "au"):  # other containers have the size of the file, which is checked
-        audio.check_declared(samples)
+    audio.check_header(samples)
     return samples
 
 
