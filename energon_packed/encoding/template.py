@@ -40,6 +40,8 @@ RENDER_LIMIT = 10.0
 """Seconds of computing time in which a template must render a conversation."""
 RENDER_MEMORY = 2 << 30
 """Bytes that rendering a conversation may allocate."""
+UNFINISHED = "the chat template did not finish"
+"""Start of the detail of a record whose conversation needs more time."""
 _MEMORY = f"it needs more than {RENDER_MEMORY >> 30} GiB of memory"
 _FIX = "fix it in the tokenizer folder"
 _PLAIN = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
@@ -549,10 +551,10 @@ def _out_of_time(size: int) -> TemplateError | RecordError:
     """Error for a template that did not finish: of the template if the conversation is small, else of the record."""
     if size < _SMALL:
         return TemplateError(
-            f"the chat template did not finish rendering a conversation of {size:,} characters in {RENDER_LIMIT:g} "
+            f"{UNFINISHED} rendering a conversation of {size:,} characters in {RENDER_LIMIT:g} "
             "seconds; fix its loops in the tokenizer folder"
         )
-    detail = f"the chat template did not finish in {RENDER_LIMIT:g} seconds ({size:,} characters); split the record"
+    detail = f"{UNFINISHED} in {RENDER_LIMIT:g} seconds ({size:,} characters); split the record"
     return RecordError(Reason.NOT_RENDERED, detail)
 
 

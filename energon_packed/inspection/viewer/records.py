@@ -17,6 +17,7 @@ import orjson
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
 from energon_packed.encoding.audio.media import clip_of
+from energon_packed.encoding.template import UNFINISHED
 from energon_packed.encoding.vision.images import read_header
 from energon_packed.encoding.vision.video_file import read_video_info
 from energon_packed.errors import ConfigError, EnergonPackedError, Reason, RecordError, Reject
@@ -191,8 +192,8 @@ class RecordsViewer(Pages):
         for (row, conversation, result), place in zip(found, self._places(source, found), strict=True):
             key = f"{source}-{row.address}"
             stored = [] if conversation is None else record_samples(conversation, result)
-            # A chat template that did not finish would need the same time again.
-            encoder = None if "did not finish" in str(result.reject) else self._encoder
+            is_unfinished = result.reject is not None and result.reject.detail.startswith(UNFINISHED)
+            encoder = None if is_unfinished else self._encoder  # which would need the same time again
             views = view_samples(stored, encoder)
             view, rendered = PackView(key=key, samples=views), ""
             if stored and conversation.messages and isinstance(encoder, ChatEncoder):
