@@ -314,6 +314,8 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
     records = [_with_names(record) for record in image_records(source, options.images)]
     jsonl = write_jsonl(source / "data.jsonl", iter(records))
     raw = store.put_folder(f"{work.name}/source", source)
+    files = _emptied(work / "files")  # LitData writes an index into the folder, and the servers have `source`
+    shutil.copytree(source, files, copy_function=os.link)
     places: dict[str, tuple[Path, str]] = {}
     for media, given in (("copy", str(jsonl)), ("reference", f"{raw}/data.jsonl")):
         with tempfile.TemporaryDirectory(dir=work) as folder:
@@ -360,7 +362,7 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
         if not is_remote:
             readers["copy, members alone"] = partial(packed_members, places["copy"][0], encoder)
         readers["LitData"] = partial(litdata_images, places["litdata"][is_remote], work / "cache", endpoint)
-        readers["LitData, files"] = partial(litdata_files, raw if is_remote else str(source), work / "cache", endpoint)
+        readers["LitData, files"] = partial(litdata_files, raw if is_remote else str(files), work / "cache", endpoint)
         if endpoint is not None:
             for media, wanted in ranges.items():
                 readers[f"client alone, {media}"] = partial(ranges_alone, wanted, endpoint)
