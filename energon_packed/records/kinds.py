@@ -56,28 +56,40 @@ class MediaKind(NamedTuple):
 
 
 IMAGE = MediaKind(
-    *("image", "an image", ("images", "image")),
-    (".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2"),
-    IMAGE_PLACEHOLDER,
-    *(Reason.MISSING_IMAGE, Reason.CORRUPT_IMAGE, Reason.IMAGE_COUNT_MISMATCH),
+    name="image",
+    a="an image",
+    fields=("images", "image"),
+    suffixes=(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2"),
+    placeholder=IMAGE_PLACEHOLDER,
+    missing=Reason.MISSING_IMAGE,
+    corrupt=Reason.CORRUPT_IMAGE,
+    mismatch=Reason.IMAGE_COUNT_MISMATCH,
 )
 VIDEO = MediaKind(
-    *("video", "a video", ("videos", "video")),
-    (
+    name="video",
+    a="a video",
+    fields=("videos", "video"),
+    suffixes=(
         *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".flv", ".f4v"),
         *(".wmv", ".asf", ".3gp", ".3g2", ".ogv", ".vob"),
     ),
-    VIDEO_PLACEHOLDER,
-    *(Reason.MISSING_VIDEO, Reason.CORRUPT_VIDEO, Reason.VIDEO_COUNT_MISMATCH),
+    placeholder=VIDEO_PLACEHOLDER,
+    missing=Reason.MISSING_VIDEO,
+    corrupt=Reason.CORRUPT_VIDEO,
+    mismatch=Reason.VIDEO_COUNT_MISMATCH,
 )
 AUDIO = MediaKind(
-    *("audio", "an audio file", ("audios", "audio")),
-    (
+    name="audio",
+    a="an audio file",
+    fields=("audios", "audio"),
+    suffixes=(
         *(".wav", ".flac", ".mp3", ".m4a", ".aac", ".ogg", ".oga", ".opus", ".weba", ".aif", ".aiff", ".aifc", ".au"),
         *(".caf", ".w64", ".wma", ".amr", ".mka", ".mp2"),
     ),
-    AUDIO_PLACEHOLDER,
-    *(Reason.MISSING_AUDIO, Reason.CORRUPT_AUDIO, Reason.AUDIO_COUNT_MISMATCH),
+    placeholder=AUDIO_PLACEHOLDER,
+    missing=Reason.MISSING_AUDIO,
+    corrupt=Reason.CORRUPT_AUDIO,
+    mismatch=Reason.AUDIO_COUNT_MISMATCH,
 )
 MEDIA_KINDS = {kind.name: kind for kind in (IMAGE, VIDEO, AUDIO)}
 """All kinds by name, in the order of the attributes of Conversation."""
