@@ -123,6 +123,7 @@ def test_audio_and_images_keep_their_order() -> None:
         ),
         ({"messages": [USER, ANSWER], "audio": 5}, "missing_audio", "an audio file is 5; use a path or bytes"),
         (parts({"type": "audio"}), "missing_audio", "a content part of type audio has no file"),
+        (parts({"audio": "a.wav"}, {"type": "audio"}), "missing_audio", "a content part of type audio has no file"),
         ({"audio": "http://x/a.wav", "text": "a"}, "unsupported_media", "is remote; download it"),
         ({"audio": "s3://x/a.wav", "text": "a"}, "unsupported_media", "is remote, and `image_root` is not"),
         (

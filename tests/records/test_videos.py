@@ -585,6 +585,11 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
             "the field min_pixels of a content part of type video",
         ),
         (part(video=""), "missing_video", "a content part of type video has no video; use a file or frames"),
+        (
+            {"messages": [{"role": "user", "content": [{"video": "a.mp4"}, {"type": "video"}]}, ANSWER]},
+            "missing_video",
+            "a content part of type video has no video; use a file or frames",
+        ),
         (part(video=["a.mp4", "1.png"]), "unsupported_media", "has video files and images in one list"),
         (part(video="https://x.org/a.mp4?b=c"), "unsupported_media", "is remote; download it and pass a path"),
         (part(video="data:video/mp4,abc"), "missing_video", "is not a base64 data URL"),
