@@ -285,6 +285,7 @@ PLACES = {
     "NO_IMAGE": "records.media_fields:NO_IMAGE",
     "NO_PLACEHOLDER": "records.normalize:NO_PLACEHOLDER",
     "VIDEO": "records.kinds:VIDEO",
+    "with_files": "records.conversation:with_files",
     "is_video_content": "records.file_types:is_video_content",
     "CALLS_IN_TEXT": "records.tools:CALLS_IN_TEXT",
     "TOOLS_IN_TEXT": "records.tools:TOOLS_IN_TEXT",

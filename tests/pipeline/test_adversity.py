@@ -142,6 +142,21 @@ def test_maps_and_the_code_of_adapters_are_named(build: Any, tmp_path: Path, mon
         build(adapter="adapter_two:convert")
 
 
+def test_a_file_that_is_read_from_a_converted_copy_may_not_change(
+    build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text("text\nHello.\nBye.\n")
+    (tmp_path / "growing_adapter.py").write_text(
+        f"def convert(record):\n    with open({str(data)!r}, 'a') as file:\n        file.write('New.\\n')\n"
+        "    return record\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SourceError, match=r"data.csv was replaced .* in use \(17 bytes before, \d+ now\); let its wr"):
+        build(inputs=(str(data),), adapter="growing_adapter:convert")
+
+
 def test_another_image_root_is_another_build(build: Any, tmp_path: Path) -> None:
     for number, name in enumerate("ab"):
         (tmp_path / name).mkdir()

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from energon_packed import ChatEncoder, Conversation, RecordError, normalize
-from tests.internals import EQUAL, PAIR, RANKING, TEXTS, UNPAIRED
+from energon_packed import ChatEncoder, Conversation, MediaReference, RecordError, normalize
+from tests.internals import EQUAL, PAIR, RANKING, TEXTS, UNPAIRED, with_files
 
 HI = {"role": "user", "content": "Hi"}
 HELLO = {"role": "assistant", "content": "Hello."}
@@ -456,3 +456,11 @@ def test_a_pair_of_tokens_is_that_of_the_dpo_trainer(tokenizer_dir: Path) -> Non
         assert member.labels is not None
         assert member.input_ids.tolist() == ids
         assert (member.labels != -100).tolist() == [bool(flag) for flag in mask]
+
+
+def test_media_files_of_the_samples_of_a_group_are_replaced() -> None:
+    prompt = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]}
+    pair = normalize({"prompt": [prompt], "chosen": [HELLO], "rejected": [BYE]})
+    changed = with_files(pair, lambda file: MediaReference(path=f"moved/{file.path}"))
+    assert [file.path for file in changed.images] == ["moved/a.png", "moved/a.png"]
+    assert [file.path for member in changed.members for file in member.images] == ["moved/a.png", "moved/a.png"]
