@@ -46,6 +46,7 @@ _MOST_NODES = 5_000_000  # of its content, aliases counted each time: a few line
 _MOST_FLAT = 1000  # columns and brackets of a YAML file that libyaml reads
 _MOST_NAMES = 1_000_000  # in the expansion of a list of brace patterns
 _MOST_BRACES = 16  # in one pattern
+_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # to open untrusted files
 _IN_MEMORY = 1 << 20  # bytes of an array that needs no file
 _WAITING = 1 << 13  # integers of a `DiskList` that are not yet in its array
 _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
@@ -102,12 +103,10 @@ def open_regular(path: str | Path, without_links: str | None = None) -> BinaryIO
             return RemoteReader(path)
         except IsADirectoryError:
             raise IrregularFile("is a folder, not a regular file") from None
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if without_links is None:
-        _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
-        descriptor = os.open(path, flags)
+        descriptor = _opened(path)
     else:
-        descriptor = _open_without_links(os.path.abspath(without_links), os.path.abspath(path), flags)
+        descriptor = _open_without_links(os.path.abspath(without_links), os.path.abspath(path))
     try:
         _refuse(os.fstat(descriptor).st_mode)  # the opened file, if the path was replaced in between
         return os.fdopen(descriptor, "rb")
@@ -116,7 +115,30 @@ def open_regular(path: str | Path, without_links: str | None = None) -> BinaryIO
         raise
 
 
-def _open_without_links(folder: str, path: str, flags: int) -> int:
+def read_start(path: str | Path, size: int) -> tuple[os.stat_result, bytes]:
+    """Return the status of a local file, and its first `size` bytes; b"" if it has fewer.
+
+    For a single read, this needs half of the time that opening a stream, reading and closing need.
+
+    Raises:
+        OSError, IrregularFile: as `open_regular`.
+    """
+    descriptor = _opened(path)
+    try:
+        now = os.fstat(descriptor)
+        _refuse(now.st_mode)
+        # The status first, so that a size in a damaged file allocates no memory.
+        return now, _pread(descriptor, 0, size) if size <= now.st_size else b""
+    finally:
+        os.close(descriptor)
+
+
+def _opened(path: str | Path) -> int:
+    _refuse(os.stat(path).st_mode)  # before opening: opening some devices acts on them
+    return os.open(path, _FLAGS)
+
+
+def _open_without_links(folder: str, path: str) -> int:
     """Open one folder after the other: a name that becomes a link in the meantime is not followed."""
     if not path.startswith(folder.rstrip("/") + "/"):  # by the other name of the folder
         folder = os.path.realpath(folder)
@@ -129,7 +151,7 @@ def _open_without_links(folder: str, path: str, flags: int) -> int:
             os.close(at)
             at, folder = inner, os.path.join(folder, name)
         _refuse(_refuse_link(at, file, folder))
-        return os.open(file, flags | os.O_NOFOLLOW, dir_fd=at)
+        return os.open(file, _FLAGS | os.O_NOFOLLOW, dir_fd=at)
     finally:
         os.close(at)
 
@@ -158,7 +180,10 @@ def read_range(stream: BinaryIO, at: int, size: int) -> bytes:
     """
     if isinstance(stream, RemoteReader):
         return stream.read_range(at, size)
-    descriptor = stream.fileno()
+    return _pread(stream.fileno(), at, size)
+
+
+def _pread(descriptor: int, at: int, size: int) -> bytes:
     data = os.pread(descriptor, size, at)
     if len(data) == size or not data:
         return data

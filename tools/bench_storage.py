@@ -5,10 +5,11 @@
 traffic   bytes and requests of `pack` and the loaders, and their speed against local files
 images    images per second of wall time and of CPU time, as bytes, against LitData and against clients alone that
           request the same ranges; needs `pip install --no-deps litdata lightning-utilities obstore tifffile zstd`.
-          No reader decodes them. Size and time of each tar are compared, and the SHA-256 of each reference (`by time`:
+          No reader decodes them. Size and time of each tar are compared, and the hash of each reference (`by time`:
           size and time of its file); LitData compares nothing. Both read the messages; `members alone` are bytes of
           packs, without conversations. `LitData, files` is its StreamingRawDataset, which requests each image file as
-          references do
+          references do, and has no messages. Each reader has a process of its own, as a worker of a DataLoader, since
+          memory that another reader has freed changes its speed by half
 
 The store is moto's S3 server in a process of its own on this machine. It reads a whole object to answer a range, so
 shards are small; `images` has the same rows with a server that answers ranges by sendfile. Each loader reads one
@@ -27,7 +28,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.storage import start_store
 
+_TURNS = 3
 _OPTIONS: dict[str, Any] = {"seq_len": 2048, "workers": 1, "max_packs_per_shard": 16}
 
 
@@ -263,8 +265,7 @@ def packed_members(path: Any, encoder: ChatEncoder) -> Iterator[bytes]:
 
 def litdata_images(path: Any, cache: Path, endpoint: str | None) -> Iterator[bytes]:
     """Images of a LitData dataset in its random order, with messages; chunks are downloaded to an empty folder."""
-    import litdata
-
+    litdata = _litdata()
     options: Any = {} if endpoint is None else {"storage_options": {"endpoint_url": endpoint}}
     for sample in litdata.StreamingDataset(str(path), shuffle=True, seed=0, cache_dir=str(_emptied(cache)), **options):
         json.loads(sample["messages"])
@@ -273,14 +274,28 @@ def litdata_images(path: Any, cache: Path, endpoint: str | None) -> Iterator[byt
 
 def litdata_files(path: str, cache: Path, endpoint: str | None) -> Iterator[bytes]:
     """Image files of a folder by LitData in random order, 16 at a time as in a batch."""
-    import litdata
-
+    litdata = _litdata()
     options: Any = {} if endpoint is None else {"storage_options": {"endpoint_url": endpoint}}
     dataset = litdata.StreamingRawDataset(path, cache_dir=str(_emptied(cache)), **options)
     order = [index for index in range(len(dataset)) if str(dataset.items[index].path).endswith(".jpg")]
     order = np.random.default_rng(0).permutation(order).tolist()
     for start in range(0, len(order), 16):
         yield from dataset.__getitems__(order[start : start + 16])
+
+
+def _litdata() -> Any:
+    import litdata
+    from litdata.streaming import downloader
+
+    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # its fast client; the store has no TLS
+    return litdata
+
+
+def measure(images: Callable[[], Iterator[bytes]]) -> tuple[int, float, float]:
+    """Return the number of images, and seconds of wall time and of CPU time to read them."""
+    start = time.perf_counter(), time.process_time()
+    found = len(list(map(len, images())))
+    return found, time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def ranges_alone(ranges: Sequence[tuple[str, int, int]], endpoint: str) -> Iterator[bytes]:
@@ -301,10 +316,8 @@ def ranges_alone(ranges: Sequence[tuple[str, int, int]], endpoint: str) -> Itera
 
 def bench_images(report: Report, store: Store, options: Any) -> None:
     """Compare images per second of wall time and of CPU time, from local files and from the store."""
-    from litdata.streaming import downloader
     from litdata.streaming.writer import BinaryWriter
 
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # its fast client; the store has no TLS
     work = options.work / f"storage-images-{options.images}"
     server = ObjectServer(options.work)
     store.add_server(server.endpoint)
@@ -367,20 +380,23 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
             for media, wanted in ranges.items():
                 readers[f"client alone, {media}"] = partial(ranges_alone, wanted, endpoint)
         rates: dict[str, list[tuple[float, float]]] = {name: [] for name in readers}
-        for _ in range(3):  # in turns, so that a slow moment of the machine affects all
+        spawn = multiprocessing.get_context("spawn")
+        processes = {name: ProcessPoolExecutor(1, mp_context=spawn) for name in readers}
+        for turn in range(_TURNS + 1):  # in turns, so that a slow moment of the machine affects all
             for name, images in readers.items():
-                start = time.perf_counter(), time.process_time()
-                found = list(map(len, images()))
-                if "client alone" not in name and len(found) != len(records):
-                    raise AssertionError(f"{name} has {len(found)} images of {len(records)}")
-                wall, cpu = time.perf_counter() - start[0], time.process_time() - start[1]
-                rates[name].append((len(records) / wall, len(records) / cpu))
-        peer_wall, peer_cpu = np.median(rates["LitData"], axis=0)
+                found, *seconds = processes[name].submit(measure, images).result()
+                if "client alone" not in name and found != len(records):
+                    raise AssertionError(f"{name} has {found} images of {len(records)}")
+                if turn:  # the first imports modules
+                    rates[name].append((len(records) / seconds[0], len(records) / seconds[1]))
+        for process in processes.values():
+            process.shutdown()
         for name, measured in rates.items():
             wall, cpu = np.median(measured, axis=0)
+            peer = np.median(rates["LitData, files" if "reference" in name else "LitData"], axis=0)
             report.add(
-                f"images, {where}, {name}: per second", wall, "/s", per_cpu_second=cpu, of_litdata=wall / peer_wall,
-                cpu_of_litdata=cpu / peer_cpu,
+                f"images, {where}, {name}: per second", wall, "/s", per_cpu_second=cpu, of_litdata=wall / peer[0],
+                cpu_of_litdata=cpu / peer[1],
             )  # fmt: skip
     store.latency(0)
 

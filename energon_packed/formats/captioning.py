@@ -21,8 +21,9 @@ records. The reader of that project needs `img{i}_{j}.jpg` for every image, whic
 writes (`third_party.py`).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from energon_packed.errors import FormatError, Reason, RecordError
 from energon_packed.formats.codec import Codec, Part, RawPack, SampleMedia, StoredSample
@@ -40,11 +41,23 @@ from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, Message, nor
 
 _ROLES = ("user", "assistant")  # of the turns after the system prompt, alternating
 _REMEDY = "set `sample_class` to PackedMultiMixQASample"
-_COLUMNS = (
-    *("ids", "systems", "lengths", "timestamp_decimal", "fps", "timestamps", "videos", "weights", "record_weights"),
-    *("chat_template_kwargs", "objects", "truncated"),
-)
-"""Optional keys of the json with one entry per sample."""
+
+
+class _Row(NamedTuple):
+    """Values of a sample in the optional columns of the json; None in columns that the pack has not."""
+
+    ids: Any
+    systems: Any
+    lengths: Any
+    timestamp_decimal: Any
+    fps: Any
+    timestamps: Any
+    videos: Any
+    weights: Any
+    record_weights: Any
+    chat_template_kwargs: Any
+    objects: Any
+    truncated: Any
 
 
 class CaptioningCodec(Codec):
@@ -125,24 +138,24 @@ class CaptioningCodec(Codec):
         value = read_json(raw)
         captions = [_turns(turns) for turns in value["captions"]]
         prompts = [_turns(turns) for turns in value.get("prompts") or [[""] * len(turns) for turns in captions]]
-        if len(prompts) != len(captions):
-            raise FormatError(f"{raw.get('__key__')} has {len(prompts)} prompts for {len(captions)} captions")
+        columns = {name: value.get(name) or [None] * len(captions) for name in _Row._fields}
+        for name, column in [("prompts", prompts), *columns.items()]:
+            if len(column) != len(captions):
+                raise FormatError(f"{raw.get('__key__')} has {len(column)} {name} for {len(captions)} captions")
         turns_of_samples = [[*asked, *answered] for asked, answered in zip(prompts, captions, strict=True)]
         names = names_by_sample(raw, value.get("images"), turns_of_samples)
         positions = _position_names(raw, value.get("patch_positions"))
         media = read_media(raw, {**value, "images": member_names(raw, names), "patch_positions": positions})
         # This package always writes both columns.
         is_third_party = value.get("ids") is None and value.get("lengths") is None
-        columns = {name: value[name] for name in _COLUMNS if value.get(name)}
-        absent = dict.fromkeys(_COLUMNS) | {"truncate": value.get("truncate")}
-        samples = []
-        for i, turns in enumerate(zip(prompts, captions, strict=True)):
-            row = absent | {name: column[i] for name, column in columns.items()}
+        read = _third_party_sample if is_third_party else partial(_sample, value.get("truncate"))
+        samples: list[StoredSample] = []
+        rows = map(_Row._make, zip(*columns.values(), strict=True))
+        for asked, answered, row, own in zip(prompts, captions, rows, media, strict=True):
             try:
-                read = _third_party_sample if is_third_party else _sample
-                samples.append(read(*turns, row, media[i]))
+                samples.append(read(asked, answered, row, own))
             except RecordError as error:
-                raise FormatError(f"sample {i}: {error}") from error
+                raise FormatError(f"sample {len(samples)}: {error}") from error
         return samples
 
     def lengths(self, raw: RawPack) -> list[int | None]:
@@ -152,34 +165,34 @@ class CaptioningCodec(Codec):
 
 
 def _sample(
-    prompts: Sequence[str], captions: Sequence[str], row: Mapping[str, Any], media: SampleMedia
+    truncate: int | None, prompts: Sequence[str], captions: Sequence[str], row: _Row, media: SampleMedia
 ) -> StoredSample:
-    """Return a sample that this package wrote; `row` has its values of the optional columns."""
+    """Return a sample that this package wrote."""
     messages = [Message(role, text) for role, text in _alternating(prompts, captions)]
-    if row["systems"] is not None:
-        messages.insert(0, Message("system", row["systems"]))
-    if row["weights"]:
-        messages = [message._replace(weight=w) for message, w in zip(messages, row["weights"], strict=True)]
+    if row.systems is not None:
+        messages.insert(0, Message("system", row.systems))
+    if row.weights:
+        messages = [message._replace(weight=w) for message, w in zip(messages, row.weights, strict=True)]
     # `write` stores a plain text as a caption without a prompt or system prompt; no conversation has that form.
-    is_text = not prompts and row["systems"] is None and len(captions) == 1
+    is_text = not prompts and row.systems is None and len(captions) == 1
     conversation = Conversation(
-        id=row["ids"],
+        id=row.ids,
         messages=() if is_text else tuple(messages),
         text=captions[0] if is_text else None,
-        weight=1.0 if row["record_weights"] is None else row["record_weights"],
+        weight=1.0 if row.record_weights is None else row.record_weights,
         **media.references(),
-        chat_template_kwargs=row["chat_template_kwargs"],
-        objects=row["objects"],
-        video=bool(row["videos"]),
-        fps=row["fps"],
-        timestamps=bool(row["timestamps"]),
-        timestamp_decimal=row["timestamp_decimal"],
+        chat_template_kwargs=row.chat_template_kwargs,
+        objects=row.objects,
+        video=bool(row.videos),
+        fps=row.fps,
+        timestamps=bool(row.timestamps),
+        timestamp_decimal=row.timestamp_decimal,
     )
-    return StoredSample(conversation, row["lengths"], row["truncate"], bool(row["truncated"]), *media)
+    return StoredSample(conversation, row.lengths, truncate, bool(row.truncated), *media)
 
 
 def _third_party_sample(
-    prompts: Sequence[str], captions: Sequence[str], row: Mapping[str, Any], media: SampleMedia
+    prompts: Sequence[str], captions: Sequence[str], row: _Row, media: SampleMedia
 ) -> StoredSample:
     """Return a sample of third-party columns without ids and lengths, as `normalize` converts its record.
 
@@ -194,14 +207,14 @@ def _third_party_sample(
         turns = [(role, text.replace(IMAGE_PLACEHOLDER, "")) for role, text in turns]
         # The line break after a removed placeholder would remain at the start of the prompt.
         turns[0] = (turns[0][0], turns[0][1].lstrip("\n"))
-    fps, references = row["fps"], media.references()
+    fps, references = row.fps, media.references()
     conversation = normalize(
         {
             "messages": [{"role": role, "content": text} for role, text in turns],
             "images": list(references.get("images", ())),
             "patch_positions": list(references.get("patch_positions", ())),
             "fps": fps[0] if isinstance(fps, list) and fps else fps or None,
-            "timestamp_decimal": row["timestamp_decimal"],
+            "timestamp_decimal": row.timestamp_decimal,
         }
     )
     return StoredSample(conversation, None, images=media.images, patch_positions=media.patch_positions)

@@ -151,12 +151,13 @@ class SampleMedia(NamedTuple):
 
     def references(self) -> dict[str, Any]:
         """Return the bytes as references, arguments of Conversation."""
-        if not any(self):  # most samples of many datasets
-            return {}
-        return {
-            "images": _image_references(self.images),
-            "patch_positions": tuple([MediaReference(data=data) for data in self.patch_positions]),
-            "videos": tuple(
+        found: dict[str, Any] = {}  # most samples have media of one kind, or none
+        if self.images:
+            found["images"] = _image_references(self.images)
+        if self.patch_positions:
+            found["patch_positions"] = tuple([MediaReference(data=data) for data in self.patch_positions])
+        if self.videos:
+            found["videos"] = tuple(
                 [
                     VideoReference(
                         file=None if video.file is None else video.file.reference(f"video {place}"),
@@ -166,14 +167,15 @@ class SampleMedia(NamedTuple):
                     )
                     for place, video in enumerate(self.videos)
                 ]
-            ),
-            "audios": tuple(
+            )
+        if self.audios:
+            found["audios"] = tuple(
                 [
                     AudioReference(file=audio.file.reference(f"audio {place}"), clip=audio.clip)
                     for place, audio in enumerate(self.audios)
                 ]
-            ),
-        }
+            )
+        return found
 
 
 def _image_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, ...]:

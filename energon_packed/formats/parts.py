@@ -237,11 +237,12 @@ def _names(listed: Any) -> list[str]:
 def _content(raw: RawPack, name: str) -> bytes:
     if name not in raw:
         raise FormatError(f"{raw.get('__key__')} names {name}, which is not in the tar")
-    if not isinstance(raw[name], bytes | bytearray | memoryview):
+    content = raw[name]
+    if not isinstance(content, (bytes, bytearray, memoryview)):
         raise FormatError(
-            f"{raw.get('__key__')}.{name} came as {type(raw[name]).__name__}; set `decoder: null` in dataset.yaml"
+            f"{raw.get('__key__')}.{name} came as {type(content).__name__}; set `decoder: null` in dataset.yaml"
         )
-    return bytes(raw[name])
+    return bytes(content)
 
 
 def names_by_sample(raw: RawPack, listed: Any, turns: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -5,7 +5,7 @@
 A LOCATOR has
 
     file, offset, size   `size` bytes of `file` from byte `offset`. A relative path starts from the dataset folder
-    digest               the first 128 bits of the SHA-256 of these bytes, in hex, or
+    digest               the first 128 bits of the BLAKE3 hash of these bytes, in hex, or
     changed              [bytes, time of the last change in ns] of `file`, of packs that were written without digests
     source, member       the auxiliary dataset of media.yaml with the bytes, and the name of the entry in it:
                          `files` and a path from the root folder; `tars` and TAR/OFFSET.EXTENSION; or `media`
@@ -62,6 +62,9 @@ class Locator(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """The JSON object, without the keys that are not set."""
         return {name: value for name, value in self._asdict().items() if value is not None}
+
+
+_REQUIRED, _FIELDS = {"file", "offset", "size"}, set(Locator._fields)
 
 
 def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
@@ -211,7 +214,7 @@ def read_locators(raw: Mapping[str, Any]) -> dict[str, Locator | None]:
 
 
 def _locator(value: Any) -> Locator:
-    if not {"file", "offset", "size"} <= of_type(value, dict, "a locator").keys() <= set(Locator._fields):
+    if not _REQUIRED <= of_type(value, dict, "a locator").keys() <= _FIELDS:
         raise ValueError(f"{short(value)} is not a locator")
     locator = Locator(**value)
     # `type`: True is an int of Python.
@@ -232,17 +235,25 @@ def _locator(value: Any) -> Locator:
 def _paths_of(raw: Mapping[str, Any], located: Mapping[str, Locator | None]) -> dict[str, str | RemotePath]:
     """Return the path of each located part, after folders have moved."""
     moved = raw.get(MEDIA_ROOT) or moved_here()
-    files = {name: locator.file for name, locator in located.items() if locator is not None}
-    if all(map(_is_absolute, files.values())):
-        folder = ""
-    elif (given := raw.get(FOLDER)) is not None:
-        folder = _resolved(given)
-    else:
+    folder, found = "", {}
+    for name, locator in located.items():
+        if locator is not None:
+            file = locator.file
+            if not is_remote(file) and not os.path.isabs(file):
+                folder = folder or _folder_of(raw)
+                file = os.path.join(folder, file)
+            path = moved_path(absolute_name(file), moved)
+            # A Path of each local file would need a third of the time of its reading.
+            found[name] = RemotePath(path) if is_remote(path) else path
+    return found
+
+
+def _folder_of(raw: Mapping[str, Any]) -> str:
+    """Return the folder of a dataset as relative locators start from it, once for a pack: links need system calls."""
+    if (folder := raw.get(FOLDER)) is None:
         sources = raw.get("__sources__") or ()
-        folder = _resolved(sources[0].dataset_path if sources else "")
-    found = {name: moved_path(_absolute(folder, file), moved) for name, file in files.items()}
-    # A Path of each local file would need a third of the time of its reading.
-    return {name: RemotePath(path) if is_remote(path) else path for name, path in found.items()}
+        folder = sources[0].dataset_path if sources else ""
+    return str(as_path(absolute_name(str(folder))).resolve())  # `..` of a link would be another folder
 
 
 def moved_here() -> MediaRoot:
@@ -261,20 +272,6 @@ def _requested(located: Mapping[str, Locator | None], paths: Mapping[str, str | 
         return dict(zip(ranges, read_ranges(list(ranges.values())), strict=True))
     except OSError:  # it has no part, which `read_packed` names in its errors
         return {}
-
-
-def _resolved(folder: str | Path) -> str:
-    """Return the folder of a dataset as relative locators start from it, once for a pack: links need system calls."""
-    return str(as_path(absolute_name(str(folder))).resolve())  # `..` of a link would be another folder
-
-
-def _absolute(folder: str, file: str) -> str:
-    """Return the path of a locator, which may be relative to the dataset folder."""
-    return absolute_name(file if _is_absolute(file) else os.path.join(folder, file))
-
-
-def _is_absolute(file: str) -> bool:
-    return is_remote(file) or os.path.isabs(file)
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:
@@ -300,16 +297,15 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
     Raises:
         FormatError: `media.json` is damaged.
     """
-    images, folder = {}, _resolved(raw[FOLDER])
-    located = read_locators(raw)
+    images, located = {}, read_locators(raw)
+    paths = _paths_of(raw, located)
     with suppress(LookupError, ValueError):  # a codec without json
         raw = {**raw, "json": orjson.loads(raw["json"])}  # parsed once, for the ids of all images
     for name, locator in located.items():
         if locator is not None:
-            path = _absolute(folder, locator.file)
-            images[name] = MediaReference(
-                path=path, offset=locator.offset, size=locator.size, packed=_packed(locator, raw, name)
-            )
+            place = _packed(locator, raw, name)
+            path = str(paths[name])
+            images[name] = MediaReference(path=path, offset=locator.offset, size=locator.size, packed=place)
     return images
 
 

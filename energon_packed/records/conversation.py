@@ -31,6 +31,7 @@ LOSS_WEIGHTS = "from 1e-9 to 1e9"
 """Range of loss weights above 0, for messages."""
 _NO_EXTRA: Mapping[str, Any] = {}
 _ROLES = frozenset(ROLES)
+_PLACEHOLDERS = [(kind.placeholder, kind.field, kind) for kind in MEDIA_KINDS.values()]
 
 
 class Message(NamedTuple):
@@ -60,7 +61,8 @@ class Message(NamedTuple):
         return {"role": self.role, "content": self.content, **self.extra}
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+# Not frozen, which would triple the time of the constructor; nothing changes a conversation after it.
+@dataclass(kw_only=True, eq=False)
 class Conversation:
     """One sample, before encoding. Exactly one of `messages`, `text`, `input_ids` and `members` is set.
 
@@ -142,7 +144,7 @@ class Conversation:
             self._check_placeholders([self.text])
         if self.objects is not None:
             contents = [message.content for message in self.messages]
-            object.__setattr__(self, "objects", read_objects(self.objects, contents, len(self.images)))
+            self.objects = read_objects(self.objects, contents, len(self.images))
         tokens = 0 if self.input_ids is None else len(self.input_ids)
         if self.labels is not None and (self.input_ids is None or len(self.labels) != tokens):
             raise RecordError(
@@ -221,8 +223,8 @@ class Conversation:
             RecordError: `unsupported_media` for videos and audio, `unsupported_field` for a group in a group.
         """
         for name in ("images", "videos", "audios", "patch_positions"):
-            object.__setattr__(self, name, tuple([file for member in self.members for file in getattr(member, name)]))
-        object.__setattr__(self, "video", any([member.video for member in self.members]))
+            setattr(self, name, tuple([file for member in self.members for file in getattr(member, name)]))
+        self.video = any([member.video for member in self.members])
         if self.videos or self.audios:
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA,
@@ -238,10 +240,10 @@ class Conversation:
     def _check_placeholders(self, texts: Sequence[str]) -> None:
         """Compare placeholders and media: a missing placeholder would shift all later media, an extra one is text."""
         joined = "\0".join(texts)  # no placeholder has a NUL
-        for kind in MEDIA_KINDS.values():
-            count, media = joined.count(kind.placeholder), getattr(self, kind.field)
+        for placeholder, field, kind in _PLACEHOLDERS:
+            count, media = joined.count(placeholder), getattr(self, field)
             if count != len(media):
-                detail = f"{count} {kind.placeholder} placeholders for {len(media)} {kind.plural}"
+                detail = f"{count} {placeholder} placeholders for {len(media)} {kind.plural}"
                 raise RecordError(kind.mismatch, detail)
 
     def _check_messages(self) -> None:
@@ -256,9 +258,10 @@ class Conversation:
         self._check_placeholders([message.content for message in self.messages])
         # Without an assistant turn nothing is supervised, but the conversation can still be encoded as a prompt.
         has_answers = "assistant" in roles
-        for role, content, extra, *_ in self.messages:
-            has_content = (content and not content.isspace()) or extra.get("tool_calls")
-            if has_content and (role == "assistant" or not has_answers):
+        for message in self.messages:
+            if (message.role == "assistant" or not has_answers) and (
+                (message.content and not message.content.isspace()) or message.extra.get("tool_calls")
+            ):
                 return
         raise RecordError(Reason.EMPTY, "every assistant turn is empty" if has_answers else "every turn is empty")
 

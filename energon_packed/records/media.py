@@ -7,18 +7,18 @@ opened: opening a FIFO would wait for its writer, and a device may never end.
 
 import base64
 import binascii
-import hashlib
 import io
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from urllib.parse import unquote, urlparse
 
+from blake3 import blake3
+
 from energon_packed.errors import DataChangedError, Reason, RecordError, ResourceError
-from energon_packed.files import IrregularFile, LinkRefused, open_regular, open_shared, read_range, status
+from energon_packed.files import IrregularFile, LinkRefused, open_regular, open_shared, read_range, read_start, status
 from energon_packed.records.fields import read_setting, shown, unsupported_field
 from energon_packed.records.kinds import MEDIA_KINDS, MediaKind
 from energon_packed.storage import RangeStream, RemotePath, RemoteReader, absolute_name, as_path, is_remote
@@ -85,11 +85,12 @@ def read_packed(
     end, data, now = offset + size, requested, None
     try:
         if data is None:
-            # A tar stays open for its other members, but must be the file that has this name now: a replaced or
-            # removed file must not be read from the file opened before. The file of a single image would take the
-            # place of an open tar.
-            is_shared = offset > 0 or isinstance(path, RemotePath)
-            with nullcontext(open_shared(as_path(path), current=True)) if is_shared else open_regular(path) as stream:
+            if offset == 0 and not isinstance(path, RemotePath):
+                now, data = read_start(path, size)  # the file of a single image would take the place of an open tar
+            else:
+                # A tar stays open for its other members, but must be the file that has this name now: a replaced or
+                # removed file must not be read from the file opened before.
+                stream = open_shared(as_path(path), current=True)
                 now = status(stream)
                 # Before reading, so that a size in a damaged locator allocates no memory.
                 data = read_range(stream, offset, size) if end <= now.st_size else b""
@@ -111,8 +112,8 @@ def read_packed(
 
 
 def media_digest(data: bytes) -> str:
-    """Return the first 128 bits of the SHA-256 of a file, as 32 hex digits."""
-    return hashlib.sha256(data).hexdigest()[:32]
+    """Return the first 128 bits of the BLAKE3 hash of a file, as 32 hex digits (`b3sum --length 16`)."""
+    return blake3(data).hexdigest(length=16)
 
 
 class ImageRoot(NamedTuple):

@@ -1,6 +1,5 @@
 """Locators written by hand: each field, the folders that moved, and the sample that a message names."""
 
-import hashlib
 import json
 import os
 import resource
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from blake3 import blake3
 
 from energon_packed import ConfigError, DataChangedError, FormatError, ResourceError
 from tests.internals import references
@@ -18,7 +18,7 @@ CONTENT = bytes(range(256))
 
 
 def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()[:32]
+    return blake3(data).hexdigest(length=16)
 
 
 def locator(file: object, offset: int = 0, size: int = 5, **more: Any) -> dict[str, Any]:
@@ -41,6 +41,13 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(CONTENT)
     return tmp_path / "out"
+
+
+def test_a_digest_is_that_of_b3sum() -> None:
+    # Vectors of the reference implementation: no bytes, and 0, 1, .., 250, 0, 1, .. of 1025 bytes, two chunks.
+    # https://github.com/BLAKE3-team/BLAKE3/blob/master/test_vectors/test_vectors.json
+    assert references.media_digest(b"") == "af1349b9f5f9a1a6a0404dea36dcc949"
+    assert references.media_digest(bytes(i % 251 for i in range(1025))) == "d00278ae47eb27b34faecf67b4fe263f"
 
 
 def test_a_locator_has_the_keys_that_are_set() -> None:

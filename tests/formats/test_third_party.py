@@ -286,6 +286,8 @@ def test_members_of_loongforge_are_recognized_by_name() -> None:
         ({"images": [["a.jpg"]], "prompts": ["p", "q"], "captions": ["a", "b"]},
          "k lists the images of 1 samples, but has 2"),
         ({"images": [], "prompts": ["p"], "captions": ["a", "b"]}, "k has 1 prompts for 2 captions"),
+        ({"prompts": ["p", "q"], "captions": ["a", "b"], "ids": ["1"]}, "k has 1 ids for 2 captions"),
+        ({"prompts": ["p"], "captions": ["a"], "fps": [2.0, 2.0]}, "k has 2 fps for 1 captions"),
         ({"media_files": [["a.mp4"]], "texts": {"prompts": ["p"], "captions": ["a"]}, "media_type": "video"},
          "k is a LoongForge pack of media_type 'video'"),
         ({"media_files": [[]], "texts": {"prompts": ["p"], "captions": []}, "media_type": "text"},
