@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from email.utils import formatdate
 from pathlib import Path
 from typing import Any
@@ -41,9 +42,10 @@ def _serve(folder: Path, connection: Any) -> None:
     listener = socket.create_server(("127.0.0.1", 0), backlog=256)
     threading.Thread(target=_accept, args=(listener, folder, latency), daemon=True).start()
     connection.send(listener.getsockname()[1])
-    while True:
-        latency[0] = connection.recv()
-        connection.send(None)
+    with suppress(EOFError):  # the parent has ended
+        while True:
+            latency[0] = connection.recv()
+            connection.send(None)
 
 
 def _accept(listener: socket.socket, folder: Path, latency: list[float]) -> None:
