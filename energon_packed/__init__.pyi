@@ -26,10 +26,7 @@ from .flavors import PackedCaptioningSample as PackedCaptioningSample
 from .flavors import PackedMultiMixQASample as PackedMultiMixQASample
 from .flavors import PackedTokensSample as PackedTokensSample
 from .formats import Codec as Codec
-from .formats import StoredAudio as StoredAudio
-from .formats import StoredImage as StoredImage
 from .formats import StoredSample as StoredSample
-from .formats import StoredVideo as StoredVideo
 from .formats import register_codec as register_codec
 from .formats import set_media_root as set_media_root
 from .integrations.accelerate import prepare_loader as prepare_loader

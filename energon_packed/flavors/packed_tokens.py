@@ -50,7 +50,7 @@ class PackedTokensSample(PackSample):
 
     def token_row(self) -> TokenRow | None:
         """Return the row if it has no images and no videos; None otherwise."""
-        return None if any(map(any, self.row.media)) else self.row
+        return None if any(self.row.media) else self.row
 
 
 def sample_loader(raw: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ A custom flavor is one subclass of `Codec` with `@register_codec`.
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.formats.captioning import CaptioningCodec
-from energon_packed.formats.codec import Codec, Part, RawPack, StoredAudio, StoredImage, StoredSample, StoredVideo
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample
 from energon_packed.formats.multi_mix_qa import MultiMixCodec, SingleMultiMixCodec
 from energon_packed.formats.parts import read_object
 from energon_packed.formats.references import set_media_root
@@ -77,10 +77,7 @@ __all__ = [
     "Codec",
     "Part",
     "RawPack",
-    "StoredAudio",
-    "StoredImage",
     "StoredSample",
-    "StoredVideo",
     "codec_for",
     "codec_of",
     "register_codec",

@@ -21,12 +21,12 @@ records. The reader of that project needs `img{i}_{j}.jpg` for every image, whic
 writes (`third_party.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from energon_packed.errors import FormatError, Reason, RecordError
-from energon_packed.formats.codec import Codec, Part, RawPack, SampleMedia, StoredSample
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample
 from energon_packed.formats.parts import (
     member_names,
     names_by_sample,
@@ -93,8 +93,8 @@ class CaptioningCodec(Codec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        parts, media = write_media(samples)
         conversations = [sample.conversation for sample in samples]
+        parts, media = write_media(conversations)
         value: dict[str, Any] = {
             "images": media["images"],
             "prompts": [[text for role, text, *_ in c.messages if role == "user"] for c in conversations],
@@ -165,7 +165,7 @@ class CaptioningCodec(Codec):
 
 
 def _sample(
-    truncate: int | None, prompts: Sequence[str], captions: Sequence[str], row: _Row, media: SampleMedia
+    truncate: int | None, prompts: Sequence[str], captions: Sequence[str], row: _Row, media: Mapping[str, Any]
 ) -> StoredSample:
     """Return a sample that this package wrote."""
     messages = [Message(role, text) for role, text in _alternating(prompts, captions)]
@@ -180,7 +180,7 @@ def _sample(
         messages=() if is_text else tuple(messages),
         text=captions[0] if is_text else None,
         weight=1.0 if row.record_weights is None else row.record_weights,
-        **media.references(),
+        **media,
         chat_template_kwargs=row.chat_template_kwargs,
         objects=row.objects,
         video=bool(row.videos),
@@ -188,11 +188,11 @@ def _sample(
         timestamps=bool(row.timestamps),
         timestamp_decimal=row.timestamp_decimal,
     )
-    return StoredSample(conversation, row.lengths, truncate, bool(row.truncated), *media)
+    return StoredSample(conversation, row.lengths, truncate, bool(row.truncated))
 
 
 def _third_party_sample(
-    prompts: Sequence[str], captions: Sequence[str], row: _Row, media: SampleMedia
+    prompts: Sequence[str], captions: Sequence[str], row: _Row, media: Mapping[str, Any]
 ) -> StoredSample:
     """Return a sample of third-party columns without ids and lengths, as `normalize` converts its record.
 
@@ -203,21 +203,22 @@ def _third_party_sample(
         RecordError: the sample is not a record that can be used.
     """
     turns = _alternating(prompts, captions)
-    if media.images and sum(text.count(IMAGE_PLACEHOLDER) for _, text in turns) not in (0, len(media.images)):
+    images = list(media.get("images", ()))
+    if images and sum(text.count(IMAGE_PLACEHOLDER) for _, text in turns) not in (0, len(images)):
         turns = [(role, text.replace(IMAGE_PLACEHOLDER, "")) for role, text in turns]
         # The line break after a removed placeholder would remain at the start of the prompt.
         turns[0] = (turns[0][0], turns[0][1].lstrip("\n"))
-    fps, references = row.fps, media.references()
+    fps = row.fps
     conversation = normalize(
         {
             "messages": [{"role": role, "content": text} for role, text in turns],
-            "images": list(references.get("images", ())),
-            "patch_positions": list(references.get("patch_positions", ())),
+            "images": images,
+            "patch_positions": list(media.get("patch_positions", ())),
             "fps": fps[0] if isinstance(fps, list) and fps else fps or None,
             "timestamp_decimal": row.timestamp_decimal,
         }
     )
-    return StoredSample(conversation, None, images=media.images, patch_positions=media.patch_positions)
+    return StoredSample(conversation, None)
 
 
 def _alternating(prompts: Sequence[str], captions: Sequence[str]) -> list[tuple[str, str]]:

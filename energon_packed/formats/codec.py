@@ -7,102 +7,13 @@ conversations that the flavor cannot store (`check`) and reads lengths without t
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from energon_packed.errors import FormatError
-from energon_packed.formats.references import MEDIA_PART, Locator, complete_parts
-from energon_packed.records import (
-    AudioClip,
-    AudioReference,
-    Conversation,
-    FrameSelection,
-    MediaReference,
-    VideoReference,
-)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredImage:
-    """An encoded image of a sample, or a video or audio file.
-
-    Attributes:
-        extension: file extension of its format, without a dot.
-        data: the bytes of the file.
-        part: the member it was read from; "" before it is written.
-        locator: location of the file, to write instead of `data`; None to write `data`.
-        path: path of the referenced file that it was read from, for messages; "" for others.
-        settings: of an image, as of MediaReference.
-
-    Examples:
-        >>> StoredImage("png", b"...").num_bytes
-        3
-    """
-
-    extension: str
-    data: bytes = field(repr=False)
-    part: str = field(default="", compare=False)
-    locator: Locator | None = field(default=None, compare=False)
-    path: str = field(default="", compare=False)
-    settings: Mapping[str, int] | None = field(default=None, hash=False)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the file."""
-        return len(self.data) if self.locator is None else self.locator.size
-
-    def reference(self, place: str) -> MediaReference:
-        """Return the bytes as a reference; `place` is its name in messages if it has no `part`."""
-        name = self.part or place
-        shown = f"{name} ({self.path})" if self.path else name
-        return MediaReference(data=self.data, name=shown, settings=self.settings)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredVideo:
-    """A video of a sample: the video file, or the selected frames as images.
-
-    Attributes:
-        frames: the selected frames.
-        file: the video file; None if only the frames are stored.
-        images: without a file, an image for each of the frames.
-        images_before: as of VideoReference.
-
-    Examples:
-        >>> size = {"height": 48, "width": 64}
-        >>> frames = FrameSelection(indices=(0,), timestamps=(0.0,), fps=30.0, num_frames=1, **size)
-        >>> [file.extension for file in StoredVideo(frames, StoredImage("mp4", b"...")).files]
-        ['mp4']
-    """
-
-    frames: FrameSelection
-    file: StoredImage | None = None
-    images: tuple[StoredImage, ...] = ()
-    images_before: int | None = None
-
-    @property
-    def files(self) -> tuple[StoredImage, ...]:
-        """The video file, or the images of the frames."""
-        return self.images if self.file is None else (self.file,)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredAudio:
-    """An audio file of a sample, and its part that the sample has.
-
-    Attributes:
-        clip: the samples of the part.
-        file: the audio file.
-
-    Examples:
-        >>> clip = AudioClip(rate=16000, start=0, samples=8000, total=8000)
-        >>> StoredAudio(clip, StoredImage("wav", b"...")).clip.seconds
-        0.5
-    """
-
-    clip: AudioClip
-    file: StoredImage
+from energon_packed.formats.references import MEDIA_PART, complete_parts
+from energon_packed.records import Conversation
 
 
 @dataclass(frozen=True, slots=True)  # not a NamedTuple, which `energon preview` cannot print
@@ -110,14 +21,10 @@ class StoredSample:
     """One sample of a pack: the input of `Codec.write` and the result of `Codec.read`.
 
     Attributes:
-        conversation: the sample. Read back, its media are the bytes in the fields below.
+        conversation: the sample. Its media have an `extension`, and bytes or a `locator`; read back, all have bytes.
         length: tokens after truncation; None if the packer recorded no lengths.
         truncate: tokens that longer samples were truncated to, or None.
         is_truncated: the sample was longer than `truncate`.
-        images: images of the conversation, in order.
-        patch_positions: bytes of each .npy file.
-        videos: videos of the conversation, in order.
-        audios: audio files of the conversation, in order.
 
     Examples:
         >>> StoredSample(normalize({"text": "A document."}), length=4).is_truncated
@@ -128,58 +35,6 @@ class StoredSample:
     length: int | None
     truncate: int | None = None
     is_truncated: bool = False
-    images: tuple[StoredImage, ...] = ()
-    patch_positions: tuple[bytes, ...] = field(default=(), repr=False)
-    videos: tuple[StoredVideo, ...] = ()
-    audios: tuple[StoredAudio, ...] = ()
-
-
-class SampleMedia(NamedTuple):
-    """Media of a sample, under the names that StoredSample and Conversation have for them.
-
-    Attributes:
-        images: images of the conversation, in order.
-        patch_positions: bytes of each .npy file.
-        videos: videos of the conversation, in order.
-        audios: audio files of the conversation, in order.
-    """
-
-    images: tuple[StoredImage, ...] = ()
-    patch_positions: tuple[bytes, ...] = ()
-    videos: tuple[StoredVideo, ...] = ()
-    audios: tuple[StoredAudio, ...] = ()
-
-    def references(self) -> dict[str, Any]:
-        """Return the bytes as references, arguments of Conversation."""
-        found: dict[str, Any] = {}  # most samples have media of one kind, or none
-        if self.images:
-            found["images"] = _image_references(self.images)
-        if self.patch_positions:
-            found["patch_positions"] = tuple([MediaReference(data=data) for data in self.patch_positions])
-        if self.videos:
-            found["videos"] = tuple(
-                [
-                    VideoReference(
-                        file=None if video.file is None else video.file.reference(f"video {place}"),
-                        frames=video.frames,
-                        images=_image_references(video.images),
-                        images_before=video.images_before,
-                    )
-                    for place, video in enumerate(self.videos)
-                ]
-            )
-        if self.audios:
-            found["audios"] = tuple(
-                [
-                    AudioReference(file=audio.file.reference(f"audio {place}"), clip=audio.clip)
-                    for place, audio in enumerate(self.audios)
-                ]
-            )
-        return found
-
-
-def _image_references(images: tuple[StoredImage, ...]) -> tuple[MediaReference, ...]:
-    return tuple([image.reference(f"image {place}") for place, image in enumerate(images)])
 
 
 _READERS = {"read", "read_row", "lengths"}  # methods of a codec that parse a pack, which may be damaged

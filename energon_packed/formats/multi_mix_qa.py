@@ -22,7 +22,6 @@ from energon_packed.formats.codec import (
     Codec,
     Part,
     RawPack,
-    SampleMedia,
     StoredSample,
 )
 from energon_packed.formats.parts import (
@@ -90,7 +89,7 @@ class SingleMultiMixCodec(MultiMixCodec):
 
 def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str, Any]]]:
     """Return the media parts and the SAMPLE objects."""
-    parts, media = write_media(samples)
+    parts, media = write_media([sample.conversation for sample in samples])
     values = []
     for sample, *own in zip(samples, *(media[name] for name in MEDIA_COLUMNS), strict=True):
         image_names, position_names, video_entries, audio_entries, of_images = own
@@ -127,7 +126,7 @@ def _values(samples: Sequence[StoredSample]) -> tuple[list[Part], list[dict[str,
     return parts, values
 
 
-def _sample(value: Mapping[str, Any], media: SampleMedia) -> StoredSample:
+def _sample(value: Mapping[str, Any], media: Mapping[str, Any]) -> StoredSample:
     conversation = Conversation(
         id=value.get("id"),
         messages=tuple([_message(message) for message in value.get("messages") or ()]),
@@ -136,7 +135,7 @@ def _sample(value: Mapping[str, Any], media: SampleMedia) -> StoredSample:
         labels=_array(value.get("labels")),
         loss_weights=None if (weights := value.get("loss_weights")) is None else np.asarray(weights, np.float32),
         weight=value.get("record_weight", 1.0),
-        **media.references(),
+        **media,
         tools=value.get("tools"),
         chat_template_kwargs=value.get("chat_template_kwargs"),
         objects=value.get("objects"),
@@ -150,7 +149,6 @@ def _sample(value: Mapping[str, Any], media: SampleMedia) -> StoredSample:
         length=value.get("length"),
         truncate=value.get("truncate"),
         is_truncated=bool(value.get("truncated")),
-        **media._asdict(),
     )
 
 

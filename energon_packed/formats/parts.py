@@ -25,19 +25,17 @@ import orjson
 from energon_packed.errors import FormatError, RecordError
 from energon_packed.files import of_type
 from energon_packed.formats.audios import clip_as_dict, clip_from_dict, is_audio_part
-from energon_packed.formats.codec import (
-    Part,
-    RawPack,
-    SampleMedia,
-    StoredAudio,
-    StoredImage,
-    StoredSample,
-    StoredVideo,
-)
+from energon_packed.formats.codec import Part, RawPack
 from energon_packed.formats.references import MEDIA_PART, PATHS
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict, is_video_part
 from energon_packed.options import short
-from energon_packed.records import IMAGE_PLACEHOLDER
+from energon_packed.records import (
+    IMAGE_PLACEHOLDER,
+    AudioReference,
+    Conversation,
+    MediaReference,
+    VideoReference,
+)
 from energon_packed.records.kinds import VIDEO
 from energon_packed.records.media import read_image_settings
 
@@ -98,7 +96,7 @@ MEDIA_COLUMNS = ("images", "patch_positions", "video_files", "audio_files", "ima
 the settings of each image or None."""
 
 
-def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], dict[str, list[list[Any]]]]:
+def write_media(samples: Sequence[Conversation]) -> tuple[list[Part], dict[str, list[list[Any]]]]:
     """Return the media parts of a pack, and its entries in the json: `MEDIA_COLUMNS`, with an entry for each sample.
 
     Files with a locator are listed in the part `media.json`, which is then the first of the parts.
@@ -114,7 +112,7 @@ def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], dict[str, 
         settings += _settings(sample.images)
         positions += [f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))]
         _add_files(zip(images, sample.images, strict=True), parts, references)
-        parts += zip(positions, sample.patch_positions, strict=True)
+        parts += zip(positions, [file.read() for file in sample.patch_positions], strict=True)
         references |= dict.fromkeys(positions)
         for j, video in enumerate(sample.videos):
             entry, files = _named_video(f"vid{i}_{j}", video)
@@ -122,6 +120,7 @@ def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], dict[str, 
             _add_files(files, parts, references)
         for j, audio in enumerate(sample.audios):
             part = f"aud{i}_{j}.{audio.file.extension}"
+            assert audio.clip is not None  # of every measured record
             audios.append({"part": part, **clip_as_dict(audio.clip)})
             _add_files([(part, audio.file)], parts, references)
     if any(references.values()):
@@ -129,21 +128,22 @@ def write_media(samples: Sequence[StoredSample]) -> tuple[list[Part], dict[str, 
     return parts, columns
 
 
-def _settings(images: Sequence[StoredImage]) -> list[Mapping[str, int] | None]:
+def _settings(images: Sequence[MediaReference]) -> list[Mapping[str, int] | None]:
     """Return the settings of each image; [] if no image has any."""
     settings = [image.settings or None for image in images]
     return settings if any(settings) else []
 
 
-def _add_files(files: Iterable[tuple[str, StoredImage]], parts: list[Part], references: dict[str, Any]) -> None:
+def _add_files(files: Iterable[tuple[str, MediaReference]], parts: list[Part], references: dict[str, Any]) -> None:
     for name, file in files:
         references[name] = None if file.locator is None else file.locator.as_dict()
         if file.locator is None:
-            parts.append((name, file.data))
+            parts.append((name, file.read()))
 
 
-def _named_video(name: str, video: StoredVideo) -> tuple[dict[str, Any], list[tuple[str, StoredImage]]]:
+def _named_video(name: str, video: VideoReference) -> tuple[dict[str, Any], list[tuple[str, MediaReference]]]:
     """Return the entry of `video_files`, and the files by part name."""
+    assert video.frames is not None  # of every measured record
     frames = frames_as_dict(video.frames)
     if video.images_before is not None:
         frames["images_before"] = video.images_before
@@ -154,8 +154,8 @@ def _named_video(name: str, video: StoredVideo) -> tuple[dict[str, Any], list[tu
     return {"parts": [part for part, _ in named], **frames}, named
 
 
-def read_media(raw: RawPack, columns: Mapping[str, Any]) -> list[SampleMedia]:
-    """Return the media of each sample.
+def read_media(raw: RawPack, columns: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the media of each sample, as arguments of Conversation; {} for a sample without media.
 
     Args:
         raw: the pack.
@@ -168,28 +168,41 @@ def read_media(raw: RawPack, columns: Mapping[str, Any]) -> list[SampleMedia]:
     images = columns["images"]
     given = [columns.get(name) or [()] * len(images) for name in MEDIA_COLUMNS]
     if not any(map(any, given)):  # most packs of many datasets
-        return [SampleMedia()] * len(images)
-    return [
-        SampleMedia(
-            _stored_images(raw, _names(image_names), of_images),
-            tuple([_content(raw, name) for name in _names(position_names)]),
-            tuple([_read_video(raw, entry) for entry in entries or ()]),
-            tuple([StoredAudio(clip_from_dict(entry), _stored(raw, entry["part"])) for entry in spoken or ()]),
+        return [{}] * len(images)
+    return [_read_media(raw, *columns_of_sample) for columns_of_sample in zip(*given, strict=True)]
+
+
+def _read_media(
+    raw: RawPack, image_names: Any, position_names: Any, videos: Any, audios: Any, settings: Any
+) -> dict[str, Any]:
+    media: dict[str, Any] = {}  # most samples have media of one kind, or none
+    if names := _names(image_names):
+        images = [_stored(raw, name) for name in names]
+        if settings:
+            pairs = zip(images, settings, strict=True)
+            images = [replace(image, settings=_checked(own)) if own else image for image, own in pairs]
+        media["images"] = tuple(images)
+    if names := _names(position_names):
+        media["patch_positions"] = tuple([MediaReference(data=_content(raw, name)) for name in names])
+    if videos:
+        media["videos"] = tuple([_read_video(raw, entry) for entry in videos])
+    if audios:
+        media["audios"] = tuple(
+            [AudioReference(file=_stored(raw, entry["part"]), clip=clip_from_dict(entry)) for entry in audios]
         )
-        for image_names, position_names, entries, spoken, of_images in zip(*given, strict=True)
-    ]
+    return media
 
 
-def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> StoredVideo:
+def _read_video(raw: RawPack, entry: Mapping[str, Any]) -> VideoReference:
     frames, before = frames_from_dict(entry), entry.get("images_before")
     if before is not None and (type(before) is not int or before < 0):
         raise ValueError(f"images_before is {short(before)}")
     if "part" in entry:
-        return StoredVideo(frames, _stored(raw, entry["part"]), images_before=before)
+        return VideoReference(file=_stored(raw, entry["part"]), frames=frames, images_before=before)
     images = tuple([_stored(raw, name) for name in entry["parts"]])
     if len(images) != len(frames.indices):
         raise ValueError(f"a video has {len(images)} images for {len(frames.indices)} frames")
-    return StoredVideo(frames, images=images, images_before=before)
+    return VideoReference(file=None, frames=frames, images=images, images_before=before)
 
 
 def image_count(names: Iterable[str]) -> int:
@@ -211,16 +224,11 @@ def video_count(names: Iterable[str]) -> int:
     return len({(stem[0], stem[1]) for stem in stems})
 
 
-def _stored(raw: RawPack, name: str) -> StoredImage:
-    return StoredImage(name.rpartition(".")[2], _content(raw, name), name, path=raw.get(PATHS, {}).get(name, ""))
-
-
-def _stored_images(raw: RawPack, names: Sequence[str], settings: Any) -> tuple[StoredImage, ...]:
-    images = [_stored(raw, name) for name in names]
-    if not settings:
-        return tuple(images)
-    pairs = zip(images, settings, strict=True)
-    return tuple([replace(image, settings=_checked(own)) if own else image for image, own in pairs])
+def _stored(raw: RawPack, name: str) -> MediaReference:
+    shown = name
+    if PATHS in raw and (path := raw[PATHS].get(name)):
+        shown = f"{name} ({path})"
+    return MediaReference(data=_content(raw, name), name=shown, extension=name.rpartition(".")[2])
 
 
 def _checked(settings: Any) -> Mapping[str, int]:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
@@ -26,8 +26,7 @@ from energon_packed.errors import ConfigError, FormatError, ResourceError
 from energon_packed.files import of_type
 from energon_packed.options import short
 from energon_packed.records.kinds import AUDIO, IMAGE, VIDEO
-from energon_packed.records.media import ImageChanged, MediaReference, PackedImage, read_packed
-from energon_packed.records.media import media_digest as media_digest
+from energon_packed.records.media import ImageChanged, Locator, MediaReference, PackedImage, read_packed
 from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
 
 MEDIA_PART = "media.json"
@@ -46,22 +45,6 @@ packing."""
 _KINDS = {"vid": VIDEO, "aud": AUDIO}  # by the start of a part; all others are images
 _moved: dict[str, str] = {}
 _DIGITS = 32  # hex digits of a digest
-
-
-class Locator(NamedTuple):
-    """Location of a referenced file; see the module."""
-
-    file: str
-    offset: int
-    size: int
-    digest: str | None = None
-    changed: tuple[int, int] | None = None
-    source: str | None = None
-    member: str | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The JSON object, without the keys that are not set."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
 
 
 _REQUIRED, _FIELDS = {"file", "offset", "size"}, set(Locator._fields)

@@ -112,8 +112,8 @@ class LlavaOnevision2Codec(CaptioningCodec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        parts, media = write_media(samples)
         conversations = [sample.conversation for sample in samples]
+        parts, media = write_media(conversations)
         prompts, captions = (
             [[message.content for message in c.messages if message.role == role] for c in conversations]
             for role in ("user", "assistant")
@@ -174,12 +174,12 @@ class LoongForgeCodec(Codec):
         ids = (value.get("_meta") or {}).get("sample_ids") or [None] * len(records)
         samples = []
         for i, (record, name, of_sample) in enumerate(zip(records, ids, media, strict=True)):
-            images = list(of_sample.references().get("images", ()))
+            images = list(of_sample.get("images", ()))
             try:
                 conversation = normalize({"id": name, **record, **({"images": images} if images else {})})
             except RecordError as error:
                 raise FormatError(f"sample {i} of {key}: {error}") from error
-            samples.append(StoredSample(conversation, length=None, images=of_sample.images))
+            samples.append(StoredSample(conversation, length=None))
         return samples
 
     def lengths(self, raw: RawPack) -> list[int | None]:

@@ -16,7 +16,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import FormatError, RecordError
-from energon_packed.formats.codec import Codec, Part, RawPack, SampleMedia, StoredSample
+from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample
 from energon_packed.formats.parts import optional, read_json, read_media, write_json, write_media
 from energon_packed.records import Conversation
 from energon_packed.records.columns import Column, Columns, check_columns, cut_columns, join_columns
@@ -63,7 +63,7 @@ class TokenRow:
         cu_seqlens: int32 (S+1,), boundaries of the samples.
         loss_weights: float32 (T,), loss weight of each target, else 0; None if all weights are 1.
         columns: columns of the tokens by name, (T,) or (T, k) each; None without columns.
-        media: media of each sample.
+        media: media of each sample, as arguments of Conversation.
         groups: index of the group of each sample in the pack; None without groups.
         roles: role of each sample in its group, or None; None without roles.
         sample_labels: label of each sample, or None; None without labels.
@@ -75,7 +75,7 @@ class TokenRow:
     cu_seqlens: Int32
     loss_weights: Float32 | None
     columns: Columns | None
-    media: Sequence[SampleMedia]
+    media: Sequence[Mapping[str, Any]]
     groups: Sequence[int] | None = None
     roles: Sequence[str | None] | None = None
     sample_labels: Sequence[tuple[float, ...] | None] | None = None
@@ -94,9 +94,9 @@ class TokenRow:
                 group=None if self.groups is None else str(self.groups[place]),
                 role=None if self.roles is None else self.roles[place],
                 label=None if self.sample_labels is None else self.sample_labels[place],
-                **media.references(),
+                **media,
             )
-            samples.append(StoredSample(conversation, end - start, None, False, *media))
+            samples.append(StoredSample(conversation, end - start))
         return samples
 
 
@@ -115,23 +115,24 @@ class TokensCodec(Codec):
 
     def write(self, samples: Sequence[StoredSample]) -> list[Part]:
         """Convert the samples of one pack to its parts."""
-        parts, media = write_media(samples)
-        rows = [_tokens(sample.conversation) for sample in samples]
+        conversations = [sample.conversation for sample in samples]
+        parts, media = write_media(conversations)
+        rows = [_tokens(conversation) for conversation in conversations]
         input_ids = np.concatenate([ids for ids, _, _ in rows])
         labels = np.concatenate([labels for _, labels, _ in rows])
         spans = None
         if any([weights is not None for _, _, weights in rows]):
             filled = [np.ones(len(ids), np.float32) if weights is None else weights for ids, _, weights in rows]
             spans = weighted_spans(labels, np.concatenate(filled))
-        own = [(sample.conversation.columns, len(ids)) for sample, (ids, _, _) in zip(samples, rows, strict=True)]
+        own = [(c.columns, len(ids)) for c, (ids, _, _) in zip(conversations, rows, strict=True)]
         columns = (join_columns(own) or {}).items()
         value: dict[str, Any] = {
             "sample_count": len(samples),
-            "ids": [sample.conversation.id for sample in samples],
+            "ids": [c.id for c in conversations],
             "images": media["images"],
             **optional(media),
         }
-        value |= _of_samples([sample.conversation for sample in samples])
+        value |= _of_samples(conversations)
         # Labels repeat the ids, so a few spans replace 4 bytes per token. Records with custom labels need the array.
         supervised = labels != _IGNORE
         targets: list[Part] = []

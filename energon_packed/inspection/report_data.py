@@ -220,10 +220,11 @@ def _counted(
     # Third-party tars record no lengths, so complete packs are read.
     raw = reader[pack]
     samples = codec.read(raw)
+    conversations = [sample.conversation for sample in samples]
     lengths = [sample.length for sample in samples]
     if None in lengths and encoder is not None:
-        lengths = [measured.length for measured in encoder.measure([sample.conversation for sample in samples])]
-    return raw["__key__"], [max(0, length or 0) for length in lengths], [len(sample.images) for sample in samples]
+        lengths = [measured.length for measured in encoder.measure(conversations)]
+    return raw["__key__"], [max(0, length or 0) for length in lengths], [len(c.images) for c in conversations]
 
 
 def _shown(raw: Mapping[str, Any], view: PackView) -> PackView:

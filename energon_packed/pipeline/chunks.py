@@ -47,11 +47,11 @@ from energon_packed.encoding import IGNORE_INDEX, EncodedSample
 from energon_packed.errors import Reason
 from energon_packed.files import atomic_path, atomic_write, of_type
 from energon_packed.formats.audios import clip_as_dict, clip_from_dict
-from energon_packed.formats.references import media_digest
 from energon_packed.formats.videos import frames_as_dict, frames_from_dict
 from energon_packed.packing.planner import Allocate
 from energon_packed.records import AudioClip, FrameSelection, MediaReference
 from energon_packed.records.columns import Columns
+from energon_packed.records.media import media_digest
 from energon_packed.storage import as_path, is_remote
 from energon_packed.system import most_open
 

@@ -31,6 +31,22 @@ IMAGE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
 """Fields of a content part or object with an image that resize it, as in qwen-vl-utils."""
 
 
+class Locator(NamedTuple):
+    """Location of a media file that a pack refers to; formats/references.py describes its fields."""
+
+    file: str
+    offset: int
+    size: int
+    digest: str | None = None
+    changed: tuple[int, int] | None = None
+    source: str | None = None
+    member: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The JSON object, without the keys that are not set."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+
 class PackedImage(NamedTuple):
     """An image of a pack that stores its location: what its bytes must be.
 
@@ -165,6 +181,8 @@ class MediaReference:
         name: name of `data` for messages, such as its part of a pack; None if it has no name.
         settings: settings of the record for this image, by the names of `IMAGE_SETTINGS`, such as
             {"max_pixels": 50176}; they win over the settings of the vision family. None without settings.
+        extension: file extension of its format in a pack, without a dot; "" if it is in no pack.
+        locator: location that packs store in place of the bytes; None to store the bytes.
 
     Examples:
         >>> image = MediaReference.from_value("cat.jpg", "photos")
@@ -180,6 +198,8 @@ class MediaReference:
     packed: PackedImage | None = None
     name: str | None = field(default=None, compare=False)
     settings: Mapping[str, int] | None = field(default=None, hash=False)
+    extension: str = field(default="", compare=False)
+    locator: Locator | None = field(default=None, compare=False)
 
     @classmethod
     def from_value(
@@ -324,6 +344,8 @@ class MediaReference:
 
     def num_bytes(self) -> int:
         """Return the number of bytes without reading them. Raises the errors of `open`."""
+        if self.locator is not None:
+            return self.locator.size
         with self.open() as stream:
             return stream.seek(0, os.SEEK_END)
 

@@ -22,7 +22,6 @@ from energon_packed import (
     PackOptions,
     Reason,
     RecordError,
-    StoredImage,
     StoredSample,
     VideoReference,
     normalize,
@@ -232,9 +231,8 @@ def test_packs_of_earlier_releases_have_no_timestamps(encoders: Encoders, flavor
     assert encoder.length(new) > encoder.length(old) == encoder.length(replace(new, fps=None))
     codec = codec_for(flavor)
     for conversation in (replace(new, timestamps=True), old):
-        images = tuple(StoredImage("bmp", reference.read()) for reference in conversation.images)
-        positions = tuple(reference.read() for reference in conversation.patch_positions)
-        stored = StoredSample(conversation=conversation, length=1, images=images, patch_positions=positions)
+        images = tuple(replace(image, extension="bmp") for image in conversation.images)
+        stored = StoredSample(replace(conversation, images=images), length=1)
         parts = dict(codec.write([stored]))
         assert (b'"timestamps"' in parts["json"]) == conversation.timestamps  # without it, bytes are as they were
         (read,) = codec.read({"__key__": "k", **parts})

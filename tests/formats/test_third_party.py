@@ -207,8 +207,8 @@ def test_names_without_a_member_are_resolved_by_position(
     contents = [picture(number) for number in range(len(members))]
     raw = {"__key__": "k", "json": value} | {f"{m}.jpg": c for m, c in zip(members, contents, strict=True)}
     samples = codec_of(raw).read(raw)
-    assert [len(sample.images) for sample in samples] == counts
-    assert [image.data for sample in samples for image in sample.images] == contents
+    assert [len(sample.conversation.images) for sample in samples] == counts
+    assert [image.data for sample in samples for image in sample.conversation.images] == contents
     assert [sample.conversation.messages[0].content.count("<image>") for sample in samples] == counts
     assert [sample.conversation.fps for sample in samples][:1] == [30.0 if "fps" in value else None]
     for one in members:
@@ -236,9 +236,17 @@ def test_a_string_counts_as_a_list_of_one_turn_or_name() -> None:
     }  # fmt: skip
     raw = {"__key__": "k", "json": value, "cat.v2.jpg": JPEG, "img1_0.jpg": JPEG, "p.npy": b"positions", "a.txt": b"-"}
     samples = codec_of(raw).read(raw)
-    assert [[image.part for image in sample.images] for sample in samples] == [["cat.v2.jpg"], ["img1_0.jpg"], []]
-    assert [image.extension for sample in samples for image in sample.images] == ["jpg", "jpg"]
-    assert [sample.patch_positions for sample in samples] == [(b"positions",), (), ()]
+    assert [[image.name for image in sample.conversation.images] for sample in samples] == [
+        ["cat.v2.jpg"],
+        ["img1_0.jpg"],
+        [],
+    ]
+    assert [image.extension for sample in samples for image in sample.conversation.images] == ["jpg", "jpg"]
+    assert [[file.data for file in sample.conversation.patch_positions] for sample in samples] == [
+        [b"positions"],
+        [],
+        [],
+    ]
     assert [[message.content for message in sample.conversation.messages] for sample in samples[:2]] == [
         ["<image>What is it?", "A cat."],
         ["<image>And it?", "Two cats."],
@@ -351,5 +359,5 @@ def test_an_image_that_only_pillow_recognizes_is_read(tmp_path: Path, vision_enc
     value = {"images": [["img000_sub000.jpg"]], "prompts": [["What?"]], "captions": [["Black."]], "sample_count": 1}
     raw = {"__key__": "k", "json": value, "img0_0.jpg": out.getvalue()}
     sample = codec_of(raw).read(raw)[0]
-    assert sample.images[0].part == "img0_0.jpg"
+    assert sample.conversation.images[0].name == "img0_0.jpg"
     assert vision_encoder.encode(sample.conversation).image_grid_thw is not None

@@ -16,7 +16,6 @@ from energon_packed import (
     MediaReference,
     Message,
     RecordError,
-    StoredImage,
     StoredSample,
 )
 from tests.internals import codec_for, codec_of, image_count
@@ -34,15 +33,13 @@ FULL = StoredSample(
             Message("user", "And?"),
             Message("assistant", "It is."),
         ),
-        images=(MediaReference(data=b"x"),),
+        images=(MediaReference(data=b"x", extension="png"),),
         patch_positions=(MediaReference(data=b"y"),),
         video=True,
         fps=2.0,
         timestamp_decimal=1,
     ),
     length=30,
-    images=(StoredImage("png", b"x"),),
-    patch_positions=(b"y",),
 )
 
 
@@ -84,8 +81,8 @@ def test_messages() -> None:
 def test_tokens_are_arrays_of_format_version_1_0() -> None:
     ids = np.array([5, 6, 7])
     samples = [
-        StoredSample(conversation=Conversation(id=name, input_ids=ids, labels=ids), length=3, images=images)
-        for name, images in (("a", ()), ("b", (StoredImage("jpg", b"x"),)))
+        StoredSample(Conversation(id=name, input_ids=ids, labels=ids, images=images), length=3)
+        for name, images in (("a", ()), ("b", (MediaReference(data=b"x", extension="jpg"),)))
     ]
     parts = dict(codec_for("PackedTokensSample").write(samples))
     assert json.loads(parts["json"]) == {"ids": ["a", "b"], "images": [[], ["img1_0.jpg"]], "sample_count": 2}

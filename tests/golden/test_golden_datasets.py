@@ -140,12 +140,14 @@ def test_energon_alone(golden: Path, name: str) -> None:
         expected = EXPECTED[sample.conversation.id]
         names = expected["files"]
         if name == "llava-onevision2":  # images that are no JPEG were converted
-            assert all(image.data.startswith(b"\xff\xd8") for image in sample.images)
-            assert len(sample.images) == len(names)
+            assert all(image.data.startswith(b"\xff\xd8") for image in sample.conversation.images)
+            assert len(sample.conversation.images) == len(names)
         else:
-            assert [image.data for image in sample.images] == [(HERE / "inputs" / file).read_bytes() for file in names]
+            assert [image.data for image in sample.conversation.images] == [
+                (HERE / "inputs" / file).read_bytes() for file in names
+            ]
         arrays = [(HERE / "inputs" / file).read_bytes() for file in expected.get("arrays", [])]
-        assert list(sample.patch_positions) == arrays
+        assert [file.data for file in sample.conversation.patch_positions] == arrays
         assert sample.length == len(expected["seen"]["input_ids"])
 
 

@@ -63,7 +63,7 @@ def _images(out: Path, encoder: ChatEncoder) -> list[list[bytes]]:
 
 
 def _images_of(dataset: PackedDataset, pack: int) -> list[bytes]:
-    return [image.data for sample in dataset.sample(pack).stored_samples() for image in sample.images]
+    return [image.data for sample in dataset.sample(pack).stored_samples() for image in sample.conversation.images]
 
 
 def _replace(path: Path, content: bytes) -> None:

@@ -87,7 +87,7 @@ def test_set_media_root_is_for_the_loaders_of_energon(moved: Moved, encoder: Cha
             image.data
             for batch in plain_energon(folder, encoder, workers)
             for sample in batch.stored[0]
-            for image in sample.images
+            for image in sample.conversation.images
         ]
         for folder in (moved.out, moved.copied)
     )

@@ -643,7 +643,7 @@ def test_members_keep_their_images(
             if expected.pixel_values is not None:
                 assert torch.equal(own.pixel_values, expected.pixel_values)
     for _, samples in stored(result):
-        assert len({bool(own.images) for own in samples}) == 1
+        assert len({bool(own.conversation.images) for own in samples}) == 1
     assert not any(check.passed is False for check in verify(PackedFolder.open(result.shards), None))
 
 

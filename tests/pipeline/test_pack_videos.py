@@ -22,6 +22,7 @@ from energon_packed import (
     ConfigError,
     DataChangedError,
     EncodedSample,
+    MediaReference,
     PackedDataset,
     PackOptions,
     PackResult,
@@ -29,8 +30,6 @@ from energon_packed import (
     RecordError,
     RejectLimitError,
     SourceError,
-    StoredImage,
-    StoredVideo,
     get_packed_loader,
     materialize,
     normalize,
@@ -79,7 +78,7 @@ def stored(result: PackResult) -> list[Any]:
 
 def bodies(result: PackResult) -> set[bytes]:
     """Content of all video files."""
-    return {video.file.data for sample in stored(result) for video in sample.videos}
+    return {video.file.data for sample in stored(result) for video in sample.conversation.videos}
 
 
 def records(data: VideoDemo) -> dict[str, dict[str, Any]]:
@@ -109,11 +108,11 @@ def test_the_manifest_and_the_reports_count_videos_and_frames(data: VideoDemo) -
     result = data.packed()
     manifest = result.manifest
     samples = stored(result)
-    frames = [video.frames for sample in samples for video in sample.videos]
+    frames = [video.frames for sample in samples for video in sample.conversation.videos]
     assert (manifest.videos, manifest.frames) == (len(frames), sum(len(f.indices) for f in frames))
     assert manifest.videos >= 9
     table = pq.read_table(result.lengths)
-    by_id = {sample.conversation.id: len(sample.videos) for sample in samples}
+    by_id = {sample.conversation.id: len(sample.conversation.videos) for sample in samples}
     assert {row["id"]: row["num_videos"] for row in table.to_pylist() if row["status"] == "packed"} == by_id
     shown = energon_packed("lengths", data.jsonl, "--tokenizer", data.tokenizer, "--workers", 1)
     assert f" tokens; {manifest.videos} videos with {manifest.frames} selected frames\n" in shown.stdout
@@ -189,8 +188,10 @@ def test_raw_bytes_of_videos_reach_energons_own_loader(data: VideoDemo, flavor: 
     found = {}
     for sample in get_loader(dataset):
         for one in sample.stored_samples():
-            found[one.conversation.id] = [(video.file.data, video.frames) for video in one.videos]
-    assert found == {s.conversation.id: [(v.file.data, v.frames) for v in s.videos] for s in stored(result)}
+            found[one.conversation.id] = [(video.file.data, video.frames) for video in one.conversation.videos]
+    assert found == {
+        s.conversation.id: [(v.file.data, v.frames) for v in s.conversation.videos] for s in stored(result)
+    }
     assert sum(map(len, found.values())) == result.manifest.videos > 0
     for command in ("info", "lint", "preview"):
         done = energon(command, result.shards)
@@ -221,7 +222,7 @@ def test_another_plan_reads_no_video_to_select_frames(data: VideoDemo, tmp_path:
     frames.write_bytes(content.replace(b'"fps":2.0', b'"fps":9.0'))  # of the same size
     again = pack(data.jsonl, **data.options(out, overwrite=True))
     assert (first.manifest.counters["measured"], again.manifest.counters["measured"]) == (30, 0)
-    assert {video.frames.settings["fps"] for s in stored(again) for video in s.videos} == {9.0}
+    assert {video.frames.settings["fps"] for s in stored(again) for video in s.conversation.videos} == {9.0}
     frames.write_bytes(content[:-1])  # damaged: everything is measured again
     back = pack(data.jsonl, **data.options(out, overwrite=True, max_packs_per_shard=3))
     assert back.manifest.counters["measured"] == 30
@@ -247,7 +248,7 @@ def test_a_video_that_is_replaced_during_a_run_stops_it(data: VideoDemo, tmp_pat
     with pytest.raises(SourceError, match=r"record 0 of .* changed since it was measured"):
         pack(file, **options, progress=_Replaces("write", video, 24))
     result = pack(file, **options)
-    assert [v.frames.num_frames for sample in stored(result) for v in sample.videos] == [24]
+    assert [v.frames.num_frames for sample in stored(result) for v in sample.conversation.videos] == [24]
     run = unstable_record(tmp_path, record("a", "a.mp4", "a.mp4"), record("a", "a.mp4"))
     with pytest.raises(SourceError, match=r"it has 1 videos, and had 2\); run again$"):
         pack(**data.options(tmp_path / "unstable", media=media), **run)
@@ -309,7 +310,7 @@ def test_referenced_videos_equal_copied_videos(
     referenced = pack(inputs(clips), **data.options(tmp_path / "ref", media="reference", **options))
     assert (copied.manifest.videos, referenced.manifest.videos) == (18, 18)
     assert stored(referenced) == stored(copied)
-    assert {video.file.extension for sample in stored(copied) for video in sample.videos} == {
+    assert {video.file.extension for sample in stored(copied) for video in sample.conversation.videos} == {
         "mp4", "mkv", "webm", "avi", "ts", "mov", "flv"
     }  # fmt: skip
     assert referenced.manifest.media_stored["images"] == 4  # the rows of the table have each video twice
@@ -345,8 +346,8 @@ def test_a_changed_video_is_named_and_a_moved_folder_is_declared(data: VideoDemo
     )
     assert repacked.manifest.videos == result.manifest.videos
     assert not (tmp_path / "again" / "media").exists()
-    files = {sample.conversation.id: sample.videos for sample in stored(repacked)}
-    assert files == {sample.conversation.id: sample.videos for sample in expected}
+    files = {sample.conversation.id: sample.conversation.videos for sample in stored(repacked)}
+    assert files == {sample.conversation.id: sample.conversation.videos for sample in expected}
     content = bytearray((new / "4.ts").read_bytes())
     content[-1] ^= 1
     (new / "4.ts").write_bytes(content)
@@ -385,8 +386,8 @@ def test_extracted_frames_have_the_tokens_of_the_file(data: VideoDemo, flavor: s
     assert done.returncode == 0, done.stdout + done.stderr
     # The packs are an input, whose frames are not encoded again.
     again = pack(frames.shards, **data.options(tmp_path / "again", **options))
-    before = {sample.conversation.id: sample.videos for sample in stored(frames)}
-    assert {sample.conversation.id: sample.videos for sample in stored(again)} == before
+    before = {sample.conversation.id: sample.conversation.videos for sample in stored(frames)}
+    assert {sample.conversation.id: sample.conversation.videos for sample in stored(again)} == before
 
 
 @pytest.mark.parametrize("extract_frames", [False, True])
@@ -445,7 +446,7 @@ def test_extracted_frames_are_loaded_without_a_decoder(data: VideoDemo) -> None:
     )
     done = run_python(code, result.shards, data.tokenizer)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == len([sample for sample in stored(result) if sample.videos])
+    assert int(done.stdout) == len([sample for sample in stored(result) if sample.conversation.videos])
 
 
 def _parts(result: PackResult) -> list[str]:
@@ -523,8 +524,10 @@ def test_verify_finds_other_frames(data: VideoDemo, tmp_path: Path, change: dict
     file = write_jsonl(tmp_path, [record("a", "a.avi")])
     result = pack(file, **data.options(tmp_path / "out"))
     (sample,) = stored(result)
-    changed = [StoredVideo(sample.videos[0].frames, StoredImage("avi", (tmp_path / "b.avi").read_bytes()))]
-    _rewrite(result, [replace(sample, videos=tuple(changed))])
+    file = MediaReference(data=(tmp_path / "b.avi").read_bytes(), extension="avi")
+    (video,) = sample.conversation.videos
+    conversation = replace(sample.conversation, videos=(replace(video, file=file),))
+    _rewrite(result, [replace(sample, conversation=conversation)])
     done = energon_packed("verify", result.shards)
     assert done.returncode == 1
     assert problem in done.stdout

@@ -133,13 +133,14 @@ class PackChecker:
         for key, samples, changes in self.packs(tar, contents):
             contents.counts["packs"] += 1
             contents.counts["samples"] += len(samples)
-            contents.counts["images"] += sum(len(sample.images) for sample in samples)
-            selections = [video.frames for sample in samples for video in sample.videos]
+            conversations = [sample.conversation for sample in samples]
+            contents.counts["images"] += sum([len(c.images) for c in conversations])
+            selections = [video.frames for c in conversations for video in c.videos]
             contents.counts["videos"] += len(selections)
-            contents.counts["frames"] += sum([len(frames.indices) for frames in selections])
-            contents.counts["audios"] += sum(len(sample.audios) for sample in samples)
-            ids += [str(sample.conversation.id) for sample in samples]
-            checksums += [_checksum(sample.conversation) for sample in samples]
+            contents.counts["frames"] += sum([len(frames.indices) for frames in selections if frames is not None])
+            contents.counts["audios"] += sum([len(c.audios) for c in conversations])
+            ids += [str(c.id) for c in conversations]
+            checksums += [_checksum(c) for c in conversations]
             groups += _groups_of(contents, key, samples)
             contents.changed.update(changes)
             contents.counts["changed packs"] += bool(changes)

@@ -1,4 +1,4 @@
-"""Images, videos and audio files of a record in, StoredImages with a Locator out: `pack --media reference`.
+"""Images, videos and audio files of a record in, the same with a Locator out: `pack --media reference`.
 
 | file of the record | located in |
 |---|---|
@@ -13,7 +13,7 @@ digest, as a copy would.
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -22,10 +22,10 @@ import numpy as np
 
 from energon_packed.encoding.vision.images import read_header, sniff_extension
 from energon_packed.errors import Reason, RecordError
-from energon_packed.formats import StoredImage
-from energon_packed.formats.references import FILES, STORED, TARS, Locator, media_digest
+from energon_packed.formats.references import FILES, STORED, TARS
 from energon_packed.records import MediaReference
 from energon_packed.records.file_types import SIGNATURE_BYTES, stored_extension, video_extension
+from energon_packed.records.media import Locator, media_digest
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 
@@ -81,14 +81,14 @@ class MediaLocator:
     stored: StoredMedia | None
     seconds: float = 0.0
 
-    def locate(self, reference: MediaReference, *, is_audio: bool = False) -> StoredImage:
-        """Return the location of an image, video or audio file, with the value that readers compare.
+    def locate(self, reference: MediaReference, *, is_audio: bool = False) -> MediaReference:
+        """Add the location of an image, video or audio file, with the value that readers compare.
 
         Raises:
             RecordError: the image cannot be read, or is not the measured image.
         """
         if reference.data is not None:
-            return self._stored(reference.data, is_audio=is_audio)
+            return self._stored(reference, reference.data, is_audio=is_audio)
         file = absolute_name(reference.file or "")
         if self.check == "digest":
             start = time.perf_counter()
@@ -106,9 +106,9 @@ class MediaLocator:
             locator = Locator(file, offset, size, digest, changed)
         else:
             locator = Locator(file, offset, size, digest, changed, source, member)
-        return StoredImage(extension, b"", locator=locator)
+        return replace(reference, extension=extension, locator=locator)
 
-    def _stored(self, data: bytes, *, is_audio: bool) -> StoredImage:
+    def _stored(self, reference: MediaReference, data: bytes, *, is_audio: bool) -> MediaReference:
         extension, digest = stored_extension(data) if is_audio else sniff_extension(data), media_digest(data)
         place = None if self.stored is None else self.stored.find(digest)
         if place is None:
@@ -116,7 +116,7 @@ class MediaLocator:
         tar, offset = place
         file = f"../{STORED}/{tar}"  # relative to the dataset, so that the output folder can be moved
         locator = Locator(file, offset, len(data), digest, None, STORED, f"{digest}.{extension}")
-        return StoredImage(extension, b"", locator=locator)
+        return replace(reference, extension=extension, locator=locator)
 
 
 def _content(reference: MediaReference, extension_of: Callable[[bytes], str]) -> tuple[str, int, str]:

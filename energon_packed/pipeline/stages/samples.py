@@ -20,7 +20,7 @@ from energon_packed.encoding.vision.images import as_jpeg, frame_as_jpeg, sniff_
 from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
-from energon_packed.formats import StoredAudio, StoredImage, StoredSample, StoredVideo
+from energon_packed.formats import StoredSample
 from energon_packed.pipeline.chunks import MediaFiles, RecordOffsets, TokenReader, read_frames
 from energon_packed.pipeline.media.locator import MediaLocator
 from energon_packed.pipeline.reader import RecordReader
@@ -141,21 +141,18 @@ class SampleReader:
         return conversation
 
     def _with_media(self, sample: StoredSample, record: RecordEntry) -> StoredSample:
-        """Add the images, patch positions and videos of the conversation, which must be as they were measured."""
+        """Read the images, patch positions and videos of the conversation, which must be as they were measured."""
         conversation = sample.conversation
-        images = tuple([replace(self._stored_file(image), settings=image.settings) for image in conversation.images])
-        positions = tuple([file.read() for file in conversation.patch_positions])
-        media_bytes = sum([image.num_bytes for image in images]) + sum([len(data) for data in positions])
-        videos: tuple[StoredVideo, ...] = ()
-        audios: tuple[StoredAudio, ...] = ()
+        stored = self._with_images(conversation)
+        media_bytes = sum([file.num_bytes() for file in (*stored.images, *stored.patch_positions)])
         if conversation.videos or conversation.audios:
             conversation, clips = self._with_frames(conversation, record)
             conversation = conversation if self.tokens is None else with_image_counts(conversation)
             videos = tuple([self._stored_video(video) for video in conversation.videos])
             media_bytes += sum(map(_read_bytes, conversation.videos, videos))
-            stored = [self._stored_audio(*pair) for pair in zip(conversation.audios, clips, strict=True)]
-            audios = tuple([audio for audio, _ in stored])
-            media_bytes += sum([num_bytes for _, num_bytes in stored])
+            audios = [self._stored_audio(*pair) for pair in zip(conversation.audios, clips, strict=True)]
+            media_bytes += sum([num_bytes for _, num_bytes in audios])
+            stored = replace(stored, videos=videos, audios=tuple([audio for audio, _ in audios]))
         if media_bytes != record.media_bytes:
             raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
         # After the files are read, so that no change is missed. A digest of the content would have to read all media
@@ -163,14 +160,18 @@ class SampleReader:
         if MediaFiles().stamp((*conversation.media_files, *conversation.patch_positions)) != record.media_stamp:
             raise self._changed(record, "its media was replaced by a file of the same size")
         if self.reader.layout and not self.settings.keep_bytes:
-            images = tuple([StoredImage("jpg", as_jpeg(image.data)) for image in images])
+            images = [MediaReference(data=as_jpeg(image.read()), extension="jpg") for image in stored.images]
+            stored = replace(stored, images=tuple(images))
+        return replace(sample, conversation=stored)
+
+    def _with_images(self, conversation: Conversation) -> Conversation:
+        """Read the images and patch positions of a conversation; those of a group are those of its members."""
+        if conversation.members:
+            return replace(conversation, members=tuple(map(self._with_images, conversation.members)))
         return replace(
-            sample,
-            conversation=conversation,
-            images=images,
-            patch_positions=positions,
-            videos=videos,
-            audios=audios,
+            conversation,
+            images=tuple(map(self._stored_file, conversation.images)),
+            patch_positions=tuple([MediaReference(data=file.read()) for file in conversation.patch_positions]),
         )
 
     def _with_tokens(self, sample: StoredSample, record: RecordEntry, tokens: TokenReader) -> StoredSample:
@@ -198,32 +199,32 @@ class SampleReader:
             loss_weights=encoded.loss_weights,
             columns=encoded.columns,
             images=sample.conversation.images[shown],
+            patch_positions=sample.conversation.patch_positions[placed],
             videos=sample.conversation.videos,
             audios=sample.conversation.audios,
             group=key,
             role=own.role,
             label=own.label,
         )
-        images, positions = sample.images[shown], sample.patch_positions[placed]
-        return replace(sample, conversation=conversation, images=images, patch_positions=positions)
+        return replace(sample, conversation=conversation)
 
-    def _stored_file(self, file: MediaReference, *, is_audio: bool = False) -> StoredImage:
+    def _stored_file(self, file: MediaReference, *, is_audio: bool = False) -> MediaReference:
         """Return the location of a media file, or its bytes; in a layout, images have the name of a JPEG."""
         if self.settings.locator is not None:
             return self.settings.locator.locate(file, is_audio=is_audio)
         data = file.read()
-        if is_audio:
-            return StoredImage(stored_extension(data), data)
-        return StoredImage("jpg" if self.reader.layout else sniff_extension(data), data)
+        extension = stored_extension(data) if is_audio else "jpg" if self.reader.layout else sniff_extension(data)
+        return MediaReference(data=data, settings=file.settings, extension=extension)
 
-    def _stored_audio(self, audio: AudioReference, clip: AudioClip) -> tuple[StoredAudio, int]:
+    def _stored_audio(self, audio: AudioReference, clip: AudioClip) -> tuple[AudioReference, int]:
         """Return an audio file, or only the clip of a much longer file, and the bytes that were measured for it."""
         num_bytes = audio.file.num_bytes()
         if self.settings.locator is None and is_cut(clip, num_bytes):
             alone = AudioClip(rate=clip.rate, start=0, samples=clip.samples, total=clip.samples)
-            stored = StoredAudio(alone, StoredImage("wav", cut_audio(audio.file, clip)))
+            cut = MediaReference(data=cut_audio(audio.file, clip), extension="wav")
+            stored = AudioReference(file=cut, clip=alone)
         else:
-            stored = StoredAudio(clip, self._stored_file(audio.file, is_audio=True))
+            stored = AudioReference(file=self._stored_file(audio.file, is_audio=True), clip=clip)
         return stored, stored_bytes(clip, num_bytes)
 
     def _with_frames(
@@ -244,29 +245,25 @@ class SampleReader:
         )
         return measured, clips
 
-    def _stored_video(self, video: VideoReference) -> StoredVideo:
+    def _stored_video(self, video: VideoReference) -> VideoReference:
         """Return the location or the bytes of a video with its selected frames, or these frames as images."""
         assert video.frames is not None  # of `_with_frames`
-        file: StoredImage | None = None
-        images: tuple[StoredImage, ...] = ()
         if video.file is None:
-            images = tuple([self._stored_file(image) for image in video.images])
-        elif not self.settings.extract_frames:
-            file = self._stored_file(video.file)
-        else:
-            images = tuple(
-                [StoredImage("jpg", frame_as_jpeg(frame)) for frame in decode_frames(video.file, video.frames)]
-            )
-        return StoredVideo(video.frames, file, images, video.images_before)
+            return replace(video, images=tuple(map(self._stored_file, video.images)))
+        if not self.settings.extract_frames:
+            return replace(video, file=self._stored_file(video.file))
+        frames = map(frame_as_jpeg, decode_frames(video.file, video.frames))
+        images = tuple([MediaReference(data=frame, extension="jpg") for frame in frames])
+        return replace(video, file=None, images=images)
 
     def _changed(self, record: RecordEntry, change: str) -> EnergonPackedError:
         return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
 
 
-def _read_bytes(video: VideoReference, stored: StoredVideo) -> int:
+def _read_bytes(video: VideoReference, stored: VideoReference) -> int:
     """Bytes of the files that a stored video was made of."""
     if video.file is None or stored.file is not None:
-        return sum([file.num_bytes for file in stored.files])
+        return sum([file.num_bytes() for file in stored.files])
     return video.file.num_bytes()
 
 
