@@ -114,7 +114,7 @@ def test_a_shard_that_is_replaced_before_its_first_pack_is_a_changed_shard(tars:
 
 
 def test_a_file_that_is_missing_has_a_remedy_for_inputs_and_datasets(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match=r"a\.jsonl: No such file or directory; restore the file, or correct its perm"):
+    with pytest.raises(FormatError, match=r"a\.jsonl: No such file or directory; restore the file"):
         OpenedFiles([tmp_path / "a.jsonl"])
 
 
