@@ -414,7 +414,7 @@ def write_metadataset(blend: Blend, out: Path, *, absolute: bool = False, overwr
     if out.suffix != ".yaml":
         raise ConfigError(f"{out} must end in .yaml; Energon reads only such files as a Metadataset")
     for path in (dataset.path for dataset in (*blend.train, *blend.val)):
-        if path.is_file() and out.resolve() in (file.resolve() for file in read_metadataset(path).files()):
+        if path.is_file() and out.resolve() in (inner.path.resolve() for inner in read_metadataset(path).nested()):
             raise ConfigError(f"{out} would include itself through {path}; write the blend to another file")
     if not overwrite and out.exists() and not _is_generated(out):
         raise ConfigError(

@@ -142,18 +142,16 @@ class Metadataset:
     Attributes:
         path: the YAML file, as passed.
         splits: by name, in the order of the file.
+        content: the file as plain types.
     """
 
     path: Path
     splits: Mapping[str, MetadatasetSplit]
+    content: Mapping[str, Any] = field(repr=False, compare=False)
 
     def entries(self) -> list[Entry]:
         """Return all references of all splits, including joins and nested Metadatasets, each once."""
-        return [entry for inner in self._nested() for entry in inner._own_entries()]
-
-    def files(self) -> list[Path]:
-        """Return the paths of this file and of all nested Metadatasets, each once."""
-        return [inner.path for inner in self._nested()]
+        return [entry for inner in self.nested() for entry in inner._own_entries()]
 
     def check_file(self) -> None:
         """Refuse a file with a fault in any split, nested Metadatasets included.
@@ -199,7 +197,8 @@ class Metadataset:
                 problems[str(error)] = None
         return leaves, list(problems)
 
-    def _nested(self) -> list["Metadataset"]:
+    def nested(self) -> list["Metadataset"]:
+        """Return this Metadataset and all nested Metadatasets, each once."""
         nested: dict[Path, Metadataset] = {}
         # By path, since a file may be referenced many times; a recursion would expand all of these references.
         stack = [self]
@@ -440,9 +439,8 @@ def _read(path: Path, trusted: bool, outer: tuple[Path, ...], known: dict[Path, 
     if not isinstance(splits, dict) or not splits:
         raise _invalid_file(path, "it has no splits")
     reader = _FileReader(path, is_v2, trusted, (*outer, identity), known)
-    known[identity] = Metadataset(
-        path=path, splits={split: reader.split(split, content) for split, content in splits.items()}
-    )
+    parsed = {split: reader.split(split, content) for split, content in splits.items()}
+    known[identity] = Metadataset(path=path, splits=parsed, content=value)
     return known[identity]
 
 
@@ -496,7 +494,11 @@ class _FileReader:
         """Parse the references of a split, and check that their datasets exist."""
         entries = [self.entry(value, number_name) for value in values]
         # At the same time: in an object store, each of them is a request.
-        return tuple(map_paths(self.found, [entry.path for entry in entries], entries, values, purpose="datasets"))
+        found = map_paths(self.found, [entry.path for entry in entries], entries, values, purpose="datasets")
+        return tuple(
+            replace(entry, metadataset=self.nested(entry.path, value)) if checked is None else checked
+            for entry, value, checked in zip(entries, values, found, strict=True)
+        )
 
     def entry(self, value: Any, number_name: str | None) -> Entry:
         """Parse one reference.
@@ -538,13 +540,7 @@ class _FileReader:
                 limit = f"{number_name} of {value['path']} must be above 0, got {short(number)}"
                 return replace(entry, fault=f"{self.file}: {limit}; remove the dataset instead")
             entry = replace(entry, number=number)
-        try:
-            # As Energon decides: V2 by the ending of the name, V1 reads every file as a Metadataset.
-            if (path.name.endswith(".yaml") or not self.is_v2) and path.is_file():
-                return replace(entry, metadataset=self.nested(path, value))
-            return entry
-        except OSError as error:
-            return replace(entry, fault=f"{self.file} refers to {path}: {error.strerror}")
+        return entry
 
     def nested(self, path: Path, value: dict[str, Any]) -> Metadataset:
         """Read the Metadataset of a reference."""
@@ -553,11 +549,14 @@ class _FileReader:
                 raise _invalid_file(self.file, f"it sets {name!r} of the Metadataset {path}, which only datasets have")
         return _read(path, self.trusted, self.outer, self.known)
 
-    def found(self, path: Path, entry: Entry, value: Any) -> Entry:
-        """Return the entry with its auxiliary datasets, or with the fault that a dataset is missing."""
-        if entry.fault is not None or entry.metadataset is not None:
+    def found(self, path: Path, entry: Entry, value: Any) -> Entry | None:
+        """Return the entry with its auxiliary datasets or with its fault; None if it is a Metadataset."""
+        if entry.fault is not None:
             return entry
         try:
+            # As Energon decides: V2 by the ending of the name, V1 reads every file as a Metadataset.
+            if (path.name.endswith(".yaml") or not self.is_v2) and path.is_file():
+                return None
             if not (path / NV_META).is_dir() and not (path.name.endswith(".jsonl") and path.is_file()):
                 return replace(entry, fault=f"{self.file} refers to {path}, {_missing_reason(path)}")
             aux, fault = self.aux(value.get("aux") or {})

@@ -138,7 +138,7 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["a", "other"], "have tokenizer .* and zzz"),
         (["a", "flavor"], "have flavor PackedTokensSample and PackedCapt"),
         (["c", "both"], "have seq_len 256 and 512, flavor .*; .* repack .* and a different `shard_prefix`"),
-        (["a", "nothing"], "nothing has no .nv-meta folder"),
+        (["a", "nothing"], "nothing must be a dataset folder, got a folder without .nv-meta"),
         (["a", "missing"], "missing does not exist"),
         (["a=-1"], "the weight of a must be a finite number >= 0, got '-1'"),
         (["a=nan"], "the weight of a must be .* got 'nan'"),

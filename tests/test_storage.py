@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -378,6 +379,18 @@ def test_the_status_of_many_objects_needs_one_listing(store: Store, tmp_path: Pa
     with store.counted() as traffic:  # of each object, not only of the first
         assert [stamp(storage.recent_status(path)) for path in paths] == [wanted[path] for path in paths]
     assert not traffic.requests
+
+
+def test_the_statuses_of_local_files_need_little_memory(tmp_path: Path) -> None:
+    paths = [tmp_path / str(number) for number in range(500)]
+    for path in paths:
+        path.touch()
+    tracemalloc.start()
+    found = statuses(paths)
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert {path: stamp(status) for path, status in found.items()} == {path: stamp(path.stat()) for path in paths}
+    assert used / len(paths) < 450  # bytes; the status that the system reports has 640
 
 
 def test_a_listing_with_other_etags_is_not_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

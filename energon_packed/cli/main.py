@@ -87,7 +87,9 @@ def main() -> None:
         try:
             _run()
         except (click.Abort, KeyboardInterrupt):
-            _fail(interrupts.message, interrupts.status)
+            # Not by `_fail`, whose imports fail if the signal has interrupted the import of NumPy.
+            click.echo(f"error: {interrupts.message}", err=True)
+            sys.exit(interrupts.status)
 
 
 def _run() -> None:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 
-from energon_packed.encoding.vision.video_container import ContainerHeader, read_container_header
+from energon_packed.encoding.vision.video_container import ContainerHeader, has_damaged_page, read_container_header
 from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
 from energon_packed.libraries import calls
 from energon_packed.records import MediaReference
@@ -69,17 +69,22 @@ class OpenFile:
         self.av, self.container, self.stream = av, container, stream
         self.header, self.num_bytes, self.needed = header, num_bytes, _BLOCK
 
+    def check_pages(self) -> None:
+        """Raise `Damaged` if a page of an Ogg file is damaged: FFmpeg leaves it out. Call it after the last packet."""
+        if self.container.format.name == "ogg" and has_damaged_page(self.stream.file):
+            raise Damaged("has damaged data; copy it again")
+
 
 class LimitedStream:
     """A file for FFmpeg, which may read a limited number of bytes until the next packet."""
 
     def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
+        self.file = stream
         self.spent = 0
 
     def read(self, size: int) -> bytes:
         """Read up to `size` bytes."""
-        data = self._stream.read(size)
+        data = self.file.read(size)
         self.spent += len(data)
         if self.spent > _MOST_BETWEEN_PACKETS:
             raise Damaged(f"has more than {_MOST_BETWEEN_PACKETS:,} bytes without a frame; convert it")
@@ -90,7 +95,7 @@ class LimitedStream:
         if whence == 0 and offset < 0:
             raise Damaged("has a negative place in its index")
         try:
-            return self._stream.seek(offset, whence)
+            return self.file.seek(offset, whence)
         except OSError as error:
             if error.errno != errno.EINVAL:  # of the storage
                 raise
@@ -99,7 +104,7 @@ class LimitedStream:
 
     def tell(self) -> int:
         """Return the place."""
-        return self._stream.tell()
+        return self.file.tell()
 
 
 @cache

@@ -81,12 +81,15 @@ class VideoView(_FileView):
         is_file: there is a video file; False for images of the selected frames (`pack --extract-frames`).
         selection: the selected frames.
         tokens: number of tokens of the video; None if it is unknown without an encoder.
+        container, codec: names of FFmpeg, such as `mov` and `h264`; "" without a file, or if it cannot be read.
     """
 
     names: Sequence[str]
     is_file: bool
     selection: FrameSelection
     tokens: int | None = None
+    container: str = ""
+    codec: str = ""
 
     @property
     def name(self) -> str:
@@ -511,21 +514,24 @@ def _video(
         is_file=video.file is not None,
         selection=frames,
         tokens=tokens,
-        **_file(video.files, located, "video", lambda: _video_problem(video, frames)),
+        **_file(video.files, located, "video", lambda: _video_values(video, frames)),
     )
 
 
-def _video_problem(video: VideoReference, frames: FrameSelection) -> Mapping[str, Any]:
-    """Find damage that needs no decoding."""
+def _video_values(video: VideoReference, frames: FrameSelection) -> Mapping[str, Any]:
+    """Container and codec of a file, and damage that needs no decoding."""
     if not frames.indices:
         return {"problem": "its frames are not known"}
+    values = {}
     if video.file is None:
         sizes = {(head.height, head.width) for head in map(read_header, video.images)}
         is_packed = sizes == {(frames.height, frames.width)}
     else:
         info = read_video_info(video.file)
+        values = {"container": info.container, "codec": info.codec}
         is_packed = (info.num_frames, info.height, info.width) == (frames.num_frames, frames.height, frames.width)
-    return {} if is_packed else {"problem": "not the packed video: it has another number of frames, or another size"}
+    problem = "not the packed video: it has another number of frames, or another size"
+    return values | ({} if is_packed else {"problem": problem})
 
 
 def _audios(

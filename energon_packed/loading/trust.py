@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from energon_packed.errors import ConfigError, FormatError
-from energon_packed.files import read_if_there, read_yaml
+from energon_packed.files import read_if_there
 from energon_packed.formats import CODECS, READ_ONLY
 from energon_packed.metadatasets import (
     NV_META,
@@ -47,8 +47,7 @@ def check_trusted(path: str | Path, *, dataset_config: str | None = None) -> Non
     """
     path = as_path(path)
     one = (path, dataset_config or "dataset.yaml", SPLIT_FILE)
-    folders, *files = zip(*(_folders_of(path) if is_metadataset(path) else [one]), strict=True)
-    map_paths(_check_folder, folders, *files, purpose="datasets")
+    _check_folders(_folders_of(path) if is_metadataset(path) else [one])
 
 
 def check_blend_trusted(path: str | Path) -> None:
@@ -57,19 +56,25 @@ def check_blend_trusted(path: str | Path) -> None:
     Raises:
         ConfigError, FormatError: as `check_trusted`.
     """
-    if is_metadataset(as_path(path)):
-        check_trusted(path)
+    path = as_path(path)
+    if is_metadataset(path):
+        _check_folders(_folders_of(path))
+
+
+def _check_folders(checked: list[tuple[Path, str, str]]) -> None:
+    folders, *files = zip(*checked, strict=True)
+    map_paths(_check_folder, folders, *files, purpose="datasets")
 
 
 def _folders_of(path: Path) -> list[tuple[Path, str, str]]:
     """The dataset folders of a Metadataset, and the names of the dataset.yaml and split.yaml of each."""
     metadataset = read_metadataset(path)
     metadataset.check_file()
-    for file in metadataset.files():
-        if _parsed(file) != read_yaml(file, as_energon=True):
+    for inner in metadataset.nested():
+        if _parsed(inner.path) != inner.content:
             raise FormatError(
-                f"{file} is not a Metadataset that Energon can read: its YAML parser reads other values from it. "
-                "Write the file with energon-packed metadataset."
+                f"{inner.path} is not a Metadataset that Energon can read: its YAML parser reads other values from "
+                "it. Write the file with energon-packed metadataset."
             )
     return list(
         dict.fromkeys(

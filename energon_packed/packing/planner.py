@@ -150,7 +150,7 @@ def pack_lengths(
     capacity, multiple = as_integer(capacity, "capacity"), as_integer(multiple, "multiple")
     max_samples = optional_integer(max_samples, "max_samples")
     if capacity > _MOST_TOKENS:
-        raise ConfigError(f"`capacity` must be at most {_MOST_TOKENS} (int32), got {capacity}.")
+        raise ConfigError(f"a row must have at most {_MOST_TOKENS} tokens (int32), got {capacity}.")
     check_algorithm(algorithm)
     array = _checked_lengths(lengths)
     pack, place, sizes = assign(array, capacity, algorithm, max_samples, multiple, groups)

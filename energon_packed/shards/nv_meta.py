@@ -52,7 +52,15 @@ def dataset_folder(path: str | Path) -> Path:
         )
     if not root.exists():
         raise FormatError(f"{root} does not exist; pass a folder written by energon-packed")
-    raise FormatError(f"{root} has no {NV_META} folder; check that the build completed")
+    output = root.parent if root.name == "webdataset" else root
+    if (output / ".work").exists():
+        raise FormatError(f"{root} has no dataset yet; run energon-packed pack with `output_dir` {output}")
+    if folder := next((folder for folder in (root, root / "webdataset") if any(folder.glob("*.tar"))), None):
+        raise FormatError(f"{folder} has tars, but no {NV_META} folder; run energon-packed nv-meta {folder}")
+    raise FormatError(
+        f"{root} must be a dataset folder, got a folder without {NV_META} and tars. Pass a folder that energon-packed "
+        "pack wrote."
+    )
 
 
 def shards_in_split(splits: SplitFile, split: str) -> list[Path]:

@@ -315,7 +315,7 @@ def _first_stamp(file: Path, found: Mapping[Path, os.stat_result]) -> tuple[int,
         return stamp_of(found.get(file) or file.stat())
     except OSError as error:
         raise_resource_error(error, file)
-        raise FormatError(f"{file}: {error.strerror}; copy the complete folder, or pack it again") from error
+        raise FormatError(f"{file}: {error.strerror}; restore the file, or correct its permissions") from error
 
 
 def _count_packs(tar: Path, found: Mapping[Path, os.stat_result]) -> int:

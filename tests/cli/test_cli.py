@@ -318,3 +318,22 @@ def test_messages_contain_only_options_that_exist() -> None:
     wrong = {name: text for name, text in shown.items() if text.startswith("--") and text.split()[0] not in options}
     assert not wrong
     assert shown["`text`"] == "`text`"
+
+
+INTERRUPTED = """
+import sys
+from tests.internals import main
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "numpy":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+main()
+"""
+
+
+def test_a_signal_that_interrupts_an_import_is_one_line() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, "inspect", "x"], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "\nerror: interrupted; run the same command again to resume\n")

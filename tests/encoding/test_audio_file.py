@@ -224,6 +224,40 @@ def test_damage_inside_a_flac_file_is_found_by_its_checksums(tmp_path: Path) -> 
         assert "has damaged data" in why(lambda read=read: read(at(other)))
 
 
+def ogg(folder: Path, codec: str) -> Path:
+    """An Ogg file of 20 s with many pages."""
+    path, samples = folder / f"{codec}.ogg", signal(20 * 48_000, 48_000)
+    options = {"strict": "experimental"} if codec == "vorbis" else {}
+    with av.open(str(path), "w", format="ogg") as out:
+        stream = out.add_stream(codec, 48_000, options=options)
+        stream.layout = "stereo"
+        stream.codec_context.open()
+        frame = av.AudioFrame.from_ndarray(np.stack([samples] * 2), format="fltp", layout="stereo")
+        frame.sample_rate = 48_000
+        resampler = av.AudioResampler(stream.codec_context.format, "stereo", 48_000, stream.codec_context.frame_size)
+        for part in [*resampler.resample(frame), *resampler.resample(None), None]:
+            out.mux([packet for packet in stream.encode(part) if packet.size])
+    return path
+
+
+@pytest.mark.parametrize("codec", ["libopus", "flac", "vorbis"])
+def test_damage_inside_a_page_of_an_ogg_file_is_found_by_its_checksum(codec: str, tmp_path: Path) -> None:
+    """FFmpeg leaves out the page, mostly without an error."""
+    path = ogg(tmp_path, codec)
+    data, samples = path.read_bytes(), read_audio_info(at(path)).samples
+    assert samples == check_audio(at(path)).samples == num_decoded(path)
+    path.write_bytes(data + b"TAG" + bytes(125))
+    assert read_audio_info(at(path)).samples == samples
+    places = [*np.linspace(len(data) // 20, len(data) - 1, 12).astype(int), data.rindex(b"OggS")]
+    for place in places:
+        path.write_bytes(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])
+        for read in (read_audio_info, check_audio):
+            assert "has damaged data" in why(lambda read=read: read(at(path))), place
+    for changed in changed_inside(data):
+        path.write_bytes(changed)
+        assert "damaged data" in why(lambda: read_audio_info(at(path)))
+
+
 def test_a_flac_file_without_one_of_its_frames_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "a", "flac", signal(48_000, 16_000), 16_000)
     with av.open(str(path)) as container:

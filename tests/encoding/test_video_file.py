@@ -340,6 +340,10 @@ def test_ogv(tmp_path: Path) -> None:
     assert (info.num_frames, info.fps, info.container, info.codec, info.decoded) == (12, 10, "ogg", "theora", True)
     path = write_video(tmp_path / "a.ogv", pictures(30, 64, 48, 1), codec="libvpx", options={"g": "10"}, muxer="ogg")
     assert not check_equal(path).decoded
+    data = path.read_bytes()
+    for place in range(len(data) // 2, len(data), len(data) // 10):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 255]) + data[place + 1 :])
+        assert why(lambda: read_video_info(at(path))).endswith("has damaged data; copy it again")
 
 
 def test_a_full_check_finds_frames_that_differ_after_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

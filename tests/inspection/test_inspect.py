@@ -76,7 +76,8 @@ def test_damaged_and_unknown_tars_are_shown_with_the_problem(tmp_path: Path, pac
     shown = run(cut)
     assert "truncated inside" in shown.output
     assert "pack_0000000" in shown.output  # what is left can be seen
-    assert run(cut, "--limit", 100).exit_code == 0
+    assert "cut.tar: truncated inside pack_0000000" in str(shown.exception)  # after the packs, with exit status 1
+    assert run(cut, "--limit", 100).exit_code == 1
     strange = tmp_path / "strange.tar"
     write_tar(strange, [("a.img0.jpg", b"x"), ("a.json", b'{"captions": [["c"]], "images": [["img0.jpg"]]}')])
     assert "img0.jpg  <1 bytes>: not an image that Pillow can read" in run(strange).output
@@ -88,6 +89,10 @@ def test_damaged_and_unknown_tars_are_shown_with_the_problem(tmp_path: Path, pac
     assert "a matches no known flavor: it has no json part" in str(run(strange).exception)
     other = tmp_path / "other.tar"
     other.write_bytes(b"x" * 3000)
+    for damaged in (cut, other):
+        done = run(damaged, "--json", "--limit", 0)
+        assert json.loads(done.output)["problems"]
+        assert str(done.exception).startswith(str(damaged))
     assert "is not an uncompressed tar file" in run(other).output
     records = other.rename(tmp_path / "data.jsonl")
     assert "got records. Use energon-packed lengths" in str(run(records).exception)

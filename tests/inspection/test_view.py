@@ -418,14 +418,20 @@ def test_videos_have_frames_and_a_clip_by_ranges(tokenizer_dir: Path, tmp_path: 
         server.shutdown()
 
 
-def test_a_video_that_browsers_do_not_play_has_frames_alone(tokenizer_dir: Path, tmp_path: Path) -> None:
-    make_video(tmp_path / "a.avi", codec="mpeg4", b_frames=0, width=64, height=48, frames=40, fps=10)
+@pytest.mark.parametrize(("ending", "codec"), [("avi", "mpeg4"), ("mp4", "mpeg4"), ("mkv", "libx264")])
+def test_a_video_that_browsers_do_not_play_has_frames_alone(
+    ending: str, codec: str, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    name = f"a.{ending}"
+    make_video(tmp_path / name, codec=codec, b_frames=0, width=64, height=48, frames=40, fps=10)
     turns = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "It."}]
-    (tmp_path / "data.jsonl").write_text(json.dumps({"id": "a", "messages": turns, "videos": ["a.avi"]}))
+    (tmp_path / "data.jsonl").write_text(json.dumps({"id": "a", "messages": turns, "videos": [name]}))
     options: dict[str, Any] = {"video_min_pixels": 3136, "video_max_pixels": 12544, "seq_len": 2048, "workers": 1}
     pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=tokenizer_dir, **options)
-    text = page(viewer_of(tmp_path / "out"), f"/pack/{KEY}")
-    assert ".avi: 8 of 40 frames" in text
+    viewer = viewer_of(tmp_path / "out")
+    text = page(viewer, f"/pack/{KEY}")
+    assert f".{ending}: 8 of 40 frames" in text
+    assert viewer.respond(f"/media/video/{KEY}/0/0").status == 404
     assert text.count(f'src="/media/frame/{KEY}/0/0/') == 8
     assert "<video" not in text
     assert "frames not shown" not in text

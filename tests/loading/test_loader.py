@@ -293,8 +293,18 @@ def test_bad_options_are_named(pack_demo: Packer, encoder: ChatEncoder, options:
 def test_paths_without_a_dataset_are_named(encoder: ChatEncoder, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="does not exist"):
         get_packed_loader(tmp_path / "none", encoder)
-    with pytest.raises(FormatError, match=r"has no \.nv-meta folder; check that the build completed"):
+    with pytest.raises(FormatError, match="must be a dataset folder, got a folder without .nv-meta and tars"):
         get_packed_loader(tmp_path, encoder)
+    shards = tmp_path / "webdataset"
+    shards.mkdir()
+    (shards / "a-000000.tar").write_bytes(bytes(1024))
+    for folder in (tmp_path, shards):
+        with pytest.raises(FormatError, match=f"no .nv-meta folder; run energon-packed nv-meta {shards}$"):
+            get_packed_loader(folder, encoder)
+    (tmp_path / ".work").mkdir()
+    for folder in (tmp_path, shards):
+        with pytest.raises(FormatError, match=f"no dataset yet; run .* pack with `output_dir` {tmp_path}$"):
+            get_packed_loader(folder, encoder)
 
 
 def test_each_epoch_is_another_order_of_all_packs(pack_demo: Packer, encoder: ChatEncoder) -> None:

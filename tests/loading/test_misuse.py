@@ -24,6 +24,7 @@ from energon_packed import (
     PackedDataset,
     PackedIterableDataset,
     PaddingFreeCollator,
+    PoolPacker,
     get_packed_loader,
     get_raw_loader,
     pack,
@@ -40,6 +41,8 @@ PACKS = 24
     [
         (lambda: MapDistributor("out"), r"^`dataset` must be a map-style dataset, got 'out'\. Pass PackedDataset"),
         (lambda: MapDistributor(Path("out")), r"^`dataset` must be a map-style dataset, got .*\. Pass PackedDataset"),
+        (lambda: PoolPacker(0), r"^`max_tokens` must be at least 1, got 0"),
+        (lambda: PoolPacker(2**31), r"^a row must have at most 2147483647 tokens \(int32\), got 2147483648"),
         (lambda: get_raw_loader("c.yaml"), r"^`config` must be a DataflowConfig, got 'c\.yaml'\. Pass .*from_yaml"),
         (
             lambda: ChatEncoder("tok"),

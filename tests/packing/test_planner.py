@@ -125,7 +125,7 @@ def test_seed_shuffles_packs_and_nothing_else() -> None:
     ("lengths", "options", "message"),
     [
         ([1], {"capacity": 0}, "`capacity` must be at least 1, got 0"),
-        ([1], {"capacity": 2**31}, r"`capacity` must be at most 2147483647 \(int32\), got 2147483648"),
+        ([1], {"capacity": 2**31}, r"a row must have at most 2147483647 tokens \(int32\), got 2147483648"),
         ([1], {"capacity": True}, "`capacity` must be an integer, got True"),
         ([1], {"capacity": 8.0}, "`capacity` must be an integer, got 8.0"),
         ([1], {"capacity": 8, "multiple": 0}, "`multiple` must be at least 1, got 0"),

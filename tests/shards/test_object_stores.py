@@ -19,7 +19,7 @@ from energon_packed import (
     ResourceError,
     steps_per_epoch,
 )
-from tests.internals import OpenedFiles, ShardReader, as_path, cli, storage
+from tests.internals import OpenedFiles, ShardReader, as_path, cli, read_metadataset, storage
 from tests.storage import Store
 
 
@@ -128,9 +128,9 @@ def test_datasets_of_a_blend_are_opened_at_the_same_time(
         ["LIST /bucket"] * 4,
     ]
     rounds = [
-        *[[f"{method} {blend_file}"] for method in ("HEAD", "HEAD", "GET")],
+        *[[f"{method} {blend_file}"] for method in ("HEAD", "GET")],
         ["LIST /bucket"] * 4,  # whether each of them is a dataset
-        *[[f"GET {blend_file}"]] * 2,  # the parsers must agree
+        [f"GET {blend_file}"],  # the parsers must agree
         files(".info.json", ".info.yaml", "split.json", "split.yaml"),  # no dataset runs code
         files("dataset.yaml"),
         files("sample_loader.py"),
@@ -146,6 +146,24 @@ def test_datasets_of_a_blend_are_opened_at_the_same_time(
     assert len(dataset) == 4 * len(PackedDataset(blend.replace("mix.yaml", "a"), encoder))
     opened = OpenedFiles(tar for split in dataset.blend for tar in split.found)
     assert requests_of(store, statuses, opened.check_all, monkeypatch)[0] == statuses
+
+
+def test_references_of_an_old_metadataset_are_checked_at_the_same_time(
+    store: Store, blend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names files without an ending, too, so that each reference is requested."""
+    paths = "".join(f"      - path: {name}\n" for name in ("a", "b", "mix.yaml"))
+    path = as_path(store.put("blend/old.yaml", f"splits:\n  train:\n    datasets:\n{paths}".encode()))
+    rounds = [
+        ["GET /bucket/blend/old.yaml"],
+        [f"HEAD /bucket/blend/{name}" for name in ("a", "b", "mix.yaml")],
+        ["LIST /bucket"] * 2,
+        ["GET /bucket/blend/mix.yaml"],
+        ["LIST /bucket"] * 4,
+    ]
+    requests, metadataset = requests_of(store, rounds, lambda: read_metadataset(path), monkeypatch)
+    assert requests == rounds
+    assert len(metadataset.entries()) == 7
 
 
 @pytest.mark.parametrize("threads", [1, 64])

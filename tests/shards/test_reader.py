@@ -19,7 +19,7 @@ from energon_packed import (
     PackingManifest,
 )
 from tests.conftest import Packer
-from tests.internals import ShardReader, TarShardWriter, shard_reader, write_tar_index
+from tests.internals import OpenedFiles, ShardReader, TarShardWriter, shard_reader, write_tar_index
 
 
 @pytest.fixture
@@ -111,6 +111,11 @@ def test_a_shard_that_is_replaced_before_its_first_pack_is_a_changed_shard(tars:
         shutil.copy(tars[-1].with_suffix(suffix), tars[0].with_suffix(suffix))  # of other packs, fewer of them
     with pytest.raises(DataChangedError, match=f"{tars[0].name} was replaced or changed while it was in use"):
         reader[0]
+
+
+def test_a_file_that_is_missing_has_a_remedy_for_inputs_and_datasets(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"a\.jsonl: No such file or directory; restore the file"):
+        OpenedFiles([tmp_path / "a.jsonl"])
 
 
 def test_only_the_indexes_used_last_are_kept(tars: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:

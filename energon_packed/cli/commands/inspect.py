@@ -84,9 +84,10 @@ def command(
         return
     folder = PackedFolder.of_tars(path)
     found = find_records(folder, ident=ident, location=location) if {"--id", "--source"} & {*chosen} else ()
+    problems: list[str] = []
     if not chosen:
         for tar in folder.tars[:_MAX_TARS]:
-            _show_tar(console, tar, as_json)
+            problems += _show_tar(console, tar, as_json)
         if len(folder.tars) > _MAX_TARS:
             console.print(f"and {len(folder.tars) - _MAX_TARS:,} more tars")
         if not as_json and (folder.path / NV_META).is_dir():
@@ -121,14 +122,25 @@ def command(
             console.print(f"{len(written)} files in {written[0].parent}", soft_wrap=True)
     if len(found) > len(shown):
         console.print(f"and {len(found) - len(shown):,} more samples")
+    if problems:
+        raise FormatError(_first_of(problems))
 
 
-def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
+def _first_of(problems: Sequence[str]) -> str:
+    return problems[0] + (f" (and {len(problems) - 1} more problems)" if problems[1:] else "")
+
+
+def _show_tar(console: Console, tar: Path, as_json: bool) -> list[str]:
+    """Show a tar; return its problems with its path."""
     try:
         scan = scan_tar(tar)
     except FormatError as error:
-        console.print(f"✗ {error}", style="red", soft_wrap=True)
-        return
+        if as_json:
+            echo_json({"tar": str(tar), "packs": 0, "members": 0, "parts": {}, "problems": [str(error)]})
+        else:
+            console.print(f"✗ {error}", style="red", soft_wrap=True)
+        return [str(error)]
+    problems = [f"{tar}: {problem}" for problem in scan.problems]
     # Sizes by kind of part show at a glance what fills a tar.
     kinds: dict[str, list[int]] = defaultdict(list)
     for member in scan.members:
@@ -138,13 +150,14 @@ def _show_tar(console: Console, tar: Path, as_json: bool) -> None:
         parts = {kind: {"members": len(sizes), "bytes": sum(sizes)} for kind, sizes in kinds.items()}
         value = {"tar": str(tar), "packs": packs, "members": len(scan.members), "parts": parts}
         echo_json(value | {"problems": scan.problems})
-        return
+        return problems
     size = format_bytes(tar.stat().st_size)
     console.print(f"{tar}: {packs:,} packs, {len(scan.members):,} members, {size}", style="bold", soft_wrap=True)
     for kind, sizes in sorted(kinds.items()):
         console.print(f"  {kind:16} {len(sizes):>9,} x {format_bytes(sum(sizes) / len(sizes)):>10}")
     for problem in scan.problems:
         console.print(f"  ✗ {problem}", style="red", soft_wrap=True, markup=False)
+    return problems
 
 
 def _kind(part: str) -> str:
@@ -270,7 +283,7 @@ def _show_blend(console: Console, path: Path, as_json: bool) -> None:
         _show_entries(console, entries)
     # The entries that can be read are shown before the error.
     if problems := metadataset.all_leaves()[1] or [entry.problem for entry in entries if entry.problem]:
-        raise ConfigError(f"{problems[0]}" + (f" (and {len(problems) - 1} more problems)" if problems[1:] else ""))
+        raise ConfigError(_first_of(problems))
 
 
 def _show_entries(console: Console, entries: Sequence[BlendEntry]) -> None:

@@ -193,6 +193,7 @@ class _Audio:
             self.context.options = {"err_detect": "crccheck+explode"}
 
     def info(self, samples: int, *, decoded: bool) -> AudioInfo:
+        self._file.check_pages()
         if not samples:
             raise Damaged("has no samples")
         self.check_length(samples)

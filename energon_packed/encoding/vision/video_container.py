@@ -2,10 +2,11 @@
 
 FFmpeg plays a truncated file up to its last byte without an error, and it reports a rotation with decoded frames only.
 Both can be read from the header: ISO/IEC 14496-12 (mp4, mov), RFC 8794 and RFC 9559 (mkv, webm), and RIFF (avi, wav).
-The size of an Ogg file is the end of its last page (RFC 3533).
+FFmpeg leaves out damaged pages of an Ogg file: their checksums are compared here (RFC 3533, 6).
 """
 
 import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -16,7 +17,7 @@ _EBML, _SEGMENT, _CLUSTER, _PROJECTION = b"\x1a\x45\xdf\xa3", b"\x18\x53\x80\x67
 _BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot", b"styp", b"uuid")  # first boxes of a file
 _RIFF_SLACK = 8  # some writers count the header of 8 bytes, too
 _UNKNOWN = (0, 0xFFFFFFFF)  # sizes of RIFF files that were written to a pipe
-_MOST_PAGE = 27 + 255 + 255 * 255  # bytes of the largest page of an Ogg file
+_REVERSED = bytes(int(f"{value:08b}"[::-1], 2) for value in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,24 @@ def read_container_header(stream: BinaryIO, num_bytes: int) -> ContainerHeader:
         size = int.from_bytes(head[4:8], "little")
         is_known = head[8:] == b"AVI " or size not in _UNKNOWN
         return ContainerHeader(size + 8 if is_known and size + 8 > num_bytes + _RIFF_SLACK else 0)
-    return ContainerHeader(_end_of_ogg(stream, num_bytes)) if head[:4] == b"OggS" else ContainerHeader()
+    return ContainerHeader()
 
 
-def _end_of_ogg(stream: BinaryIO, num_bytes: int) -> int:
-    stream.seek(max(0, num_bytes - _MOST_PAGE))
-    tail = stream.read(_MOST_PAGE)
-    at = tail.rfind(b"OggS\0")
-    segments = tail[at + 26] if at >= 0 and at + 26 < len(tail) else 0
-    sizes = tail[at + 27 : at + 27 + segments]
-    return num_bytes - len(tail) + at + 27 + segments + sum(sizes) if at >= 0 else 0
+def has_damaged_page(stream: BinaryIO) -> bool:
+    """Whether a page of an Ogg file is incomplete or has another checksum. Bytes after all tracks are ignored."""
+    stream.seek(0)
+    tracks = 0
+    while head := stream.read(27):
+        if len(head) < 27 or head[:5] != b"OggS\0":
+            return tracks > 0
+        sizes = stream.read(head[26])
+        page = head[:22] + bytes(4) + head[26:] + sizes + stream.read(sum(sizes))
+        # The checksum has no reflection, start and final XOR, which zlib's has: 0x04C11DB7 is the polynomial of both.
+        checksum = zlib.crc32(page.translate(_REVERSED), 0xFFFFFFFF) ^ 0xFFFFFFFF
+        if checksum.to_bytes(4, "big").translate(_REVERSED) != head[22:26]:
+            return True
+        tracks += bool(head[5] & 2) - bool(head[5] & 4)  # first page and last page of a track
+    return False
 
 
 def _of_boxes(stream: BinaryIO, num_bytes: int) -> ContainerHeader:

@@ -232,7 +232,7 @@ class _Video:
     def __init__(self, file: OpenFile) -> None:
         av, container, header, num_bytes = file.av, file.container, file.header, file.num_bytes
         self.container, self.header, self.num_bytes = container, header, num_bytes
-        self._file = file.stream
+        self._file, self.check_pages = file.stream, file.check_pages
         self.is_joined = False
         self._num_decoded = 0
         stream = container.streams.best("video")
@@ -437,6 +437,7 @@ def _are_ordered(pts: NDArray[np.int64], dts: NDArray[np.int64], *, is_mpeg4: bo
 
 
 def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
+    video.check_pages()
     num_frames = len(times.pts)
     if not num_frames:
         raise Damaged("has no frames")

@@ -28,7 +28,9 @@ _TOKENS = 1000  # on a page
 _MEDIA_FIELDS = {"image": "images", "video": "videos", "frame": "videos", "audio": "audios"}
 # Content that browsers show. Others are converted, or not shown: a type such as SVG or HTML could run scripts.
 _IMAGES = {"jpg": "jpeg", "png": "png", "gif": "gif", "webp": "webp", "bmp": "bmp"}
-_CLIPS = {"mp4": "mp4", "mov": "mp4", "webm": "webm", "mkv": "webm"}
+# Type by the container and codec of FFmpeg, of videos that Chromium, Firefox and Safari play.
+_CLIPS = {("mov", codec): "mp4" for codec in ("h264", "vp9", "av1")}
+_CLIPS |= {("matroska", codec): "webm" for codec in ("vp8", "vp9", "av1")}
 _MOST_CLIP = 256 << 20  # bytes of a video file that is played
 PAGE_TYPE = "text/html; charset=utf-8"
 """Type of a page."""
@@ -184,16 +186,14 @@ class Pages(ABC):
                     return _encoded(next(decoded_frames(self.contents(key, names), found, [place])), "jpeg")
                 case VideoView() if _is_clip(found):
                     content = self.contents(key, found.names[:1])[found.names[0]]
-                    if (container := _CLIPS.get(sniff_extension(content))) is not None:
-                        return Response(200, content, f"video/{container}")
+                    return Response(200, content, f"video/{_CLIPS[found.container, found.codec]}")
         except RecordError as error:
             raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} is damaged: {error.detail}") from error
         raise NotFoundError(f"{kind} {indices[1]} of sample {indices[0]} has a format or size that is not shown")
 
 
 def _is_clip(file: VideoView) -> bool:
-    # By the ending of its name; of a file without an ending, the request decides.
-    return file.is_file and file.bytes <= _MOST_CLIP and file.name.split(".")[-1].lower() in (file.name, *_CLIPS)
+    return (file.container, file.codec) in _CLIPS and file.bytes <= _MOST_CLIP
 
 
 def in_groups(samples: Sequence[SampleView]) -> list[tuple[str, list[tuple[int, SampleView]]]]:

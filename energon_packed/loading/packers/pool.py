@@ -60,9 +60,9 @@ class PoolPacker(Packer):
         overlong: Overlong = "error",
         size_fn: Callable[[Any], int] | None = None,
     ) -> None:
+        self.max_tokens, self.multiple = as_integer(max_tokens, "max_tokens"), as_integer(multiple, "multiple")
         # The planner checks its options here, before any worker process starts.
         pack_lengths([], max_tokens, algorithm=algorithm, max_samples=max_samples, multiple=multiple)
-        self.max_tokens, self.multiple = as_integer(max_tokens, "max_tokens"), as_integer(multiple, "multiple")
         self.longest = self.max_tokens - self.max_tokens % self.multiple
         self.buffer_size = as_integer(pool_size, "pool_size")
         self.max_images = optional_integer(max_images, "max_images")
