@@ -248,7 +248,6 @@ PLACES = {
     "count_strings": "pipeline.chunks:count_strings",
     "reader": "pipeline.reader",
     "dry_run": "pipeline:dry_run",
-    "TokenCache": "pipeline.chunks:TokenCache",
     "TokenReader": "pipeline.chunks:TokenReader",
     "tokens_size": "pipeline.chunks:tokens_size",
     "write_tokens": "pipeline.chunks:write_tokens",

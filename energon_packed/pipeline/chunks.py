@@ -31,7 +31,7 @@ import os
 import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -56,8 +56,9 @@ from energon_packed.storage import as_path, is_remote
 from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]
-_TOKEN = 8  # bytes: an id and a label
-_WEIGHT = 4  # bytes
+_INT32 = 4  # bytes of an id, a label or a weight
+TOKEN = 2 * _INT32
+"""Bytes of a token without its weight: an id and a label."""
 _HEADER = 1 << 16  # bytes of a .npy header, which names all columns
 _MAX_OPEN = 128  # files that a TokenReader keeps open
 
@@ -420,7 +421,7 @@ def is_measured(chunk: Chunk) -> bool:
         status = as_numpy(rows["status"], np.int8)
         if chunk.keep_tokens:
             size = tokens_size(as_numpy(rows["length"], np.int32))
-            if chunk.file.with_suffix(TOKENS).stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
+            if chunk.file.with_suffix(TOKENS).stat().st_size not in (size, size + size // TOKEN * _INT32):
                 return False
         if chunk.keep_media:
             media = chunk.file.with_suffix(MEDIA)
@@ -469,7 +470,7 @@ def write_tokens(file: Path, samples: Sequence[EncodedSample]) -> None:
 
 def tokens_size(lengths: npt.NDArray[np.int32]) -> int:
     """Bytes of the ids and labels of records with these lengths; -1 for a rejected one."""
-    return int(_TOKEN * lengths[lengths > 0].sum(dtype=np.int64))
+    return int(TOKEN * lengths[lengths > 0].sum(dtype=np.int64))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -502,15 +503,21 @@ class RecordBytes:
         sizes: (n,), bytes of each record, or units of `unit` bytes; -1 for a rejected record.
         empty: makes an array of 4 or 8 bytes per record.
         unit: bytes of a unit.
+        columns: of token files, the index of the columns of all records; None if no record has columns.
     """
 
     def __init__(
-        self, files: Sequence[Path], starts: Int64, sizes: npt.NDArray[np.integer], empty: Allocate, unit: int = 1
+        self,
+        files: Sequence[Path],
+        starts: Int64,
+        sizes: npt.NDArray[np.integer],
+        empty: Allocate,
+        *,
+        unit: int = 1,
+        columns: "RecordBytes | None" = None,
     ) -> None:
-        self._files = files
-        self._starts = starts
-        self._unit = unit
-        self._sizes = sizes
+        self._files, self._starts, self._sizes = files, starts, sizes
+        self._unit, self._columns = unit, columns
         chunks = [sizes[start:stop] for start, stop in pairwise([*starts.tolist(), len(sizes)])]
         self._units = np.array([np.maximum(own, 0).sum(dtype=np.int64) for own in chunks], dtype=np.int64)
         # Units of the records of the chunk that are before each record: half the memory of units of all chunks.
@@ -519,16 +526,16 @@ class RecordBytes:
             self._before[start : start + len(own)][1:] = np.cumsum(np.maximum(own[:-1], 0), dtype=np.int64)
 
     @property
-    def columns(self) -> list[npt.NDArray[Any]]:
+    def arrays(self) -> list[npt.NDArray[Any]]:
         """Arrays of all records that `refs` reads."""
-        return [self._before, self._sizes]
+        return [self._before, self._sizes, *(self._columns.arrays if self._columns else ())]
 
     def refs(self, rows: Int64, read: Read | None = None) -> RecordOffsets:
         """Files and offsets of the bytes of these records.
 
         Args:
             rows: int64 (k,), indices of the records.
-            read: returns the values of these records in one of `columns`; None reads them by their indices.
+            read: returns the values of these records in one of `arrays`; None reads them by their indices.
         """
         read = read or itemgetter(rows)
         # side="right": empty chunks share their start with the chunk after them, and only the last contains the record
@@ -540,40 +547,8 @@ class RecordBytes:
             offset=self._unit * read(self._before).astype(np.int64),
             size=self._unit * np.maximum(read(self._sizes), 0).astype(np.int64),
             sizes=self._unit * self._units[used],
+            columns=self._columns.refs(rows, read) if self._columns else None,
         )
-
-
-class TokenCache(RecordBytes):
-    """Index of the tokens of all n records.
-
-    Args:
-        files: token files of all chunks, in order.
-        starts: int64 (chunks,), index of the first record of each chunk.
-        lengths: int32 (n,), tokens of each record, -1 for a rejected record.
-        empty: as for `RecordBytes`.
-        columns: files of the columns of all records; None if no record has columns.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[Path],
-        starts: Int64,
-        lengths: npt.NDArray[np.int32],
-        empty: Allocate,
-        columns: RecordBytes | None = None,
-    ) -> None:
-        super().__init__(files, starts, lengths, empty, _TOKEN)
-        self._columns = columns
-
-    @property
-    def columns(self) -> list[npt.NDArray[Any]]:
-        """Arrays of all records that `refs` reads."""
-        return super().columns + ([] if self._columns is None else self._columns.columns)
-
-    def refs(self, rows: Int64, read: Read | None = None) -> RecordOffsets:
-        """Files and offsets of the tokens and columns of these records; arguments as for `RecordBytes.refs`."""
-        columns = None if self._columns is None else self._columns.refs(rows, read)
-        return replace(super().refs(rows, read), columns=columns)
 
 
 class TokenReader:
@@ -607,21 +582,18 @@ class TokenReader:
         Raises:
             OSError: the file is gone or too short.
         """
-        offset = int(self._refs.offset[index])
-        if fragment is None:  # ids and labels are adjacent
-            ids, labels = self._int32(index, offset, 2 * length).reshape(2, length)
-            columns = self._columns(index, 0, length)
-            return EncodedSample(
-                input_ids=ids, labels=labels, loss_weights=self._weights(index, 0, length), columns=columns
-            )
-        start = int(fragment["start"])
-        columns = self._columns(index, start, length)
-        weights = self._weights(index, start, length)
-        offset += _TOKEN // 2 * start
-        labels = self._int32(index, offset + _TOKEN // 2 * int(fragment["total"]), length)
-        labels[: fragment["context"]] = IGNORE_INDEX
-        ids = self._int32(index, offset, length)
-        return EncodedSample(input_ids=ids, labels=labels, loss_weights=weights, columns=columns)
+        start, total, context = 0, length, 0
+        if fragment is not None:
+            start, total, context = (int(fragment[name]) for name in ("start", "total", "context"))
+        offset = int(self._refs.offset[index]) + _INT32 * start
+        labels = self._int32(index, offset + _INT32 * total, length)
+        labels[:context] = IGNORE_INDEX
+        return EncodedSample(
+            input_ids=self._int32(index, offset, length),
+            labels=labels,
+            loss_weights=self._weights(index, start, length),
+            columns=self._columns(index, start, length),
+        )
 
     def _int32(self, index: int, offset: int, count: int) -> Int64:
         return np.frombuffer(self._read(index, offset, count), dtype="<i4").astype(np.int64)
@@ -631,8 +603,8 @@ class TokenReader:
         file = int(self._refs.file[index])
         if not self._opened(file)[1]:
             return None
-        first = int(self._refs.offset[index]) // _TOKEN + start
-        content = self._read(index, int(self._refs.sizes[file]) + _WEIGHT * first, count)
+        first = int(self._refs.offset[index]) // TOKEN + start
+        content = self._read(index, int(self._refs.sizes[file]) + _INT32 * first, count)
         return np.frombuffer(content, dtype="<f4").astype(np.float32)
 
     def _columns(self, index: int, start: int, count: int) -> Columns | None:
