@@ -99,7 +99,7 @@ PLACES = {
     "view_samples": "inspection.view:view_samples",
     "TextTokenizer": "encoding.tokenizer:TextTokenizer",
     "FastokensEngine": "encoding.engines:FastokensEngine",
-    "HuggingFaceEngine": "encoding.engines:HuggingFaceEngine",
+    "encode_exactly": "encoding.engines:encode_exactly",
     "PieceTokenizer": "encoding.pieces:PieceTokenizer",
     "pieces": "encoding.pieces",
     "proof_texts": "encoding.engines:proof_texts",

@@ -92,10 +92,7 @@ class VideoInfo:
         timestamps: time of presentation of each frame in seconds after frame 0, float64 (num_frames,).
         fps: average frames per second as in the metadata of Transformers' pyav backend (`average_rate`); if the file
             does not have it, the rate of the timestamps.
-        duration: `num_frames` / `fps` in seconds, as in that metadata.
         height, width: pixels of an upright frame.
-        rotation: degrees (0, 90, 180, 270) by which stored frames are rotated clockwise to be upright.
-        mirrored: stored frames are also mirrored.
         has_audio: the file has an audio track, which is ignored.
         container, codec: names of FFmpeg, such as `mov` and `h264`.
         num_bytes: size of the file.
@@ -106,11 +103,8 @@ class VideoInfo:
     num_frames: int
     timestamps: NDArray[np.float64]
     fps: float
-    duration: float
     height: int
     width: int
-    rotation: int
-    mirrored: bool
     has_audio: bool
     container: str
     codec: str
@@ -467,11 +461,8 @@ def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
         num_frames=num_frames,
         timestamps=seconds,
         fps=fps,
-        duration=num_frames / fps,
         height=height,
         width=width,
-        rotation=orientation.rotation,
-        mirrored=orientation.is_mirrored,
         has_audio=bool(video.container.streams.audio),
         container=video.demuxer,
         codec=video.codec,
@@ -520,17 +511,6 @@ class _Orientation:
     is_transposed: bool
     flips_rows: bool
     flips_columns: bool
-
-    @property
-    def is_mirrored(self) -> bool:
-        return (self.is_transposed + self.flips_rows + self.flips_columns) % 2 == 1
-
-    @property
-    def rotation(self) -> int:
-        """Degrees clockwise, after a horizontal flip if it is mirrored."""
-        if self.is_transposed:
-            return 90 if self.flips_columns else 270
-        return 180 if self.flips_rows else 0
 
     def apply(self, frame: Frame) -> Frame:
         if self == _UPRIGHT:
