@@ -18,9 +18,7 @@ NAME.frames  for every measured record with videos or audio the selected frames 
              `frames_bytes`. The frames that are measured are the frames that are written, also if the lengths are
              planned again for another `seq_len`.
 
-NAME.arrow has VIDEO_COLUMNS only if a record of the chunk has videos or audio, AUDIO_COLUMNS only with audio or with a
-track of a video that is used, `columns_bytes` only with columns, and GROUP_COLUMNS only if a record is a group, in a
-group, or labeled. The tokens of a record that is a group are the tokens of its samples, end to end.
+The tokens of a record that is a group are the tokens of its samples, end to end.
 
 Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
 """
@@ -94,24 +92,19 @@ SCHEMA = pa.schema(
         "detail": pa.string(),
     }
 )
-VIDEO_COLUMNS = {
+MORE_COLUMNS = {
     "num_videos": pa.int32(),
     "num_frames": pa.int32(),  # selected frames of all videos
     "extracted_bytes": pa.int64(),  # of the media with these frames as images, if the run extracts frames
     "frames_bytes": pa.int32(),  # of the record in NAME.frames
-}
-AUDIO_COLUMNS = {
     "num_audios": pa.int32(),
     "audio_ms": pa.int64(),  # duration of its audio files and used tracks in milliseconds
-}
-TOKEN_COLUMNS = {
     "columns_bytes": pa.int64(),  # of the record in NAME.columns
-}
-GROUP_COLUMNS = {
     "group": pa.int64(),  # hash of its source and the key of its group; 0 without a group
     "members": pa.int32(),  # samples of a record that is a group; 0 for others
     "labeled": pa.int8(),  # 1 for a sample with a role, a label or per-token values
 }
+"""Columns that a chunk file has only if a value is not 0: most records are text without groups."""
 _MEMBERS = b"members"  # key of the metadata: `MEMBER` of all members of the chunk, in order
 MEMBER = np.dtype([("length", "<i4"), ("supervised", "<i4"), ("images", "<i4")])
 """Tokens, targets and images of a sample of a record that is a group."""
@@ -132,13 +125,7 @@ record, and the index of the image in the record."""
 MediaEntries = npt.NDArray[np.void]
 NUMERIC = {
     name: np.dtype(str(kind)).type  # `to_numpy` would import pandas, if it is installed
-    for name, kind in (
-        *zip(SCHEMA.names, SCHEMA.types, strict=True),
-        *VIDEO_COLUMNS.items(),
-        *AUDIO_COLUMNS.items(),
-        *TOKEN_COLUMNS.items(),
-        *GROUP_COLUMNS.items(),
-    )
+    for name, kind in (*zip(SCHEMA.names, SCHEMA.types, strict=True), *MORE_COLUMNS.items())
     if name not in ("id", "detail")
 }
 # Records that were rejected for these reasons are measured again, because the files may have been fixed.
@@ -332,7 +319,7 @@ def write_rows(
     entries: int = 0,
     members: Members | None = None,
 ) -> None:
-    """Write the columns of `SCHEMA`, and of media, tokens and groups if there are any.
+    """Write the columns of `SCHEMA`, and the columns of `MORE_COLUMNS` that have a value other than 0.
 
     The file appears when it is complete.
 
@@ -351,16 +338,9 @@ def write_rows(
     if members is not None:
         metadata[_MEMBERS] = members.tobytes()
     schema = SCHEMA
-    has_audio = any(columns["num_audios"]) or any(columns["audio_ms"])  # of tracks of videos
-    more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
-    has_groups = any(columns["group"]) or any(columns["labeled"]) or members is not None
-    for name, kind in {
-        **more,
-        **(AUDIO_COLUMNS if has_audio else {}),
-        **(TOKEN_COLUMNS if any(columns["columns_bytes"]) else {}),
-        **(GROUP_COLUMNS if has_groups else {}),
-    }.items():
-        schema = schema.append(pa.field(name, kind))
+    for name, kind in MORE_COLUMNS.items():
+        if any(columns[name]):
+            schema = schema.append(pa.field(name, kind))
     schema = schema.with_metadata(metadata)
     arrays = [
         numeric_column(columns[name], NUMERIC[name]) if name in NUMERIC else string_column(columns[name])

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -243,15 +242,12 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
             lengths[usable : usable + len(own)] = own
             usable += len(own)
 
-    def total(column: npt.NDArray[np.integer[Any]]) -> int:
-        return sum(int(values.sum(dtype=np.int64)) for values in table.packable(column))
-
     return Survey(
         lengths=lengths[:usable],
-        videos=total(table.num_videos),
-        frames=total(table.num_frames),
-        audios=total(table.num_audios),
-        audio_seconds=total(table.audio_ms) / 1000,
+        videos=table.total(table.num_videos),
+        frames=table.total(table.num_frames),
+        audios=table.total(table.num_audios),
+        audio_seconds=table.total(table.audio_ms) / 1000,
         rejects=rejects,
         reject_summary=summary,
         advice=advice(rejects),

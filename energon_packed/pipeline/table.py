@@ -159,6 +159,10 @@ class RecordTable:
         for block in blocks(len(self)):
             yield column[block][self.status[block] == 0]
 
+    def total(self, column: npt.NDArray[np.integer[Any]]) -> int:
+        """Sum of a column, (n,), over all records that are not rejected."""
+        return sum(int(values.sum(dtype=np.int64)) for values in self.packable(column))
+
     @property
     def has_groups(self) -> bool:
         """Whether a record is a group, or in a group."""

@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder
@@ -124,11 +122,7 @@ def _manifest(
             longer = np.maximum(lengths - options.usable_len, 0)
             cut = cut[0] + int(np.count_nonzero(longer)), cut[1] + int(longer.sum(dtype=np.int64))
     fragments = entries_of.fragments
-
-    def total(column: npt.NDArray[np.integer[Any]]) -> int:
-        return sum(int(values.sum(dtype=np.int64)) for values in entries_of.packable(column))
-
-    num_videos = total(entries_of.num_videos)
+    num_videos = entries_of.total(entries_of.num_videos)
     return PackingManifest(
         sample_class=options.sample_class,
         layout=options.layout,
@@ -148,13 +142,13 @@ def _manifest(
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
-        weight_checksum=total(entries_of.weight_checksum) % 2**63,
-        images=total(entries_of.num_images),
-        images_decoded=total(entries_of.num_decoded),
+        weight_checksum=entries_of.total(entries_of.weight_checksum) % 2**63,
+        images=entries_of.total(entries_of.num_images),
+        images_decoded=entries_of.total(entries_of.num_decoded),
         videos=num_videos,
-        frames=total(entries_of.num_frames),
-        audios=total(entries_of.num_audios),
-        audio_seconds=total(entries_of.audio_ms) / 1000,
+        frames=entries_of.total(entries_of.num_frames),
+        audios=entries_of.total(entries_of.num_audios),
+        audio_seconds=entries_of.total(entries_of.audio_ms) / 1000,
         extract_frames=num_videos > 0 and options.extract_frames,
         check_media=options.check_media,
         seq_len=options.seq_len,
@@ -200,12 +194,9 @@ def _groups(plan: Plan) -> int:
 
 def _supervised(plan: Plan) -> int | None:
     """Targets in all packs; None if the targets of a sample are unknown."""
-    total = 0
-    for targets in plan.entries.packable(plan.entries.supervised):
-        if (targets < 0).any():
-            return None
-        total += int(targets.sum(dtype=np.int64))
-    return total
+    entries = plan.entries
+    is_known = all((targets >= 0).all() for targets in entries.packable(entries.supervised))
+    return entries.total(entries.supervised) if is_known else None
 
 
 def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:

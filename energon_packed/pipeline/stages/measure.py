@@ -28,18 +28,15 @@ from energon_packed.encoding.vision.video_file import check_video, decode_frames
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject, RejectLimitError
 from energon_packed.formats.references import MOST_BYTES
 from energon_packed.pipeline.chunks import (
-    AUDIO_COLUMNS,
     COLUMNS,
     COUNTED,
     FRAMES,
-    GROUP_COLUMNS,
     KINDS,
     MEMBER,
+    MORE_COLUMNS,
     SCHEMA,
     STATUSES,
-    TOKEN_COLUMNS,
     TOKENS,
-    VIDEO_COLUMNS,
     WEIGHTED,
     Chunk,
     MediaFiles,
@@ -377,9 +374,7 @@ class _ChunkContent:
         self.media = MediaFiles()
         self._chunk = chunk
         self._encoder = encoder if isinstance(encoder, ChatEncoder) else None
-        self._columns: dict[str, list[Any]] = {
-            name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS, *TOKEN_COLUMNS, *GROUP_COLUMNS)
-        }
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *MORE_COLUMNS)}
         self._counts: StringCounts = {name: Counter() for name in COUNTED}
         self._tokens: list[EncodedSample] = []
         self._tokenized = 0
@@ -496,7 +491,7 @@ def _check_size(file: MediaReference, remedy: str = "set `extract_frames`, or cu
 
 
 def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA` and of videos, audio and groups, without sizes of files."""
+    """Build the columns of `SCHEMA` and `MORE_COLUMNS`, without sizes of files."""
     rows, conversations, results, stamps, narrow, groups = map(list, zip(*records, strict=True))
     rejects = [result.reject for result in results]
     return {
