@@ -10,7 +10,7 @@ which are numbered dataset by dataset.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -374,8 +374,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
 
     def row_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each pack of the epoch."""
-        sizes = self.item_sizes()
-        return RowSizes(**{each.name: self._of_epoch(getattr(sizes, each.name)) for each in fields(sizes)})
+        return self.item_sizes().mapped(self._of_epoch)
 
     def item_sizes(self) -> RowSizes:
         """Sizes that determine the cost of each item; the first use reads the recorded lengths and some images."""

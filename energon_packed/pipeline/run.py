@@ -251,7 +251,7 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
         _log.info("reads %s", source.path)
     measured = output.measure_folder(state.keys.measure)
     _log.info("restart state: %s", measured)
-    clock = _Clock(progress)
+    seconds: dict[str, float] = {}
     measure = MeasureStage(
         options=options,
         reader=reader,
@@ -264,7 +264,7 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
         counters=state.counters,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage("measure"), _watched(inputs, state):
+    with _timed("measure", seconds, progress), _watched(inputs, state):
         table = measure.run()
         # Groups and labels are stored with tokens, which are known for some of the chunks.
         if options.sample_class == AUTO and table.needs_tokens:
@@ -276,21 +276,21 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
     options = options.resolved(fits_captioning, table.needs_tokens)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
-    with clock.stage("plan"):
+    with _timed("plan", seconds, progress):
         plan = make_plan(state, table)
     size = plan.num_bytes / 2**20
     _log.info("plans %d packs in %d shards, %.1f MiB", plan.packs.num_packs, len(plan.shards), size)
     stored = None
     if options.media == "reference" and any(file.with_suffix(MEDIA).exists() for file in table.files):
-        with clock.stage("media"), _watched(inputs, state):
+        with _timed("media", seconds, progress), _watched(inputs, state):
             stored = store_media(state, table, plan)
-    with clock.stage("write"), _watched(inputs, state):
+    with _timed("write", seconds, progress), _watched(inputs, state):
         shards = write_shards(state, table, plan, stored)
     if options.media == "reference" and options.media_check == "digest":
-        clock.seconds["digest"] = sum(shard.digest_seconds for shard in shards)
+        seconds["digest"] = sum(shard.digest_seconds for shard in shards)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
     lock.check()
-    with clock.stage("index"):
+    with _timed("index", seconds, progress):
         if stored is not None:
             index_media(output, stored)
         manifest = write_index(state, table, plan, shards, stored)
@@ -303,7 +303,7 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
         rejects=output.rejects,
         bytes=sum(shard.size for shard in shards),
         splits=tuple(options.split),
-        seconds=clock.seconds,
+        seconds=seconds,
         utilization_ungrouped=plan.utilization_ungrouped,
     )
 
@@ -372,16 +372,10 @@ def make_engine(options: PackOptions) -> Engine:
     return LocalEngine(options.processes)
 
 
-class _Clock:
-    """Clock for the wall time of each stage."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-        self._progress.finish(self.seconds[name])
+@contextmanager
+def _timed(stage: str, seconds: dict[str, float], progress: Progress) -> Iterator[None]:
+    """Add the wall time of a stage to `seconds`."""
+    start = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - start
+    progress.finish(seconds[stage])
