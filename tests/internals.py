@@ -177,7 +177,7 @@ PLACES = {
     "find_records": "inspection.search:find_records",
     "expected_steps": "inspection.steps:expected_steps",
     "read_sizes": "inspection.steps:read_sizes",
-    "dataset_loading": "loading.dataset",
+    "folder_packs": "loading.folder_packs",
     "steps_inspection": "inspection.steps",
     "ReportData": "inspection.report_data:ReportData",
     "render_report": "inspection.report:render_report",
@@ -236,7 +236,7 @@ PLACES = {
     # pipeline: stages on their own, for faults and limits that a small run does not meet
     "FolderLock": "pipeline.locks:FolderLock",
     "Folder": "pipeline.folder:Folder",
-    "run_status": "pipeline.run:run_status",
+    "run_status": "pipeline.run_status:run_status",
     "loading_code": "shards.loading_code:loading_code",
     "keys": "pipeline.run_state",
     "split_ranges": "shards.nv_meta:split_ranges",
