@@ -132,7 +132,8 @@ from pathlib import Path
 import numpy as np
 from energon_packed import PackOptions
 from energon_packed.files import blocks, disk_array
-from energon_packed.pipeline.chunks import NUMERIC, TOKEN, RecordBytes
+from energon_packed.pipeline.chunk_reader import RecordBytes
+from energon_packed.pipeline.chunks import NUMERIC, TOKEN
 from energon_packed.pipeline.stages.plan import Plan, in_order, plan_packs, plan_shards, sample_places
 from energon_packed.pipeline.table import IN_REFS, RecordTable
 

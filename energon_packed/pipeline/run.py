@@ -135,13 +135,15 @@ def _run(options: PackOptions, output: Folder, lock: FolderLock, progress: Progr
         (path for source in reader.sources for path in (source.path, source.data)),
         remedy="let its writer finish, and run again",
     )
-    keys = compute_fingerprints(options, reader.sources, options.part)
-    output.set_run(keys.write, keys.settings, partial(_encoder_differences, options, output))
+    fingerprints = compute_fingerprints(options, reader.sources, options.part)
+    output.set_run(fingerprints.write, fingerprints.settings, partial(_encoder_differences, options, output))
     if not options.resume:
-        output.forget(keys.measure, keys.write)
+        output.forget(fingerprints.measure, fingerprints.write)
     output.open_for_run(overwrite=options.overwrite)
     with closing(make_engine(options)) as engine:
-        state = RunState(options=options, progress=progress, engine=engine, output=output, reader=reader, keys=keys)
+        state = RunState(
+            options=options, progress=progress, engine=engine, output=output, reader=reader, fingerprints=fingerprints
+        )
         return _stages(state, inputs, lock)
 
 
@@ -161,7 +163,7 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
     options, progress, output, reader = state.options, state.progress, state.output, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
-    measured = output.measure_folder(state.keys.measure)
+    measured = output.measure_folder(state.fingerprints.measure)
     _log.info("restart state: %s", measured)
     seconds: dict[str, float] = {}
     measure = MeasureStage(
@@ -241,7 +243,7 @@ def _watched(inputs: OpenedFiles, state: RunState) -> Iterator[None]:
             raise
         _check_unchanged(inputs)
     except SourceError:
-        state.output.forget(state.keys.measure, state.keys.write)
+        state.output.forget(state.fingerprints.measure, state.fingerprints.write)
         raise
 
 

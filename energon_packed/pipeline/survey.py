@@ -341,13 +341,13 @@ def dry_run(options: PackOptions) -> DryRun:
     with _scratch(output) as work:
         reader = open_reader(options, work, options.part)
         log_notices(options.encoder_loader)
-        keys = compute_fingerprints(options, reader.sources, options.part)
-        output.set_run(keys.write, keys.settings)
+        fingerprints = compute_fingerprints(options, reader.sources, options.part)
+        output.set_run(fingerprints.write, fingerprints.settings)
         output.check_other_run(overwrite=options.overwrite)
         stage = MeasureStage(
             options=options,
             reader=reader,
-            folder=output.measure_folder(keys.measure),
+            folder=output.measure_folder(fingerprints.measure),
             engine=LocalEngine(1),
             keep_tokens=options.codec.stores_tokens,
             keep_media=options.media == "reference",

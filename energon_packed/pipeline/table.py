@@ -18,6 +18,8 @@ from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import FRAGMENT, Fragments
 from energon_packed.files import disk_array
 from energon_packed.packing.planner import first_of_group
+from energon_packed.pipeline.arrow_columns import as_numpy
+from energon_packed.pipeline.chunk_reader import Read
 from energon_packed.pipeline.chunks import (
     COUNTED,
     NUMERIC,
@@ -25,9 +27,7 @@ from energon_packed.pipeline.chunks import (
     STATUSES,
     Chunk,
     Members,
-    Read,
     StringCounts,
-    as_numpy,
     measured_records,
     read_counts,
     read_members,

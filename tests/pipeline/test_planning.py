@@ -26,7 +26,7 @@ from energon_packed import (
     pack,
     pack_lengths,
 )
-from tests.internals import arrays, chunks, plan_stage, split_ranges, split_sample, table
+from tests.internals import RecordBytes, arrays, chunks, plan_stage, split_ranges, split_sample, table
 
 OVERLONG = chunks.STATUSES.index("overlong")
 COLUMNS = [
@@ -395,7 +395,7 @@ def test_stored_tokens_with_another_number_of_images_are_not_split(tmp_path: Pat
     for file in files:
         chunks.write_tokens(file, [sample])
     rows = np.arange(2)
-    kept = chunks.RecordBytes(files, records.file_starts, records.length, np.zeros, unit=chunks.TOKEN)
+    kept = RecordBytes(files, records.file_starts, records.length, np.zeros, unit=chunks.TOKEN)
     tokens = kept.refs(rows)
     loader = options_of(encoder=Letters()).encoder_loader
     task = plan_stage.OverlongTask(rows=rows, records=records.refs(rows), images=records.num_images, tokens=tokens)

@@ -45,7 +45,7 @@ def write_index(
     by_name = {shard.name: shard for shard in shards}
     map_paths(lambda tar: _check_shard(tar, by_name[tar.name]), [state.output.shards / name for name in by_name])
     entries = _entries(plan, shards, state.options)
-    folder = state.output.write_folder(state.keys.write)
+    folder = state.output.write_folder(state.fingerprints.write)
     write_nv_meta(
         state.output.shards,
         codec=state.options.codec,
@@ -165,9 +165,9 @@ def _manifest(
         media_stored={} if stored is None else {"images": stored.images, "bytes": stored.bytes},
         template_fingerprint=encoder.renderer.template.fingerprint if isinstance(encoder, ChatEncoder) else "",
         image_settings=encoder.image_settings() if isinstance(encoder, ChatEncoder) else {},
-        tokenizer_fingerprint=state.keys.encoder,
-        input_fingerprint=state.keys.input,
-        fingerprint=state.keys.tars,
+        tokenizer_fingerprint=state.fingerprints.encoder,
+        input_fingerprint=state.fingerprints.input,
+        fingerprint=state.fingerprints.tars,
         tokenizer_engine=", ".join(sorted(state.tokenizer_engines)),
         encoder=options.encoder_loader.as_dict(),
         counters=state.counters,

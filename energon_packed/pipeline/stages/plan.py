@@ -21,17 +21,8 @@ from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
 from energon_packed.files import DiskList
 from energon_packed.packing import PackPlan
 from energon_packed.packing.planner import Assignment, assign, index_type
-from energon_packed.pipeline.chunks import (
-    COLUMNS,
-    FRAMES,
-    KINDS,
-    STATUSES,
-    TOKEN,
-    TOKENS,
-    RecordBytes,
-    RecordOffsets,
-    TokenReader,
-)
+from energon_packed.pipeline.chunk_reader import RecordBytes, RecordOffsets, TokenReader
+from energon_packed.pipeline.chunks import COLUMNS, FRAMES, KINDS, STATUSES, TOKEN, TOKENS
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.groups import check_complete, reject_groups
@@ -453,7 +444,7 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
         entries.fragments,
         usable_len=options.usable_len,
         output=output,
-        fingerprint=state.keys.tars,
+        fingerprint=state.fingerprints.tars,
         groups=entries.group_numbers(),
     )
     try:

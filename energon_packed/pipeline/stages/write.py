@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.chunks import RecordOffsets, TokenReader
+from energon_packed.pipeline.chunk_reader import RecordOffsets, TokenReader
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
@@ -108,7 +108,7 @@ def write_shards(
         All shards, in order.
     """
     options, output = state.options, state.output
-    folder = output.write_folder(state.keys.write)
+    folder = output.write_folder(state.fingerprints.write)
     shards = {shard.name(options.prefix): shard for shard in plan.shards}
     present = {tar.name for tar in output.shards.glob("*.tar")}
     missing = [name for name in shards if name not in present or not state_file(folder, name).exists()]
