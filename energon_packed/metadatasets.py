@@ -34,6 +34,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import inner_names, of_type, read_yaml
 from energon_packed.options import short
+from energon_packed.records.fields import is_number
 from energon_packed.storage import as_path, is_remote, map_paths
 from energon_packed.system import raise_resource_error
 
@@ -635,7 +636,7 @@ class _FileReader:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    return is_number(value) and 0 < value < math.inf
 
 
 def _describe_type(value: Any) -> str:

@@ -34,6 +34,7 @@ from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, Pretra
 from energon_packed.pipeline.media.locator import Media, MediaCheck
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter
+from energon_packed.records.fields import is_number
 from energon_packed.records.mapping import parse_map
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.shards.nv_meta import SPLITS
@@ -155,7 +156,7 @@ def _shares_in(text: str) -> dict[str, float]:
 
 
 def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return is_number(value) and 0 <= value < math.inf
 
 
 def parse_size(value: int | str) -> int:

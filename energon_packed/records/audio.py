@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import is_given, shown, unsupported_field
+from energon_packed.records.fields import is_given, is_number, shown, unsupported_field
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unused_fields import unused_fields
 
@@ -132,6 +132,6 @@ def _seconds(value: Mapping[str, Any], name: str) -> float | None:
     number = value.get(name)
     if number is None:
         return None
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= _LONGEST:
+    if not is_number(number) or not 0 <= number <= _LONGEST:
         raise unsupported_field(f"{name} of an audio file must be seconds, not {shown(number)}")
     return float(number)

@@ -31,6 +31,7 @@ from energon_packed.records.fields import (
     Record,
     check_writable,
     is_given,
+    is_number,
     missing_field,
     read_label,
     read_number,
@@ -288,7 +289,7 @@ def _record_weight(record: Record) -> float:
     """
     values = {name: record[name] for name in RECORD_WEIGHTS if record.get(name) is not None}
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not is_loss_weight(value):
+        if not is_number(value) or not is_loss_weight(value):
             raise unsupported_field(f"{name} of the record is {shown(value)}; use 0, or a number {LOSS_WEIGHTS}")
     if len(set(values.values())) > 1:
         raise unsupported_field(f"{' and '.join(values)} of the record differ; keep the one that is meant")

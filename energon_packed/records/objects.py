@@ -7,11 +7,10 @@ in pixels of its image, or from 0 to 1 if `bbox_type` is `norm1`. `image_id[k]` 
 0.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from energon_packed.records.fields import OBJECT, is_given, shown, unsupported_field
+from energon_packed.records.fields import OBJECT, is_given, is_number, shown, unsupported_field
 
 REF_PLACEHOLDER, BOX_PLACEHOLDER = "<ref-object>", "<bbox>"
 BOX_REMEDY = (
@@ -80,5 +79,4 @@ def _box(value: Any) -> list[float]:
 
 
 def _is_coordinate(number: Any) -> bool:
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return is_number and math.isfinite(number) and abs(number) <= _LARGEST
+    return is_number(number) and abs(number) <= _LARGEST

@@ -23,7 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -292,12 +292,8 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
     return int(text) if member.extension in INTEGER_PARTS else text
 
 
-def _captioning(group: KeyMembers, values: Fields) -> dict[str, Any]:
-    return caption_record(group, _text(values, "caption"), {"images": _images(group, values["image"])})
-
-
-def _ocr(group: KeyMembers, values: Fields) -> dict[str, Any]:
-    return caption_record(group, _text(values, "text"), {"images": _images(group, values["image"])})
+def _captioning(group: KeyMembers, values: Fields, field: str = "caption") -> dict[str, Any]:
+    return caption_record(group, _text(values, field), {"images": _images(group, values["image"])})
 
 
 def _plain_text(group: KeyMembers, values: Fields) -> dict[str, Any]:
@@ -406,7 +402,7 @@ FLAVORS: dict[str, tuple[Callable[[KeyMembers, Fields], dict[str, Any]], tuple[s
     "VQA": (_vqa, ("image", "context", "answers"), ("answer_weights",)),
     "VidQA": (_vqa, ("video", "context", "answers"), ("answer_weights",)),
     "MultiChoiceVQA": (_multi_choice, ("image", "context", "choices"), ("correct_choice_idx",)),
-    "OCR": (_ocr, ("image", "text"), ()),
+    "OCR": (partial(_captioning, field="text"), ("image", "text"), ()),
     "Interleaved": (_interleaved, ("sequence",), ()),
     "SimilarityInterleaved": (
         _similarity,
