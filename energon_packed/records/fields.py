@@ -5,7 +5,7 @@ one_text, joined_texts               several alternative or consecutive fields -
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
 from typing import Any, TypeGuard
@@ -44,6 +44,11 @@ def is_given(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(is_given(inner) for inner in value.values())
     return not hasattr(value, "__len__") or len(value) > 0
+
+
+def given(record: Record, names: Iterable[str]) -> list[str]:
+    """List the fields of these names that have a value, in the order of the names."""
+    return [name for name in names if is_given(record.get(name))]
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -30,6 +30,7 @@ from energon_packed.records.fields import (
     SYSTEM_FIELDS,
     Record,
     check_writable,
+    given,
     is_given,
     is_number,
     missing_field,
@@ -356,7 +357,7 @@ def add_system(draft: PartialConversation, record: Record, record_format: Record
         return
     # `instruction` is the task itself in Alpaca, and a system prompt beside a conversation.
     names = (*SYSTEM_FIELDS, "instruction") if record_format.instruction_is_system else SYSTEM_FIELDS
-    filled = [name for name in names if is_given(record.get(name))]
+    filled = given(record, names)
     if "instruction" in filled and _repeats_a_turn(record["instruction"], draft):
         filled.remove("instruction")  # Magpie repeats the question there
     if not filled:
