@@ -535,7 +535,7 @@ class _FileReader:
             return replace(entry, fault=self.remote(value["path"]))
         if number_name is not None:
             number = value.get(number_name, 1)
-            if not _is_positive(number):
+            if not is_number(number) or not 0 < number < math.inf:
                 limit = f"{number_name} of {value['path']} must be above 0, got {short(number)}"
                 return replace(entry, fault=f"{self.file}: {limit}; remove the dataset instead")
             entry = replace(entry, number=number)
@@ -633,10 +633,6 @@ class _FileReader:
             kinds, expected = _KINDS.get(name, ((object,), ""))
             if not isinstance(item, kinds):
                 raise _invalid_file(self.file, f"{name!r} is {short(item)}, not {expected}")
-
-
-def _is_positive(value: Any) -> bool:
-    return is_number(value) and 0 < value < math.inf
 
 
 def _describe_type(value: Any) -> str:

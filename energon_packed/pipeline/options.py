@@ -126,7 +126,7 @@ def parse_split(value: dict[str, float] | str) -> dict[str, float]:
     split = _shares_in(value) if isinstance(value, str) else value
     if not isinstance(split, dict):
         raise ConfigError(f"`split` must be shares such as train=0.98,val=0.02, got {short(split)}")
-    if not split or not all(_is_share(share) for share in split.values()):
+    if not split or not all(is_number(share) and 0 <= share < math.inf for share in split.values()):
         raise ConfigError("`split` must name shares >= 0, such as train=0.98,val=0.02")
     if unknown := set(split) - set(SPLITS):
         raise ConfigError(f"unknown split {', '.join(sorted(map(str, unknown)))}; use {', '.join(SPLITS)}")
@@ -153,10 +153,6 @@ def _shares_in(text: str) -> dict[str, float]:
         except ValueError as error:
             raise ConfigError(f"`split` must have the form train=0.98,val=0.02, got {text!r}") from error
     return shares
-
-
-def _is_share(value: object) -> bool:
-    return is_number(value) and 0 <= value < math.inf
 
 
 def parse_size(value: int | str) -> int:

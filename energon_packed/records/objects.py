@@ -70,13 +70,9 @@ def _listed(value: Mapping[str, Any], name: str) -> list[Any]:
 def _box(value: Any) -> list[float]:
     """Coordinates of a box; the first corner is left above the second."""
     is_list = isinstance(value, list | tuple) and len(value) in (2, 4)
-    if not is_list or not all(_is_coordinate(number) for number in value):
+    if not is_list or not all(is_number(number) and abs(number) <= _LARGEST for number in value):
         raise unsupported_field(f"a box of objects is {shown(value)}; use x, y or x, y, x, y")
     if len(value) == 2:
         return list(value)
     left, top, right, bottom = value
     return [min(left, right), min(top, bottom), max(left, right), max(top, bottom)]
-
-
-def _is_coordinate(number: Any) -> bool:
-    return is_number(number) and abs(number) <= _LARGEST

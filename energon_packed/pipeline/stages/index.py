@@ -14,7 +14,6 @@ import numpy as np
 
 from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder
-from energon_packed.encoding.fragments import Fragments
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline.media.locator import StoredMedia
 from energon_packed.pipeline.options import PackOptions
@@ -121,7 +120,9 @@ def _manifest(
         for lengths in entries_of.packable(entries_of.length):
             longer = np.maximum(lengths - options.usable_len, 0)
             cut = cut[0] + int(np.count_nonzero(longer)), cut[1] + int(longer.sum(dtype=np.int64))
-    fragments = entries_of.fragments
+    fragments, split = entries_of.fragments, 0
+    if fragments is not None:
+        split = sum(int(np.count_nonzero(fragments["number"][block] == 0)) for block in blocks(len(fragments)))
     num_videos = entries_of.total(entries_of.num_videos)
     return PackingManifest(
         sample_class=options.sample_class,
@@ -132,7 +133,7 @@ def _manifest(
         packed=len(packs.indices),
         truncated=cut[0],
         tokens_cut=cut[1],
-        records_split=0 if fragments is None else _records_split(fragments),
+        records_split=split,
         fragments=0 if fragments is None else len(fragments),
         groups=_groups(plan),
         rejects=reject_counts(plan.status),
@@ -174,10 +175,6 @@ def _manifest(
         sources=_sources(state, table, plan),
         shards=entries,
     )
-
-
-def _records_split(fragments: Fragments) -> int:
-    return sum(int(np.count_nonzero(fragments["number"][block] == 0)) for block in blocks(len(fragments)))
 
 
 def _groups(plan: Plan) -> int:

@@ -21,7 +21,6 @@ import numpy as np
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
 from energon_packed.encoding.audio.audio_file import check_audio, decode_audio, is_cut
-from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
@@ -419,9 +418,9 @@ class _ChunkContent:
         """Count the notes and unused fields of accepted records."""
         if self._encoder is not None:
             renderer = self._encoder.renderer
-            self._counts["notes"].update(
-                note for own in conversations for note in dict.fromkeys(_notes(renderer, own.members or (own,)))
-            )
+            for own in conversations:  # a note counts once for a record with several samples
+                notes = dict.fromkeys(note for one in own.members or (own,) for note in renderer.notes(one))
+                self._counts["notes"].update([*notes])
             conversations = [self._encoder.noted(conversation) for conversation in conversations]
         for name, counted in count_strings(conversations).items():
             self._counts[name].update(counted)
@@ -449,10 +448,6 @@ class _ChunkContent:
             first_reject=self._first_reject,
             tokenizer_engine="" if tokenizer is None else tokenizer.engine,
         )
-
-
-def _notes(renderer: Renderer, samples: Sequence[Conversation]) -> list[str]:
-    return [note for sample in samples for note in renderer.notes(sample)]
 
 
 def _hashed(source: int, group: str | None) -> int:
