@@ -63,7 +63,6 @@ from .loading.dataflow.raw_records import PackedIterableDataset as PackedIterabl
 from .loading.dataflow.raw_records import PlannedDataset as PlannedDataset
 from .loading.dataflow.raw_records import get_raw_loader as get_raw_loader
 from .loading.dataflow.raw_records import plan_in_memory as plan_in_memory
-from .loading.dataset import BalancedSampler as BalancedSampler
 from .loading.dataset import PackedDataset as PackedDataset
 from .loading.distributors.base import Distributor as Distributor
 from .loading.distributors.base import Item as Item
@@ -87,6 +86,7 @@ from .loading.packers.simple import PlannedPacker as PlannedPacker
 from .loading.packers.simple import SequentialPacker as SequentialPacker
 from .loading.packers.simple import SimpleBatcher as SimpleBatcher
 from .loading.ranks import ShardSpec as ShardSpec
+from .loading.sampler import BalancedSampler as BalancedSampler
 from .loading.state import gather_state as gather_state
 from .packing import PackPlan as PackPlan
 from .packing import pack_lengths as pack_lengths

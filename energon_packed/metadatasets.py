@@ -34,6 +34,7 @@ import yaml
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import inner_names, of_type, read_yaml
 from energon_packed.options import short
+from energon_packed.records.fields import is_number
 from energon_packed.storage import as_path, is_remote, map_paths
 from energon_packed.system import raise_resource_error
 
@@ -536,7 +537,7 @@ class _FileReader:
             return replace(entry, fault=self.remote(value["path"]))
         if number_name is not None:
             number = value.get(number_name, 1)
-            if not _is_positive(number):
+            if not is_number(number) or not 0 < number < math.inf:
                 limit = f"{number_name} of {value['path']} must be above 0, got {short(number)}"
                 return replace(entry, fault=f"{self.file}: {limit}; remove the dataset instead")
             entry = replace(entry, number=number)
@@ -631,10 +632,6 @@ class _FileReader:
             kinds, expected = _KINDS.get(name, ((object,), ""))
             if not isinstance(item, kinds):
                 raise _invalid_file(self.file, f"{name!r} is {short(item)}, not {expected}")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _describe_type(value: Any) -> str:

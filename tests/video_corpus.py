@@ -8,7 +8,6 @@ import random
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import av
 import numpy as np
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from energon_packed import FrameSelection, MediaReference, RecordError
-from tests.internals import ROTATIONS, decode_frames, read_video_info, set_matrix, write_video
+from tests.internals import ROTATIONS, decode_frames, read_video_info, set_matrix, video_file, write_video
 
 Frame = NDArray[np.uint8]
 _HARDWARE = ("_nvenc", "_qsv", "_amf", "_v4l2m2m", "_vaapi", "_vulkan", "_mf", "_videotoolbox", "_d3d12va")
@@ -281,10 +280,6 @@ def selections(rng: random.Random, count: int) -> Iterable[list[int]]:
     yield sorted(rng.choices(range(count), k=5))
 
 
-def upright(frame: Frame, info: Any) -> Frame:
-    return np.rot90(np.fliplr(frame) if info.mirrored else frame, -info.rotation // 90)
-
-
 def compare(path: Path, rng: random.Random) -> tuple[str, int, list[str]]:
     """Return the reason of a rejection or "", the number of compared selections, and what is wrong."""
     reference = MediaReference(path=str(path))
@@ -297,7 +292,7 @@ def compare(path: Path, rng: random.Random) -> tuple[str, int, list[str]]:
         return "", 0, ["accepted, and cannot be decoded"]
     if len(expected) != info.num_frames:
         return "", 0, [f"has {info.num_frames} frames, {len(expected)} decoded (counted by decoding: {info.decoded})"]
-    done, wrong = 0, []
+    done, wrong, orientation = 0, [], video_file._first_orientation(reference)
     # A frame with the time of the frame before it is not selected: `VisionFamily.select_frames` rejects the video.
     is_found = np.append(True, np.diff(info.timestamps) > 0)
     for chosen in selections(rng, info.num_frames):
@@ -317,7 +312,7 @@ def compare(path: Path, rng: random.Random) -> tuple[str, int, list[str]]:
         bad = [
             index
             for index, frame in zip(indices, frames, strict=True)
-            if not np.array_equal(frame, upright(expected[index], info))
+            if not np.array_equal(frame, orientation.apply(expected[index]))
         ]
         if bad:
             wrong.append(f"{indices}: other pixels at {bad}")

@@ -132,7 +132,8 @@ from pathlib import Path
 import numpy as np
 from energon_packed import PackOptions
 from energon_packed.files import blocks, disk_array
-from energon_packed.pipeline.chunks import NUMERIC, TokenCache
+from energon_packed.pipeline.chunk_reader import RecordBytes
+from energon_packed.pipeline.chunks import NUMERIC, TOKEN
 from energon_packed.pipeline.stages.plan import Plan, in_order, plan_packs, plan_shards, sample_places
 from energon_packed.pipeline.table import IN_REFS, RecordTable
 
@@ -182,7 +183,7 @@ table = step("table", make_table)
 packs, pack, place = step("packs", lambda: plan_packs(table, options))
 shards = step("shards", lambda: plan_shards(packs, pack, table, options))
 places = step("places", lambda: sample_places(pack, place, shards, options))
-tokens = step("tokens", lambda: TokenCache(table.files, table.file_starts, table.length, table.empty))
+tokens = step("tokens", lambda: RecordBytes(table.files, table.file_starts, table.length, table.empty, unit=TOKEN))
 plan = Plan(
     status=table.status, entries=table, packs=packs, places=places, shards=shards, utilization_ungrouped=None
 )

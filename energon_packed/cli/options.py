@@ -9,7 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache, wraps
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,10 @@ class DeclaredOption(click.Option):
         self.group = group
 
 
+group_option = partial(click.option, cls=DeclaredOption)
+"""Decorator that adds an option with a `group`."""
+
+
 def options_of(
     cls: type[Any], *, without: Collection[str] = (), config: bool = True, defaults: bool = True
 ) -> Decorator:
@@ -140,8 +144,8 @@ def options_of(
 
         decorated: Callable[..., Any] = with_values
         if config:
-            decorated = click.option(
-                "--config", type=click.Path(path_type=Path, dir_okay=False, exists=True), cls=DeclaredOption,
+            decorated = group_option(
+                "--config", type=click.Path(path_type=Path, dir_okay=False, exists=True),
                 group="Run", metavar="FILE.yaml", help="YAML file of options; the command line overrides them.",
             )(decorated)  # fmt: skip
         # Decorators are applied from the bottom up: reversed, so that the help text has the order of declaration.
@@ -245,7 +249,7 @@ def _click_option(declaration: Declaration, *, defaults: bool) -> Decorator:
     else:
         kind = str if declaration.parse is not None else declaration.kind
         settings |= {"type": click.Path() if kind is Path else kind, "multiple": declaration.repeatable}
-    return click.option(*declaration.flags, declaration.name, cls=DeclaredOption, group=declaration.group, **settings)
+    return group_option(*declaration.flags, declaration.name, group=declaration.group, **settings)
 
 
 def _help(declaration: Declaration) -> str:

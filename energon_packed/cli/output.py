@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from energon_packed.cli.options import MESSAGES, DeclaredOption, as_options
+from energon_packed.cli.options import MESSAGES, as_options, group_option
 from energon_packed.cli.progress import TerminalProgress
 from energon_packed.cli.terminal import SafeConsole, echo, echo_json
 from energon_packed.pipeline.engine import Progress
@@ -75,11 +75,10 @@ class Output:
 def output_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Decorator that adds the three options; the command receives them as `output`."""
 
-    @click.option("--quiet", "-q", is_flag=True, cls=DeclaredOption, group=MESSAGES,
-                  help="Print only warnings and errors.")  # fmt: skip
-    @click.option("--verbose", "-v", is_flag=True, cls=DeclaredOption, group=MESSAGES,
+    @group_option("--quiet", "-q", is_flag=True, group=MESSAGES, help="Print only warnings and errors.")
+    @group_option("--verbose", "-v", is_flag=True, group=MESSAGES,
                   help="Also print details: inputs, reused work and frequent progress lines.")  # fmt: skip
-    @click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES,
+    @group_option("--json", "as_json", is_flag=True, group=MESSAGES,
                   help="Print the result as one JSON object; all else goes to stderr.")  # fmt: skip
     @wraps(command)
     def with_output(*arguments: Any, quiet: bool, verbose: bool, as_json: bool, **options: Any) -> Any:

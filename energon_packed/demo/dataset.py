@@ -6,6 +6,7 @@ are invalid on purpose. The same seed always results in the same records.
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,14 @@ def write_dataset(
         lines.append(json.dumps(record))
         texts += _strings(record)
     bad = _broken_lines(images) + (_broken_videos(folder / "videos") if videos else [])
+    return write_lines(folder, lines, texts, bad, broken, rng)
+
+
+def write_lines(
+    folder: Path, lines: list[str], texts: list[str], bad: Sequence[str], broken: int, rng: random.Random
+) -> DemoDataset:
+    """Write valid lines to `folder/data.jsonl`, and `broken` of the lines `bad` among them, as in real data."""
     for index in range(broken):
-        # Invalid records are spread over the file, as in real data.
         lines.insert(rng.randrange(len(lines) + 1), bad[index % len(bad)])
     path = folder / "data.jsonl"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

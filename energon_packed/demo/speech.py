@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_packed.demo.dataset import DemoDataset
-from energon_packed.errors import ConfigError
+from energon_packed.demo.dataset import DemoDataset, write_lines
+from energon_packed.encoding.av_file import load_av
 
 _WORDS = (
     *("the", "a", "old", "red", "quiet", "clock", "river", "garden", "stands", "turns", "sings", "under", "behind"),
@@ -77,10 +77,7 @@ def write_audio(
     Raises:
         ConfigError: PyAV is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigError("`av` is needed to write audio; pip install 'energon-packed[video]'") from error
+    av = load_av()
     layout = "mono" if channels == 1 else "stereo"
     with av.open(str(path), "w", format=container) as out:
         stream: Any = out.add_stream(codec, rate)
@@ -126,12 +123,8 @@ def write_speech(folder: Path, *, records: int = 100, broken: int = 6, seed: int
         else:
             record["messages"] = _turns(f"<audio>{question}", sentences[-1])
         lines.append(json.dumps(record))
-    bad = _broken(audio)
-    for index in range(broken):
-        lines.insert(rng.randrange(len(lines) + 1), bad[index % len(bad)])
-    path = folder / "data.jsonl"
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return DemoDataset(path, len(lines), broken, [*sentences, *_PROMPTS, "You are a helpful assistant.", "Audio 1:"])
+    texts = [*sentences, *_PROMPTS, "You are a helpful assistant.", "Audio 1:"]
+    return write_lines(folder, lines, texts, _broken(audio), broken, rng)
 
 
 def _turns(question: Any, answer: str) -> list[dict[str, Any]]:

@@ -58,22 +58,22 @@ _AUDIO_PREPROCESSOR = {
     "return_attention_mask": True,
 }
 # Values of Qwen2.5-VL, with a smaller max_pixels so that the demo runs fast.
-_PREPROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
+_PATCHES = {
     "processor_class": "Qwen2_5_VLProcessor",
     "patch_size": 14,
     "merge_size": 2,
     "temporal_patch_size": 2,
+}
+_PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    **_PATCHES,
     "min_pixels": 56 * 56,
     "max_pixels": 28 * 28 * 256,
 }
 # Limits of each frame, small for the same reason.
 _VIDEO_PREPROCESSOR = {
     "video_processor_type": "Qwen2VLVideoProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
-    "patch_size": 14,
-    "merge_size": 2,
-    "temporal_patch_size": 2,
+    **_PATCHES,
     "size": {"shortest_edge": 28 * 28 * 4, "longest_edge": 28 * 28 * 16},
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from energon_packed.errors import ConfigError
+from energon_packed.encoding.av_file import load_av
 
 _MUXERS = {
     "mkv": "matroska",
@@ -64,10 +64,7 @@ def write_video(
     Raises:
         ConfigError: PyAV is not installed.
     """
-    try:
-        import av
-    except ImportError as error:
-        raise ConfigError("`av` is needed for video files; pip install 'energon-packed[video]'") from error
+    av = load_av()
     extension = path.suffix[1:]
     rate = Fraction(fps)
     # Without `bitexact`, muxers write the version of FFmpeg and random numbers.

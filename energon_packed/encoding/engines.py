@@ -37,27 +37,21 @@ part of a pattern, such as `(?i:'s)` of Qwen's tokenizers, matches them in token
 _used_in: int | None = None  # id of the process that tokenized with fastokens: this process, or one it was forked from
 
 
-class HuggingFaceEngine:
-    """A `tokenizers.Tokenizer`."""
+def encode_exactly(backend: Any, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
+    """Tokenize S strings by tokenizers; `special` adds the tokenizer's own special tokens, such as BOS.
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
-        """Tokenize S strings; `special` adds the tokenizer's own special tokens, such as BOS.
-
-        Returns:
-            (input_ids int64 (T,) end to end, cu_seqlens int64 (S+1,)).
-        """
-        parts = [np.zeros(0, dtype=np.int64)]
-        lengths: list[int] = []
-        for start in range(0, len(texts), _BATCH):
-            encodings = self._backend.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=special)
-            columns = [encoding.ids for encoding in encodings]  # `ids` copies, so it is read only once
-            sizes = list(map(len, columns))
-            parts.append(np.fromiter(chain.from_iterable(columns), dtype=np.int64, count=sum(sizes)))
-            lengths += sizes
-        return np.concatenate(parts), np.cumsum([0, *lengths])
+    Returns:
+        (input_ids int64 (T,) end to end, cu_seqlens int64 (S+1,)).
+    """
+    parts = [np.zeros(0, dtype=np.int64)]
+    lengths: list[int] = []
+    for start in range(0, len(texts), _BATCH):
+        encodings = backend.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=special)
+        columns = [encoding.ids for encoding in encodings]  # `ids` copies, so it is read only once
+        sizes = list(map(len, columns))
+        parts.append(np.fromiter(chain.from_iterable(columns), dtype=np.int64, count=sum(sizes)))
+        lengths += sizes
+    return np.concatenate(parts), np.cumsum([0, *lengths])
 
 
 class FastokensEngine:
@@ -84,7 +78,7 @@ class FastokensEngine:
         return tokenizer
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
-        """Tokenize S strings, as `HuggingFaceEngine.encode`."""
+        """Tokenize S strings, as `encode_exactly`."""
         global _used_in
         _used_in = os.getpid()
         # Another thread may be loading it, or loading it again may have failed.
@@ -149,10 +143,9 @@ def compare_engines(backend: Any, fast: FastokensEngine, texts: Sequence[str], *
     Raises:
         EngineMismatch: they differ.
     """
-    slow = HuggingFaceEngine(backend)
     for start in range(0, len(texts), _COMPARED_TOGETHER):
         chunk = texts[start : start + _COMPARED_TOGETHER]
-        expected, bounds = slow.encode(chunk, special=special)
+        expected, bounds = encode_exactly(backend, chunk, special=special)
         actual, actual_bounds = fast.encode(chunk, special=special)
         if actual.tobytes() == expected.tobytes() and actual_bounds.tobytes() == bounds.tobytes():
             continue

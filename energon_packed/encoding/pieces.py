@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from energon_packed.encoding.engines import LONGEST, HuggingFaceEngine, proof_texts
+from energon_packed.encoding.engines import LONGEST, encode_exactly, proof_texts
 from energon_packed.errors import Reason, RecordError
 
 Int64 = npt.NDArray[np.int64]
@@ -100,7 +100,7 @@ class PieceTokenizer:
                 self.obstacle,
             )
             self._is_reported = True
-        return HuggingFaceEngine(self._backend).encode([text], special=special)[0]
+        return encode_exactly(self._backend, [text], special=special)[0]
 
     def _too_long(self, text: str, why: str) -> RecordError:
         return RecordError(
@@ -218,7 +218,7 @@ class PieceTokenizer:
         strings += [unit * 3000 for unit in ("12", "日本", "e\u0301", " \n", ", ")]
         random.Random(0).shuffle(strings)
         text = "".join(f"{string}{' the' * (i % 3)}\n {i}" for i, string in enumerate(strings))
-        expected = HuggingFaceEngine(self._backend).encode([text], special=True)[0]
+        expected = encode_exactly(self._backend, [text], special=True)[0]
         small = copy(self)
         small.window, small.most = _PROOF_WINDOW, 4 * _PROOF_LONGEST
         try:

@@ -36,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.encoding.audio.families import AudioFamily
-from energon_packed.encoding.engines import HuggingFaceEngine
+from energon_packed.encoding.engines import encode_exactly
 from energon_packed.encoding.pieces import PieceTokenizer, is_long
 from energon_packed.encoding.pretrained import TokenizerParts
 from energon_packed.encoding.skeleton import Span
@@ -115,8 +115,7 @@ class EscapedTokenizer:
 
     @cached_property
     def _piece_tokenizer(self) -> PieceTokenizer:
-        engine = HuggingFaceEngine(self._backend)
-        return PieceTokenizer(self._backend, lambda window: engine.encode([window], special=False)[0])
+        return PieceTokenizer(self._backend, lambda window: encode_exactly(self._backend, [window], special=False)[0])
 
     def _written_token(self, token: str) -> str:
         """Text that is tokenized for a token or escape character."""

@@ -25,9 +25,9 @@ import numpy.typing as npt
 from energon_packed.encoding.engines import (
     EngineName,
     FastokensEngine,
-    HuggingFaceEngine,
     compare,
     compare_engines,
+    encode_exactly,
     is_compared,
     is_safe_here,
     prove,
@@ -104,7 +104,6 @@ class TextTokenizer:
         self._control = control_tokens(control)
         self._form = _normal_form(_settings(backend.normalizer))
         self._is_byte_level = _is_byte_level(_settings(backend.pre_tokenizer)) and self._form is not None
-        self._slow = HuggingFaceEngine(backend)
         self._fast: FastokensEngine | None = None
         self._is_decided = engine == "tokenizers"
         self._is_proved = False
@@ -115,12 +114,11 @@ class TextTokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy in another process decides again, because whether fastokens is safe depends on the process.
-        own = {"_fast": None, "_slow": None, "_is_decided": self._wanted == "tokenizers", "_is_proved": False}
+        own = {"_fast": None, "_is_decided": self._wanted == "tokenizers", "_is_proved": False}
         return {**self.__dict__, **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._slow = HuggingFaceEngine(self.backend)
         if self._wanted == "fastokens":
             self.load_fast()
 
@@ -269,23 +267,23 @@ class TextTokenizer:
         return TokenizedTexts(input_ids, joined > 0, np.cumsum([0, *map(len, ids)]), of_tokens, rejects)
 
     def _ids(self, texts: Sequence[str], special: bool) -> tuple[Int64, Int64]:
-        """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `Engine.encode`."""
+        """Tokenize strings by the engine in use; (input_ids, cu_seqlens) as of `encode_exactly`."""
         if not self._is_decided and is_safe_here() and (self._fast is not None or self._seen >= _WORTH_IT):
             self._decide(texts)
         if self._fast is None or not self._is_decided or not is_safe_here():
-            return self._slow.encode(texts, special=special)
+            return encode_exactly(self.backend, texts, special=special)
         unproved = [i for i, text in enumerate(texts) if not (is_compared(text) and self._is_unchanged(text))]
         if unproved:
             return self._ids_of_both(texts, special, unproved)
         input_ids, cu_seqlens = self._fast.encode(texts, special=special)
         for i in range(-self._seen % _COMPARED_EVERY, len(texts), _COMPARED_EVERY):
-            expected = self._slow.encode([texts[i]], special=special)[0].tolist()
+            expected = encode_exactly(self.backend, [texts[i]], special=special)[0].tolist()
             compare(texts[i], input_ids[cu_seqlens[i] : cu_seqlens[i + 1]], expected, special=special)
         return input_ids, cu_seqlens
 
     def _ids_of_both(self, texts: Sequence[str], special: bool, unproved: Sequence[int]) -> tuple[Int64, Int64]:
         """Tokenize the strings at `unproved` by tokenizers, the others by fastokens."""
-        slow = self._slow.encode([texts[i] for i in unproved], special=special)
+        slow = encode_exactly(self.backend, [texts[i] for i in unproved], special=special)
         pieces = dict(zip(unproved, np.split(slow[0], slow[1][1:-1]), strict=True))
         others = [i for i in range(len(texts)) if i not in pieces]
         if others:

@@ -14,7 +14,7 @@ from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError, EnergonPackedError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.loading.costs.model import CostModel, RowSizes
-from energon_packed.loading.dataset import FolderPacks
+from energon_packed.loading.folder_packs import FolderPacks
 from energon_packed.loading.manifests import LoadedSplit, epoch_pack_counts, loaded_splits
 from energon_packed.loading.map_data import MapData
 from energon_packed.loading.order import Order

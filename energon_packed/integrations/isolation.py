@@ -23,7 +23,7 @@ import torch
 from energon_packed.encoding import EncodedSample
 from energon_packed.errors import ConfigError, IsolationError
 from energon_packed.libraries import private
-from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch, padded_bounds
 from energon_packed.loading.collation.collator import PaddingFreeCollator
 
 _LENGTHS = (8, 6, 7, 5)  # tokens of the samples of the default row
@@ -193,7 +193,7 @@ def _inputs(model: Any, batch: PackedBatch | None) -> tuple[dict[str, Any], list
         for name, value in row.transformers_inputs().items()
         if name != "labels"
     }
-    bounds = row.cu_seqlens if row.cu_seqlens_padded is None else row.cu_seqlens_padded
+    bounds = padded_bounds(row)
     return inputs, bounds.tolist()[: row.num_samples + 1]
 
 

@@ -25,7 +25,7 @@ class SeparateRandomStates:
 
     def __init__(self) -> None:
         self._own: tuple[Any, Any, Any] | None = None
-        self._outside: tuple[Any, Any, Any] | None = None
+        self._outside: tuple[Any, Any, Any]
 
     def __enter__(self) -> None:
         self._outside = _current()
@@ -36,9 +36,7 @@ class SeparateRandomStates:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._own = _current()
-        if self._outside is not None:
-            _restore(self._outside)
-            self._outside = None
+        _restore(self._outside)
 
 
 def _current() -> tuple[Any, Any, Any]:

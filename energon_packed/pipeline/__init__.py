@@ -6,8 +6,8 @@ run.py calls the stages in stages/: measure.py (with reader.py, chunks.py, table
 reports.py), media/stored.py, write.py (with samples.py, shard_states.py, media/locator.py), index.py.
 media/materialize.py copies referenced images into tars. options.py declares PackOptions; config_file.py reads it from
 YAML. encoders.py: the encoder of every process. engine.py, ray_engine.py: processes. folder.py, locks.py,
-run_state.py: output folder, its lock, fingerprints. survey.py: lengths alone. run_reports.py reads lengths.parquet and
-rejects.jsonl.
+run_state.py: output folder, its lock, fingerprints. run_status.py: progress of the run in a folder. survey.py: lengths
+alone. run_reports.py reads lengths.parquet and rejects.jsonl.
 Every stage writes complete files, in a folder named by the fingerprint of everything that changes its result, so a run
 can be killed at any moment, and a second run reuses the files that exist.
 """

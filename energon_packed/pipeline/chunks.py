@@ -18,24 +18,19 @@ NAME.frames  for every measured record with videos or audio the selected frames 
              `frames_bytes`. The frames that are measured are the frames that are written, also if the lengths are
              planned again for another `seq_len`.
 
-NAME.arrow has VIDEO_COLUMNS only if a record of the chunk has videos or audio, AUDIO_COLUMNS only with audio or with a
-track of a video that is used, `columns_bytes` only with columns, and GROUP_COLUMNS only if a record is a group, in a
-group, or labeled. The tokens of a record that is a group are the tokens of its samples, end to end.
+The tokens of a record that is a group are the tokens of its samples, end to end.
 
-Columns are converted by their buffers, because the conversions of pyarrow import pandas (if installed) in all workers.
+chunk_reader.py reads tokens, columns and frames of single records.
 """
 
 import hashlib
 import io
 import os
 import zlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from operator import itemgetter
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -43,25 +38,21 @@ import numpy.typing as npt
 import orjson
 import pyarrow as pa
 
-from energon_packed.encoding import IGNORE_INDEX, EncodedSample
+from energon_packed.encoding import EncodedSample
 from energon_packed.errors import Reason
-from energon_packed.files import atomic_path, atomic_write, of_type
-from energon_packed.formats.audios import clip_as_dict, clip_from_dict
-from energon_packed.formats.videos import frames_as_dict, frames_from_dict
-from energon_packed.packing.planner import Allocate
+from energon_packed.files import atomic_path, atomic_write
+from energon_packed.formats.audios import clip_as_dict
+from energon_packed.formats.videos import frames_as_dict
+from energon_packed.pipeline.arrow_columns import as_numpy, numeric_column, string_column
 from energon_packed.records import AudioClip, FrameSelection, MediaReference
-from energon_packed.records.columns import Columns
 from energon_packed.records.media import media_digest
 from energon_packed.storage import as_path, is_remote
-from energon_packed.system import most_open
 
 Int64 = npt.NDArray[np.int64]
-_TOKEN = 8  # bytes: an id and a label
-_WEIGHT = 4  # bytes
-_HEADER = 1 << 16  # bytes of a .npy header, which names all columns
-_MAX_OPEN = 128  # files that a TokenReader keeps open
-
-
+NUMBER = 4
+"""Bytes of an id, a label or a loss weight."""
+TOKEN = 2 * NUMBER
+"""Bytes of a token without its weight: an id and a label."""
 # Suffixes of the files of a chunk beside NAME.arrow.
 TOKENS, COLUMNS, MEDIA, FRAMES = ".tokens", ".columns", ".media", ".frames"
 KINDS = ("text", "image", "video", "audio")
@@ -93,24 +84,19 @@ SCHEMA = pa.schema(
         "detail": pa.string(),
     }
 )
-VIDEO_COLUMNS = {
+MORE_COLUMNS = {
     "num_videos": pa.int32(),
     "num_frames": pa.int32(),  # selected frames of all videos
     "extracted_bytes": pa.int64(),  # of the media with these frames as images, if the run extracts frames
     "frames_bytes": pa.int32(),  # of the record in NAME.frames
-}
-AUDIO_COLUMNS = {
     "num_audios": pa.int32(),
     "audio_ms": pa.int64(),  # duration of its audio files and used tracks in milliseconds
-}
-TOKEN_COLUMNS = {
     "columns_bytes": pa.int64(),  # of the record in NAME.columns
-}
-GROUP_COLUMNS = {
     "group": pa.int64(),  # hash of its source and the key of its group; 0 without a group
     "members": pa.int32(),  # samples of a record that is a group; 0 for others
     "labeled": pa.int8(),  # 1 for a sample with a role, a label or per-token values
 }
+"""Columns that a chunk file has only if a value is not 0: most records are text without groups."""
 _MEMBERS = b"members"  # key of the metadata: `MEMBER` of all members of the chunk, in order
 MEMBER = np.dtype([("length", "<i4"), ("supervised", "<i4"), ("images", "<i4")])
 """Tokens, targets and images of a sample of a record that is a group."""
@@ -131,13 +117,7 @@ record, and the index of the image in the record."""
 MediaEntries = npt.NDArray[np.void]
 NUMERIC = {
     name: np.dtype(str(kind)).type  # `to_numpy` would import pandas, if it is installed
-    for name, kind in (
-        *zip(SCHEMA.names, SCHEMA.types, strict=True),
-        *VIDEO_COLUMNS.items(),
-        *AUDIO_COLUMNS.items(),
-        *TOKEN_COLUMNS.items(),
-        *GROUP_COLUMNS.items(),
-    )
+    for name, kind in (*zip(SCHEMA.names, SCHEMA.types, strict=True), *MORE_COLUMNS.items())
     if name not in ("id", "detail")
 }
 # Records that were rejected for these reasons are measured again, because the files may have been fixed.
@@ -156,10 +136,6 @@ _FIXABLE = [
         Reason.UNSUPPORTED_AUDIO,
     )
 ]
-
-
-Read = Callable[[npt.NDArray[Any]], Any]
-"""Returns the values of some records in a column of all records."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,26 +279,6 @@ def write_beside(rows_file: Path, suffix: str, content: bytes) -> None:
         rows_file.with_suffix(suffix).unlink(missing_ok=True)  # of an earlier run that measured other records
 
 
-def read_frames(refs: "RecordOffsets", index: int) -> tuple[tuple[FrameSelection, ...], tuple[AudioClip, ...]]:
-    """Read the selected frames of the videos of record `index` of the `RecordOffsets`, and its clips of audio files.
-
-    Raises:
-        OSError: the file is gone or damaged.
-    """
-    if (size := int(refs.size[index])) == 0:
-        return (), ()
-    file = refs.files[int(refs.file[index])]
-    with file.open("rb") as stream:
-        stream.seek(int(refs.offset[index]))
-        content = stream.read(size)
-    try:
-        values = [of_type(value, dict) for value in of_type(orjson.loads(content), list)]
-        frames = tuple([frames_from_dict(value) for value in values if "frames" in value])
-        return frames, tuple([clip_from_dict(value) for value in values if "frames" not in value])
-    except (ValueError, LookupError) as error:
-        raise OSError(f"{file} is damaged: {error}") from error
-
-
 def write_rows(
     file: Path,
     columns: Mapping[str, Sequence[Any]],
@@ -331,7 +287,7 @@ def write_rows(
     entries: int = 0,
     members: Members | None = None,
 ) -> None:
-    """Write the columns of `SCHEMA`, and of media, tokens and groups if there are any.
+    """Write the columns of `SCHEMA`, and the columns of `MORE_COLUMNS` that have a value other than 0.
 
     The file appears when it is complete.
 
@@ -350,16 +306,9 @@ def write_rows(
     if members is not None:
         metadata[_MEMBERS] = members.tobytes()
     schema = SCHEMA
-    has_audio = any(columns["num_audios"]) or any(columns["audio_ms"])  # of tracks of videos
-    more = VIDEO_COLUMNS if has_audio or any(columns["num_videos"]) else {}
-    has_groups = any(columns["group"]) or any(columns["labeled"]) or members is not None
-    for name, kind in {
-        **more,
-        **(AUDIO_COLUMNS if has_audio else {}),
-        **(TOKEN_COLUMNS if any(columns["columns_bytes"]) else {}),
-        **(GROUP_COLUMNS if has_groups else {}),
-    }.items():
-        schema = schema.append(pa.field(name, kind))
+    for name, kind in MORE_COLUMNS.items():
+        if any(columns[name]):
+            schema = schema.append(pa.field(name, kind))
     schema = schema.with_metadata(metadata)
     arrays = [
         numeric_column(columns[name], NUMERIC[name]) if name in NUMERIC else string_column(columns[name])
@@ -420,7 +369,7 @@ def is_measured(chunk: Chunk) -> bool:
         status = as_numpy(rows["status"], np.int8)
         if chunk.keep_tokens:
             size = tokens_size(as_numpy(rows["length"], np.int32))
-            if chunk.file.with_suffix(TOKENS).stat().st_size not in (size, size + size // _TOKEN * _WEIGHT):
+            if chunk.file.with_suffix(TOKENS).stat().st_size not in (size, size + size // TOKEN * NUMBER):
                 return False
         if chunk.keep_media:
             media = chunk.file.with_suffix(MEDIA)
@@ -469,259 +418,4 @@ def write_tokens(file: Path, samples: Sequence[EncodedSample]) -> None:
 
 def tokens_size(lengths: npt.NDArray[np.int32]) -> int:
     """Bytes of the ids and labels of records with these lengths; -1 for a rejected one."""
-    return int(_TOKEN * lengths[lengths > 0].sum(dtype=np.int64))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RecordOffsets:
-    """Files and offsets of the bytes of k records.
-
-    Attributes:
-        files: paths.
-        file: int64 (k,), index into `files`.
-        offset: int64 (k,), byte in that file.
-        size: int64 (k,), bytes of each record.
-        sizes: int64 (files,), bytes of all records in each file. In token files, loss weights follow them.
-        columns: of token files, the place of the columns of each record; None if no record has columns.
-    """
-
-    files: Sequence[Path]
-    file: Int64
-    offset: Int64
-    size: Int64
-    sizes: Int64
-    columns: "RecordOffsets | None" = None
-
-
-class RecordBytes:
-    """Index of the bytes of all n records in a file of each chunk, in which they are in order and without gaps.
-
-    Args:
-        files: files of all chunks, in order.
-        starts: int64 (chunks,), index of the first record of each chunk.
-        sizes: (n,), bytes of each record, or units of `unit` bytes; -1 for a rejected record.
-        empty: makes an array of 4 or 8 bytes per record.
-        unit: bytes of a unit.
-    """
-
-    def __init__(
-        self, files: Sequence[Path], starts: Int64, sizes: npt.NDArray[np.integer], empty: Allocate, unit: int = 1
-    ) -> None:
-        self._files = files
-        self._starts = starts
-        self._unit = unit
-        self._sizes = sizes
-        chunks = [sizes[start:stop] for start, stop in pairwise([*starts.tolist(), len(sizes)])]
-        self._units = np.array([np.maximum(own, 0).sum(dtype=np.int64) for own in chunks], dtype=np.int64)
-        # Units of the records of the chunk that are before each record: half the memory of units of all chunks.
-        self._before = empty(len(sizes), np.uint32 if self._units.max(initial=0) < 1 << 32 else np.int64)
-        for start, own in zip(starts.tolist(), chunks, strict=True):
-            self._before[start : start + len(own)][1:] = np.cumsum(np.maximum(own[:-1], 0), dtype=np.int64)
-
-    @property
-    def columns(self) -> list[npt.NDArray[Any]]:
-        """Arrays of all records that `refs` reads."""
-        return [self._before, self._sizes]
-
-    def refs(self, rows: Int64, read: Read | None = None) -> RecordOffsets:
-        """Files and offsets of the bytes of these records.
-
-        Args:
-            rows: int64 (k,), indices of the records.
-            read: returns the values of these records in one of `columns`; None reads them by their indices.
-        """
-        read = read or itemgetter(rows)
-        # side="right": empty chunks share their start with the chunk after them, and only the last contains the record
-        chunk = np.searchsorted(self._starts, rows, side="right") - 1
-        used, file = np.unique(chunk, return_inverse=True)
-        return RecordOffsets(
-            files=[self._files[index] for index in used.tolist()],
-            file=file,
-            offset=self._unit * read(self._before).astype(np.int64),
-            size=self._unit * np.maximum(read(self._sizes), 0).astype(np.int64),
-            sizes=self._unit * self._units[used],
-        )
-
-
-class TokenCache(RecordBytes):
-    """Index of the tokens of all n records.
-
-    Args:
-        files: token files of all chunks, in order.
-        starts: int64 (chunks,), index of the first record of each chunk.
-        lengths: int32 (n,), tokens of each record, -1 for a rejected record.
-        empty: as for `RecordBytes`.
-        columns: files of the columns of all records; None if no record has columns.
-    """
-
-    def __init__(
-        self,
-        files: Sequence[Path],
-        starts: Int64,
-        lengths: npt.NDArray[np.int32],
-        empty: Allocate,
-        columns: RecordBytes | None = None,
-    ) -> None:
-        super().__init__(files, starts, lengths, empty, _TOKEN)
-        self._columns = columns
-
-    @property
-    def columns(self) -> list[npt.NDArray[Any]]:
-        """Arrays of all records that `refs` reads."""
-        return super().columns + ([] if self._columns is None else self._columns.columns)
-
-    def refs(self, rows: Int64, read: Read | None = None) -> RecordOffsets:
-        """Files and offsets of the tokens and columns of these records; arguments as for `RecordBytes.refs`."""
-        columns = None if self._columns is None else self._columns.refs(rows, read)
-        return replace(super().refs(rows, read), columns=columns)
-
-
-class TokenReader:
-    """Context manager that reads the tokens of records and keeps few files open.
-
-    with TokenReader(refs) as tokens:
-        sample = tokens.read(0, 17)
-    """
-
-    def __init__(self, refs: RecordOffsets) -> None:
-        self._refs = refs
-        self._open: OrderedDict[int, tuple[int, bool]] = OrderedDict()  # descriptor, and whether the file has weights
-
-    def __enter__(self) -> "TokenReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for descriptor, _ in self._open.values():
-            os.close(descriptor)
-
-    def read(self, index: int, length: int, fragment: np.void | None = None) -> EncodedSample:
-        """Read the tokens, labels, loss weights and columns of a record, or of a fragment of it.
-
-        Args:
-            index: index of the record in the `RecordOffsets`.
-            length: tokens of the record or fragment.
-            fragment: the fragment; None for a complete record.
-
-        Raises:
-            OSError: the file is gone or too short.
-        """
-        offset = int(self._refs.offset[index])
-        if fragment is None:  # ids and labels are adjacent
-            ids, labels = self._int32(index, offset, 2 * length).reshape(2, length)
-            columns = self._columns(index, 0, length)
-            return EncodedSample(
-                input_ids=ids, labels=labels, loss_weights=self._weights(index, 0, length), columns=columns
-            )
-        start = int(fragment["start"])
-        columns = self._columns(index, start, length)
-        weights = self._weights(index, start, length)
-        offset += _TOKEN // 2 * start
-        labels = self._int32(index, offset + _TOKEN // 2 * int(fragment["total"]), length)
-        labels[: fragment["context"]] = IGNORE_INDEX
-        ids = self._int32(index, offset, length)
-        return EncodedSample(input_ids=ids, labels=labels, loss_weights=weights, columns=columns)
-
-    def _int32(self, index: int, offset: int, count: int) -> Int64:
-        return np.frombuffer(self._read(index, offset, count), dtype="<i4").astype(np.int64)
-
-    def _weights(self, index: int, start: int, count: int) -> npt.NDArray[np.float32] | None:
-        """Loss weights of tokens from `start` of a record, float32 (count,); None if the file has none."""
-        file = int(self._refs.file[index])
-        if not self._opened(file)[1]:
-            return None
-        first = int(self._refs.offset[index]) // _TOKEN + start
-        content = self._read(index, int(self._refs.sizes[file]) + _WEIGHT * first, count)
-        return np.frombuffer(content, dtype="<f4").astype(np.float32)
-
-    def _columns(self, index: int, start: int, count: int) -> Columns | None:
-        """Columns of tokens from `start` of a record; None if it has none."""
-        refs = self._refs.columns
-        if refs is None or (size := int(refs.size[index])) == 0:
-            return None
-        file, offset = refs.files[int(refs.file[index])], int(refs.offset[index])
-        with file.open("rb") as stream:
-            try:
-                stream.seek(offset)
-                np.lib.format.read_magic(stream)
-                shape, _, dtype = np.lib.format.read_array_header_1_0(stream, max_header_size=_HEADER)
-                if stream.tell() + shape[0] * dtype.itemsize != offset + size or start + count > shape[0]:
-                    raise ValueError(f"{shape[0]} tokens")
-                stream.seek(start * dtype.itemsize, os.SEEK_CUR)
-                rows = np.frombuffer(stream.read(count * dtype.itemsize), dtype=dtype, count=count)
-            except ValueError as error:
-                raise OSError(f"{file} is damaged: {error}") from error
-        return {name: np.ascontiguousarray(rows[name]) for name in dtype.names or ()}
-
-    def _read(self, index: int, offset: int, count: int) -> bytes:
-        """Read `count` numbers of 4 bytes."""
-        file = int(self._refs.file[index])
-        content = os.pread(self._opened(file)[0], 4 * count, offset)
-        if len(content) != 4 * count:
-            raise OSError(f"{self._refs.files[file]} is truncated: it contains fewer tokens than were measured")
-        return content
-
-    def _opened(self, file: int) -> tuple[int, bool]:
-        """Descriptor of a file, and whether it has loss weights."""
-        if file not in self._open:
-            descriptor = os.open(self._refs.files[file], os.O_RDONLY)
-            self._open[file] = (descriptor, os.fstat(descriptor).st_size > int(self._refs.sizes[file]))
-            if len(self._open) > most_open(_MAX_OPEN):
-                os.close(self._open.popitem(last=False)[1][0])
-        self._open.move_to_end(file)
-        return self._open[file]
-
-
-def numeric_column(
-    values: Sequence[int] | npt.NDArray[Any], dtype: Any, valid: npt.NDArray[np.bool_] | None = None
-) -> Any:
-    """Build a numeric Arrow column.
-
-    Args:
-        values: shape (n,).
-        dtype: numpy type of the column.
-        valid: bool (n,), False for null; None for a column without nulls.
-    """
-    array = np.ascontiguousarray(values, dtype=dtype)
-    bitmap = None if valid is None else _bitmap(valid)
-    return pa.Array.from_buffers(pa.from_numpy_dtype(array.dtype), len(array), [bitmap, pa.py_buffer(array)])
-
-
-def string_column(values: Sequence[str | None]) -> Any:
-    """Build a string column, with null for None; lone surrogates become question marks."""
-    encoded = [b"" if value is None else value.encode(errors="replace") for value in values]
-    # Layout of pa.string(): a bitmap, n + 1 int32 offsets, and the bytes of all strings.
-    ends = np.zeros(len(encoded) + 1, dtype=np.int32)
-    np.cumsum([len(item) for item in encoded], out=ends[1:])
-    valid = np.array([value is not None for value in values], dtype=bool)
-    buffers = [None if valid.all() else _bitmap(valid), pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))]
-    return pa.Array.from_buffers(pa.string(), len(encoded), buffers)
-
-
-def dictionary_column(
-    codes: npt.NDArray[Any], names: Sequence[str], dtype: Any, valid: npt.NDArray[np.bool_] | None = None
-) -> Any:
-    """Build a dictionary column: `names[code]` for each code.
-
-    Args:
-        codes: shape (n,).
-        names: strings.
-        dtype: numpy type in which the codes are stored.
-        valid: as in `numeric_column`.
-    """
-    return pa.DictionaryArray.from_arrays(numeric_column(codes, dtype, valid), string_column(names))
-
-
-def as_numpy(column: Any, dtype: Any) -> npt.NDArray[Any]:
-    """Values of a numeric column without nulls, shape (n,); `dtype` is the numpy type of the column."""
-    arrays = [
-        np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset : chunk.offset + len(chunk)]
-        for chunk in column.chunks
-        if len(chunk)
-    ]
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=dtype)
-
-
-def _bitmap(valid: npt.NDArray[np.bool_]) -> Any:
-    return pa.py_buffer(np.packbits(valid, bitorder="little").tobytes())
+    return int(TOKEN * lengths[lengths > 0].sum(dtype=np.int64))

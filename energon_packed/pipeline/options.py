@@ -34,6 +34,7 @@ from energon_packed.pipeline.encoders import EncoderLoader, GivenEncoder, Pretra
 from energon_packed.pipeline.media.locator import Media, MediaCheck
 from energon_packed.pipeline.rejects import RejectLimits
 from energon_packed.records import Adapter
+from energon_packed.records.fields import is_number
 from energon_packed.records.mapping import parse_map
 from energon_packed.records.normalize import RecordWeight
 from energon_packed.shards.nv_meta import SPLITS
@@ -125,7 +126,7 @@ def parse_split(value: dict[str, float] | str) -> dict[str, float]:
     split = _shares_in(value) if isinstance(value, str) else value
     if not isinstance(split, dict):
         raise ConfigError(f"`split` must be shares such as train=0.98,val=0.02, got {short(split)}")
-    if not split or not all(_is_share(share) for share in split.values()):
+    if not split or not all(is_number(share) and 0 <= share < math.inf for share in split.values()):
         raise ConfigError("`split` must name shares >= 0, such as train=0.98,val=0.02")
     if unknown := set(split) - set(SPLITS):
         raise ConfigError(f"unknown split {', '.join(sorted(map(str, unknown)))}; use {', '.join(SPLITS)}")
@@ -152,10 +153,6 @@ def _shares_in(text: str) -> dict[str, float]:
         except ValueError as error:
             raise ConfigError(f"`split` must have the form train=0.98,val=0.02, got {text!r}") from error
     return shares
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
 def parse_size(value: int | str) -> int:

@@ -25,16 +25,8 @@ from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import Fragments, fragment_id
 from energon_packed.errors import TOO_LONG, Reason
 from energon_packed.files import atomic_path
-from energon_packed.pipeline.chunks import (
-    FRAGMENT,
-    SPLIT,
-    STATUSES,
-    TRUNCATED,
-    dictionary_column,
-    numeric_column,
-    read_rows,
-    string_column,
-)
+from energon_packed.pipeline.arrow_columns import dictionary_column, numeric_column, string_column
+from energon_packed.pipeline.chunks import FRAGMENT, SPLIT, STATUSES, TRUNCATED, read_rows
 from energon_packed.pipeline.folder import Folder
 from energon_packed.pipeline.options import RejectOptions
 from energon_packed.pipeline.reader import RecordReader

@@ -1,10 +1,8 @@
-"""The runs of the pipeline.
+"""`pack`: the options of a run in, a dataset in `output_dir` and a PackResult out.
 
-Input of `pack`: the options of a run. Output: a dataset in `output_dir` and a PackResult, after the stages measure,
-plan, write and index. Input of `run_status`: an output folder, which is only read. Output: the progress of its run.
+The stages are measure, plan, write and index.
 """
 
-import glob
 import itertools
 import logging
 import time
@@ -13,10 +11,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Unpack
 
 import numpy as np
-import pyarrow as pa
 
 from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder, Processor
@@ -30,11 +27,11 @@ from energon_packed.errors import (
 )
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
-from energon_packed.pipeline.chunks import MEDIA, STATUSES, read_rows
+from energon_packed.pipeline.chunks import MEDIA, STATUSES
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
 from energon_packed.pipeline.folder import Folder, work_folder
-from energon_packed.pipeline.locks import FolderLock, lock_holder
+from energon_packed.pipeline.locks import FolderLock
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
 from energon_packed.pipeline.options import AUTO, PackOptions
 from energon_packed.pipeline.reader import open_reader
@@ -49,91 +46,6 @@ from energon_packed.shards.media_yaml import refuse_other_media_yaml
 from energon_packed.shards.reader import OpenedFiles
 from energon_packed.sources import Source
 from energon_packed.storage import as_path
-
-Stage = Literal["nothing", "measured", "written", "done"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStatus:
-    """Progress of the run in an output folder.
-
-    Attributes:
-        output_dir: the folder.
-        stage: the last stage with a result; `measured` and `written` results may still be incomplete.
-        running: `process 12 on host` of the run that has locked the folder, or None.
-        measured: records measured by the latest run.
-        shards: shards finished by the latest run.
-        packs, seq_len, utilization: of a finished dataset; None before.
-    """
-
-    output_dir: Path
-    stage: Stage
-    running: str | None
-    measured: int
-    shards: int
-    packs: int | None = None
-    seq_len: int | None = None
-    utilization: float | None = None
-
-
-def run_status(output_dir: Path, work_dir: Path | None = None) -> list[RunStatus]:
-    """Return the status of a folder, or of the folders of all input parts if its name contains `{part}`.
-
-    Args:
-        output_dir: the output folder.
-        work_dir: as in `PackOptions`.
-
-    Raises:
-        ConfigError: the folder does not exist.
-    """
-    if "{part}" in str(output_dir):
-        pattern = glob.escape(output_dir.name).replace("{part}", "p[0-9]*")
-        folders = sorted(folder for folder in output_dir.parent.glob(pattern) if folder.is_dir())
-    else:
-        folders = [output_dir] if output_dir.is_dir() or work_folder(output_dir, work_dir).is_dir() else []
-    if not folders:
-        raise ConfigError(f"`output_dir` {output_dir} does not exist; no run has written there")
-    return [_status(folder, work_folder(folder, work_dir)) for folder in folders]
-
-
-def _status(folder: Path, work: Path) -> RunStatus:
-    output = Folder(folder, work)
-    measured = sum(_records(file) for file in _latest(output.work, "measure-*", "*.arrow"))
-    shards = len(_latest(output.work, "write-*", "*.json"))
-    manifest = PackingManifest.load_if_there(output.shards) if output.shards.is_dir() else None
-    status = RunStatus(
-        output_dir=folder,
-        stage="written" if shards else "measured" if measured else "nothing",
-        running=lock_holder(folder, work),
-        measured=measured,
-        shards=shards,
-    )
-    if manifest is None:
-        return status
-    return replace(
-        status,
-        stage="done",
-        measured=measured or manifest.records,
-        shards=len(manifest.shards),
-        packs=manifest.packs,
-        seq_len=manifest.seq_len,
-        utilization=manifest.utilization if manifest.algorithm != "none" else None,
-    )
-
-
-def _latest(work: Path, folders: str, files: str) -> list[Path]:
-    """Files of the folder that changed last."""
-    by_age = sorted(work.glob(folders), key=lambda folder: folder.stat().st_mtime_ns)
-    return sorted(by_age[-1].glob(files)) if by_age else []
-
-
-def _records(file: Path) -> int:
-    """Number of records in a chunk file; 0 if the file is being replaced."""
-    try:
-        return int(read_rows(file).num_rows)
-    except (OSError, pa.ArrowInvalid):
-        return 0
-
 
 _log = logging.getLogger(__name__)
 
@@ -223,13 +135,15 @@ def _run(options: PackOptions, output: Folder, lock: FolderLock, progress: Progr
         (path for source in reader.sources for path in (source.path, source.data)),
         remedy="let its writer finish, and run again",
     )
-    keys = compute_fingerprints(options, reader.sources, options.part)
-    output.set_run(keys.write, keys.settings, partial(_encoder_differences, options, output))
+    fingerprints = compute_fingerprints(options, reader.sources, options.part)
+    output.set_run(fingerprints.write, fingerprints.settings, partial(_encoder_differences, options, output))
     if not options.resume:
-        output.forget(keys.measure, keys.write)
+        output.forget(fingerprints.measure, fingerprints.write)
     output.open_for_run(overwrite=options.overwrite)
     with closing(make_engine(options)) as engine:
-        state = RunState(options=options, progress=progress, engine=engine, output=output, reader=reader, keys=keys)
+        state = RunState(
+            options=options, progress=progress, engine=engine, output=output, reader=reader, fingerprints=fingerprints
+        )
         return _stages(state, inputs, lock)
 
 
@@ -249,9 +163,9 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
     options, progress, output, reader = state.options, state.progress, state.output, state.reader
     for source in reader.sources:
         _log.info("reads %s", source.path)
-    measured = output.measure_folder(state.keys.measure)
+    measured = output.measure_folder(state.fingerprints.measure)
     _log.info("restart state: %s", measured)
-    clock = _Clock(progress)
+    seconds: dict[str, float] = {}
     measure = MeasureStage(
         options=options,
         reader=reader,
@@ -264,7 +178,7 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
         counters=state.counters,
         tokenizer_engines=state.tokenizer_engines,
     )
-    with clock.stage("measure"), _watched(inputs, state):
+    with _timed("measure", seconds, progress), _watched(inputs, state):
         table = measure.run()
         # Groups and labels are stored with tokens, which are known for some of the chunks.
         if options.sample_class == AUTO and table.needs_tokens:
@@ -276,21 +190,21 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
     options = options.resolved(fits_captioning, table.needs_tokens)
     state = replace(state, options=options, reader=replace(reader, sample_class=options.sample_class))
     _log.info("records measured and reused: %(measured)d and %(reused)d", state.counters)
-    with clock.stage("plan"):
+    with _timed("plan", seconds, progress):
         plan = make_plan(state, table)
     size = plan.num_bytes / 2**20
     _log.info("plans %d packs in %d shards, %.1f MiB", plan.packs.num_packs, len(plan.shards), size)
     stored = None
     if options.media == "reference" and any(file.with_suffix(MEDIA).exists() for file in table.files):
-        with clock.stage("media"), _watched(inputs, state):
+        with _timed("media", seconds, progress), _watched(inputs, state):
             stored = store_media(state, table, plan)
-    with clock.stage("write"), _watched(inputs, state):
+    with _timed("write", seconds, progress), _watched(inputs, state):
         shards = write_shards(state, table, plan, stored)
     if options.media == "reference" and options.media_check == "digest":
-        clock.seconds["digest"] = sum(shard.digest_seconds for shard in shards)
+        seconds["digest"] = sum(shard.digest_seconds for shard in shards)
     _log.info("shards written and reused: %(shards_written)d and %(shards_reused)d", state.counters)
     lock.check()
-    with clock.stage("index"):
+    with _timed("index", seconds, progress):
         if stored is not None:
             index_media(output, stored)
         manifest = write_index(state, table, plan, shards, stored)
@@ -303,7 +217,7 @@ def _stages(state: RunState, inputs: OpenedFiles, lock: FolderLock) -> PackResul
         rejects=output.rejects,
         bytes=sum(shard.size for shard in shards),
         splits=tuple(options.split),
-        seconds=clock.seconds,
+        seconds=seconds,
         utilization_ungrouped=plan.utilization_ungrouped,
     )
 
@@ -329,7 +243,7 @@ def _watched(inputs: OpenedFiles, state: RunState) -> Iterator[None]:
             raise
         _check_unchanged(inputs)
     except SourceError:
-        state.output.forget(state.keys.measure, state.keys.write)
+        state.output.forget(state.fingerprints.measure, state.fingerprints.write)
         raise
 
 
@@ -372,16 +286,10 @@ def make_engine(options: PackOptions) -> Engine:
     return LocalEngine(options.processes)
 
 
-class _Clock:
-    """Clock for the wall time of each stage."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.seconds: dict[str, float] = {}
-        self._progress = progress
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
-        self._progress.finish(self.seconds[name])
+@contextmanager
+def _timed(stage: str, seconds: dict[str, float], progress: Progress) -> Iterator[None]:
+    """Add the wall time of a stage to `seconds`."""
+    start = time.perf_counter()
+    yield
+    seconds[stage] = time.perf_counter() - start
+    progress.finish(seconds[stage])

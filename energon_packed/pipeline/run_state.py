@@ -129,7 +129,7 @@ class RunState:
         engine: runs the tasks.
         output: the output folder.
         reader: reads the input.
-        keys: fingerprints of the run.
+        fingerprints: digests of what changes its results.
         counters: records measured, tokenized, and reused from an earlier run; shards written and reused.
         tokenizer_engines: names of the tokenizer engines in use.
     """
@@ -139,6 +139,6 @@ class RunState:
     engine: Engine
     output: Folder
     reader: RecordReader
-    keys: Fingerprints
+    fingerprints: Fingerprints
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
     tokenizer_engines: set[str] = field(default_factory=set)

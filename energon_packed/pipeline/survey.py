@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -243,15 +242,12 @@ def survey_lengths(options: LengthsOptions, progress: Progress | None = None) ->
             lengths[usable : usable + len(own)] = own
             usable += len(own)
 
-    def total(column: npt.NDArray[np.integer[Any]]) -> int:
-        return sum(int(values.sum(dtype=np.int64)) for values in table.packable(column))
-
     return Survey(
         lengths=lengths[:usable],
-        videos=total(table.num_videos),
-        frames=total(table.num_frames),
-        audios=total(table.num_audios),
-        audio_seconds=total(table.audio_ms) / 1000,
+        videos=table.total(table.num_videos),
+        frames=table.total(table.num_frames),
+        audios=table.total(table.num_audios),
+        audio_seconds=table.total(table.audio_ms) / 1000,
         rejects=rejects,
         reject_summary=summary,
         advice=advice(rejects),
@@ -345,13 +341,13 @@ def dry_run(options: PackOptions) -> DryRun:
     with _scratch(output) as work:
         reader = open_reader(options, work, options.part)
         log_notices(options.encoder_loader)
-        keys = compute_fingerprints(options, reader.sources, options.part)
-        output.set_run(keys.write, keys.settings)
+        fingerprints = compute_fingerprints(options, reader.sources, options.part)
+        output.set_run(fingerprints.write, fingerprints.settings)
         output.check_other_run(overwrite=options.overwrite)
         stage = MeasureStage(
             options=options,
             reader=reader,
-            folder=output.measure_folder(keys.measure),
+            folder=output.measure_folder(fingerprints.measure),
             engine=LocalEngine(1),
             keep_tokens=options.codec.stores_tokens,
             keep_media=options.media == "reference",

@@ -18,6 +18,8 @@ from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import FRAGMENT, Fragments
 from energon_packed.files import disk_array
 from energon_packed.packing.planner import first_of_group
+from energon_packed.pipeline.arrow_columns import as_numpy
+from energon_packed.pipeline.chunk_reader import Read
 from energon_packed.pipeline.chunks import (
     COUNTED,
     NUMERIC,
@@ -25,9 +27,7 @@ from energon_packed.pipeline.chunks import (
     STATUSES,
     Chunk,
     Members,
-    Read,
     StringCounts,
-    as_numpy,
     measured_records,
     read_counts,
     read_members,
@@ -158,6 +158,10 @@ class RecordTable:
         """Yield the values of a column, (n,), of all records that are not rejected, in blocks."""
         for block in blocks(len(self)):
             yield column[block][self.status[block] == 0]
+
+    def total(self, column: npt.NDArray[np.integer[Any]]) -> int:
+        """Sum of a column, (n,), over all records that are not rejected."""
+        return sum(int(values.sum(dtype=np.int64)) for values in self.packable(column))
 
     @property
     def has_groups(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import is_given, shown, unsupported_field
+from energon_packed.records.fields import given, is_given, is_number, shown, unsupported_field
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.unused_fields import unused_fields
 
@@ -100,7 +100,7 @@ def read_audio(value: Any, root: str | ImageRoot | None) -> AudioReference:
             Reason.UNSUPPORTED_MEDIA, "an audio file is decoded; read the dataset with `Audio(decode=False)`"
         )
     unused_fields(value, FILE_FIELDS | _FORMAT, "an audio file")  # only for its rejections, as for image objects
-    inner: Any = next((value[key] for key in (*_INLINE, *KEYS) if is_given(value.get(key))), None)
+    inner: Any = next((value[key] for key in given(value, (*_INLINE, *KEYS))), None)
     if isinstance(inner, Mapping) and isinstance(inner.get("data"), str):
         inner = _inline(inner)
     elif isinstance(inner, Mapping):
@@ -132,6 +132,6 @@ def _seconds(value: Mapping[str, Any], name: str) -> float | None:
     number = value.get(name)
     if number is None:
         return None
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= _LONGEST:
+    if not is_number(number) or not 0 <= number <= _LONGEST:
         raise unsupported_field(f"{name} of an audio file must be seconds, not {shown(number)}")
     return float(number)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import BatchError
-from energon_packed.records.fields import missing_field, shown, unsupported_field
+from energon_packed.records.fields import is_number, missing_field, shown, unsupported_field
 
 Column = npt.NDArray[Any]
 Columns = Mapping[str, Column]
@@ -211,7 +211,7 @@ def read_numbers(fields: Mapping[str, Any], label: str, names: Iterable[str] = N
     numbers = {}
     for name in names:
         value = fields.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if is_number(value):
             if not np.isfinite(np.float32(value)):
                 raise unsupported_field(f"{name} of {label} is {value!r}; use a finite number")
             numbers[name] = float(value)

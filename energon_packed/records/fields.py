@@ -5,10 +5,10 @@ one_text, joined_texts               several alternative or consecutive fields -
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,16 @@ def is_given(value: Any) -> bool:
     return not hasattr(value, "__len__") or len(value) > 0
 
 
+def given(record: Record, names: Iterable[str]) -> list[str]:
+    """List the fields of these names that have a value, in the order of the names."""
+    return [name for name in names if is_given(record.get(name))]
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is an integer or a float; True and False, which Python counts as integers, are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def shown(value: object) -> str:
     """Shorten the `repr` of a value to at most 80 characters, for messages."""
     text = repr(value)
@@ -74,7 +84,7 @@ def read_text(value: Any, label: str) -> str:
     """
     if isinstance(value, str):
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if is_number(value) and math.isfinite(value):
         return str(value)
     kind = "null" if value is None else "NaN" if isinstance(value, float) else type(value).__name__
     raise missing_field(f"{label} must be text, not {kind}")
@@ -183,8 +193,7 @@ def read_setting(value: Any, label: str, *, is_whole: bool) -> int | float:
     Raises:
         RecordError: `unsupported_field`.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= _LARGEST_SETTING:
+    if not is_number(value) or not 0 < value <= _LARGEST_SETTING:
         raise unsupported_field(f"{label} must be a number above 0, not {shown(value)}")
     if is_whole and value != int(value):
         raise unsupported_field(f"{label} must be a whole number, not {shown(value)}")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from energon_packed.records.conversation import Conversation
-from energon_packed.records.fields import Record, shown, unsupported_field
+from energon_packed.records.fields import Record, is_number, shown, unsupported_field
 
 
 def with_group(conversation: Conversation, record: Record, name: str) -> Conversation:
@@ -64,8 +64,8 @@ def _label_in_group(value: Any) -> tuple[float, ...]:
         RecordError: `unsupported_field` for another value.
     """
     values = value if isinstance(value, list | tuple) else [value]
-    is_number = [isinstance(n, int | float) and not isinstance(n, bool) and math.isfinite(n) for n in values]
-    if not values or not all(is_number):
+    are_finite = [is_number(n) and math.isfinite(n) for n in values]
+    if not values or not all(are_finite):
         raise unsupported_field(f"label of the record is {shown(value)}; use a number, or a list of numbers")
     return tuple(map(float, values))
 

@@ -48,8 +48,8 @@ _BOXES = re.compile(f"{REF_PLACEHOLDER}|{BOX_PLACEHOLDER}")  # of ms-swift, whos
 _IMAGE_KNOWN = IMAGE_OBJECT | {*IMAGE_SETTINGS}
 _UNSUPPORTED = {
     **dict.fromkeys(("frames", "video_frames"), "rename it to videos, with a list of frames for each <video>"),
-    "video_path": "read it with `--map video=video_path`",
-    "video_paths": "read it with `--map videos=video_paths`",
+    "video_path": "read it with `map=video=video_path`",
+    "video_paths": "read it with `map=videos=video_paths`",
 }
 NO_IMAGE = "image field is null or empty: read without an image"
 """Note of a record that has an image field without a value. An empty list is the usual form of no images."""

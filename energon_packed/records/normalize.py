@@ -30,7 +30,9 @@ from energon_packed.records.fields import (
     SYSTEM_FIELDS,
     Record,
     check_writable,
+    given,
     is_given,
+    is_number,
     missing_field,
     read_label,
     read_number,
@@ -288,7 +290,7 @@ def _record_weight(record: Record) -> float:
     """
     values = {name: record[name] for name in RECORD_WEIGHTS if record.get(name) is not None}
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not is_loss_weight(value):
+        if not is_number(value) or not is_loss_weight(value):
             raise unsupported_field(f"{name} of the record is {shown(value)}; use 0, or a number {LOSS_WEIGHTS}")
     if len(set(values.values())) > 1:
         raise unsupported_field(f"{' and '.join(values)} of the record differ; keep the one that is meant")
@@ -355,7 +357,7 @@ def add_system(draft: PartialConversation, record: Record, record_format: Record
         return
     # `instruction` is the task itself in Alpaca, and a system prompt beside a conversation.
     names = (*SYSTEM_FIELDS, "instruction") if record_format.instruction_is_system else SYSTEM_FIELDS
-    filled = [name for name in names if is_given(record.get(name))]
+    filled = given(record, names)
     if "instruction" in filled and _repeats_a_turn(record["instruction"], draft):
         filled.remove("instruction")  # Magpie repeats the question there
     if not filled:

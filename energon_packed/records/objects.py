@@ -7,11 +7,10 @@ in pixels of its image, or from 0 to 1 if `bbox_type` is `norm1`. `image_id[k]` 
 0.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from energon_packed.records.fields import OBJECT, is_given, shown, unsupported_field
+from energon_packed.records.fields import OBJECT, is_given, is_number, shown, unsupported_field
 
 REF_PLACEHOLDER, BOX_PLACEHOLDER = "<ref-object>", "<bbox>"
 BOX_REMEDY = (
@@ -71,14 +70,9 @@ def _listed(value: Mapping[str, Any], name: str) -> list[Any]:
 def _box(value: Any) -> list[float]:
     """Coordinates of a box; the first corner is left above the second."""
     is_list = isinstance(value, list | tuple) and len(value) in (2, 4)
-    if not is_list or not all(_is_coordinate(number) for number in value):
+    if not is_list or not all(is_number(number) and abs(number) <= _LARGEST for number in value):
         raise unsupported_field(f"a box of objects is {shown(value)}; use x, y or x, y, x, y")
     if len(value) == 2:
         return list(value)
     left, top, right, bottom = value
     return [min(left, right), min(top, bottom), max(left, right), max(top, bottom)]
-
-
-def _is_coordinate(number: Any) -> bool:
-    is_number = isinstance(number, int | float) and not isinstance(number, bool)
-    return is_number and math.isfinite(number) and abs(number) <= _LARGEST

@@ -41,6 +41,7 @@ from energon_packed.records.fields import (
     Record,
     check_writable,
     flatten,
+    given,
     is_given,
     key_names,
     missing_field,
@@ -218,7 +219,7 @@ def _parts_with_values(parts: Sequence[Any]) -> tuple[Sequence[Any], dict[str, A
 def _with_own_media(turn: Record, text: str, media: Media) -> str:
     """Add the media that the turn lists; their placeholders precede the content if it has none of the kind."""
     for kind in (AUDIO, VIDEO, IMAGE):  # as each puts its placeholders before the others, images are the first
-        filled = [name for name in kind.fields if is_given(turn.get(name))]
+        filled = given(turn, kind.fields)
         if not filled:
             continue
         values = flatten(turn[filled[0]])  # a value or a list
@@ -299,7 +300,7 @@ def _extra(turn: Record) -> dict[str, Any]:
     _, reasoning = _one_of(turn, tuple(key for key in REASONING_FIELDS if turn.get(key)))
     if reasoning is not None:
         extra["reasoning_content"] = read_text(reasoning, "reasoning of a turn")
-    calls = [key for key in CALL_FIELDS if is_given(turn.get(key))]
+    calls = given(turn, CALL_FIELDS)
     if len(calls) > 1:
         raise unsupported_field("a turn has both tool_calls and function_call; keep tool_calls")
     if calls:
@@ -348,13 +349,13 @@ def _kind_of_part(part: Record) -> str | None:
     if part.get("type") is not None:
         return _KINDS.get(part["type"]) if isinstance(part["type"], str) else None
     names = ("text", "image", "image_url", "video", "video_url", "audio", "audio_url", "input_audio")
-    kinds = {_KINDS[name] for name in names if is_given(part.get(name))}
+    kinds = {_KINDS[name] for name in given(part, names)}
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def _read_video(part: Mapping[str, Any], media: Media) -> str:
     """Add the video of a part: a file, with its own settings, or frames; return its placeholders."""
-    value = next((part[name] for name in ("frames", *VIDEO_KEYS) if is_given(part.get(name))), None)
+    value = next((part[name] for name in given(part, ("frames", *VIDEO_KEYS))), None)
     if value is None:
         media.add_unused(part, _FIELDS["video"], "a content part of type video")
         # The part is only a placeholder: its frames or its file are in the videos field.
@@ -382,7 +383,7 @@ def _read_video(part: Mapping[str, Any], media: Media) -> str:
 def _read_audio(part: Mapping[str, Any], media: Media) -> str:
     """Add the audio file of a part; without a file, the part is the placeholder of a file in the audios field."""
     media.add_unused(part, _FIELDS["audio"], "a content part of type audio")
-    if any(is_given(part.get(name)) for name in ("input_audio", *AUDIO_KEYS)):
+    if given(part, ("input_audio", *AUDIO_KEYS)):
         media.add(AUDIO, part)
     elif not media.in_field(AUDIO):
         raise RecordError(Reason.MISSING_AUDIO, "a content part of type audio has no file; use a path, url or bytes")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from energon_packed.errors import Reason, RecordError, ResourceError
 from energon_packed.records.audio import AudioReference
 from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
-from energon_packed.records.kinds import AUDIO, IMAGE, VIDEO
+from energon_packed.records.kinds import AUDIO, IMAGE, VIDEO, MediaKind
 from energon_packed.records.media import ImageRoot, MediaReference
 from energon_packed.records.video import VideoReference
 from energon_packed.storage import as_path
@@ -254,13 +254,13 @@ def _is_audio(field: UnlistedMedia) -> bool:
     return str(_first(field)).lower().endswith(_AUDIO_FILES)
 
 
-def _map_remedy(unlisted: Sequence[UnlistedMedia], target: str) -> str:
+def _map_remedy(unlisted: Sequence[UnlistedMedia], kind: MediaKind) -> str:
     name, label = unlisted[0].name, unlisted[0].label
     if label != "the record":
-        return f"Rename the field to `{target}` with an `adapter`"
+        return f"Rename the field to `{kind.name}` with an `adapter`"
     if len({each.name for each in unlisted}) > 1 or not re.fullmatch(r"[\w .-]+", name):
-        return f"List the {'videos' if target == 'video' else 'audio files'} as `{target}s` with an `adapter`"
-    return f"Read it with `--map {target}s={name}`, or remove the field with an `adapter` if it is only a name"
+        return f"List the {kind.plural} as `{kind.field}` with an `adapter`"
+    return f"Read it with `map={kind.field}={name}`, or remove the field with an `adapter` if it is only a name"
 
 
 def _remedy(unlisted: Sequence[UnlistedMedia]) -> str:
@@ -268,15 +268,11 @@ def _remedy(unlisted: Sequence[UnlistedMedia]) -> str:
     text = text if isinstance(text, str) else ""
     is_local = "://" not in text[:8] or text.startswith("file:")
     if is_local and (_is_video(field) or _is_audio(field)):
-        return _map_remedy(unlisted, "video" if _is_video(field) else "audio")
+        return _map_remedy(unlisted, VIDEO if _is_video(field) else AUDIO)
     if "://" in text[:8] and not text.startswith("file:"):
         return "Nothing is fetched: download it, and add its path as `image` with an `adapter`"
     if _BASE64.match(text):
         return "Rename the field to `image_base64_str` with an `adapter`"
     if _kind(field.name) is _Kind.ID:
         return "Add its path as `image` with a `map` or an `adapter`"
-    if field.label != "the record":
-        return "Rename the field to `image` with an `adapter`"
-    if len({each.name for each in unlisted}) > 1 or not re.fullmatch(r"[\w .-]+", field.name):
-        return "List the images as `images` with an `adapter`"
-    return f"Read it with `map=images={field.name}`, or remove the field with an `adapter` if it is only a name"
+    return _map_remedy(unlisted, IMAGE)

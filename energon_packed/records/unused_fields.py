@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import SCALARS, Record, is_given, unsupported_field
+from energon_packed.records.fields import SCALARS, Record, given, is_given, unsupported_field
 
 RECORD_WEIGHTS = ("weight", "sample_weight", "loss_weight", "loss_scale")
 """Fields of a record that may have its loss weight; `normalize` reads them with `record_weight='loss'`."""
@@ -127,10 +127,7 @@ def _is_metadata(name: str, record: Record) -> bool:
     if name in ("image_url", "image_urls"):
         return is_given(record.get("image")) or is_given(record.get("images"))
     described = [(_ABOUT_VIDEO, ("video", "videos")), (_ABOUT_AUDIO, ("audio", "audios"))]
-    return any(
-        about.fullmatch(name) is not None and any(is_given(record.get(key)) for key in keys)
-        for about, keys in described
-    )
+    return any(about.fullmatch(name) is not None and bool(given(record, keys)) for about, keys in described)
 
 
 def _is_media_bytes(value: Any) -> bool:

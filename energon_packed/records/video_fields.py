@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.fields import Record, is_given, read_setting, shown, unsupported_field
+from energon_packed.records.fields import Record, given, is_given, is_number, read_setting, shown, unsupported_field
 from energon_packed.records.file_types import SIGNATURE_BYTES, is_video_content
 from energon_packed.records.kinds import IMAGE, VIDEO
 from energon_packed.records.media import ImageRoot, MediaReference
@@ -122,7 +122,7 @@ def read_video(value: Any, root: str | ImageRoot | None, settings: Mapping[str, 
         return VideoReference(file=MediaReference.from_value(value, root, kind="video"), settings=dict(settings or {}))
     check_video_fields(value, "a video")
     unused_fields(value, FILE_FIELDS, "a video")  # only for its rejections, as for image objects
-    inner = next((value[key] for key in VIDEO_KEYS if is_given(value.get(key))), None)
+    inner = next((value[key] for key in given(value, VIDEO_KEYS)), None)
     if isinstance(inner, Mapping) and any(isinstance(deep, Mapping) for deep in inner.values()):
         raise RecordError(Reason.MISSING_VIDEO, "a video is nested in several objects; use a path, url or bytes")
     return read_video(inner, root, {**read_settings(value), **(settings or {})})
@@ -176,7 +176,7 @@ def _has_effect(name: str, value: Any) -> bool:
     if isinstance(value, list | tuple):
         return len(value) > 0 and all(isinstance(item, int | float) for item in value)
     # A start of 0 selects nothing.
-    return isinstance(value, int | float) and not isinstance(value, bool) and value != 0
+    return is_number(value) and value != 0
 
 
 def _is_time(text: str) -> bool:

@@ -19,6 +19,7 @@ from energon_packed.errors import FormatError, IgnoredEntries
 from energon_packed.files import atomic_write, check_inner, of_type, read_if_there, visible
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, prepared_folder
+from energon_packed.records.fields import is_number
 from energon_packed.storage import as_path
 from energon_packed.version import FORMAT_VERSION, __version__
 
@@ -335,10 +336,9 @@ def _value(kind: Any, value: Any, location: str) -> Any:
             raise ValueError(f"{location} is {_shown(value)}, not a number or a string")
         return _bounded(value, location) if isinstance(value, int | float) else value
     # JSON has one type of number: an integer is a valid float, and true is not a number.
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number if kind is float else type(value) is kind):
+    if not (is_number(value) if kind is float else type(value) is kind):
         raise ValueError(f"{location} is {_shown(value)}, not {kind.__name__}")
-    return _bounded(value, location) if is_number else value
+    return _bounded(value, location) if is_number(value) else value
 
 
 def _bounded(value: float, location: str) -> float:

@@ -47,9 +47,9 @@ class ArrowSource(Source):
     suffixes: ClassVar[tuple[str, ...]] = (".arrow", ".feather")
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Open the file in place; copy an object to `work_dir`."""
-        return cls(path, data=local_copy(path, work_dir), image_root=image_root)
+    def _readable(cls, path: Path, work_dir: Path) -> Path:
+        """Return the file; of an object, a copy."""
+        return local_copy(path, work_dir)
 
     def extent(self) -> int:
         """Number of table rows."""
@@ -239,9 +239,9 @@ class ParquetSource(ArrowSource):
     suffixes: ClassVar[tuple[str, ...]] = (".parquet",)
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Rewrite the file in `work_dir`."""
-        return cls(path, data=converted(path, work_dir, ".arrow", _to_arrow), image_root=image_root)
+    def _readable(cls, path: Path, work_dir: Path) -> Path:
+        """Rewrite the file."""
+        return converted(path, work_dir, ".arrow", _to_arrow)
 
 
 def _to_arrow(path: Path, out: BinaryIO) -> None:

@@ -126,7 +126,12 @@ class Source(ABC):
         Raises:
             SourceError: the file cannot be read.
         """
-        return cls(path, image_root=image_root)
+        return cls(path, data=cls._readable(path, work_dir), image_root=image_root)
+
+    @classmethod
+    def _readable(cls, path: Path, work_dir: Path) -> Path:
+        """Return the file with the records: `path`, or its converted copy in `work_dir`."""
+        return path
 
     @abstractmethod
     def extent(self) -> int:

@@ -19,7 +19,7 @@ from energon_packed.arrays import blocks
 from energon_packed.errors import Reason, Reject
 from energon_packed.records.exact_json import parse_json
 from energon_packed.sources.arrow import ArrowSource, Row
-from energon_packed.sources.base import Source, SourceRecord
+from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.convert import BATCH_ROWS, arrow_errors, converted, local_copy, not_utf8, write_batches
 from energon_packed.sources.json import check_text
 
@@ -44,13 +44,13 @@ class CsvSource(ArrowSource):
     quoting: ClassVar[int] = python_csv.QUOTE_MINIMAL
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Rewrite the file in `work_dir`."""
+    def _readable(cls, path: Path, work_dir: Path) -> Path:
+        """Rewrite the file."""
 
         def convert(source: Path, out: BinaryIO) -> None:
             _to_arrow(source, local_copy(source, work_dir), out, cls.quoting)
 
-        return cls(path, data=converted(path, work_dir, ".arrow", convert), image_root=image_root)
+        return converted(path, work_dir, ".arrow", convert)
 
     def line_numbers(
         self, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any], out: npt.NDArray[np.int64] | None = None

@@ -23,7 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
 from energon_packed.records import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, MediaReference, VideoReference
-from energon_packed.records.kinds import VIDEO
+from energon_packed.records.kinds import IMAGE, VIDEO, MediaKind
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.sample_loader import SampleLoader
 from energon_packed.sources.tar_records import (
@@ -292,12 +292,8 @@ def _decoded(group: KeyMembers, member: Member) -> Any:
     return int(text) if member.extension in INTEGER_PARTS else text
 
 
-def _captioning(group: KeyMembers, values: Fields) -> dict[str, Any]:
-    return caption_record(group, _text(values, "caption"), {"images": _images(group, values["image"])})
-
-
-def _ocr(group: KeyMembers, values: Fields) -> dict[str, Any]:
-    return caption_record(group, _text(values, "text"), {"images": _images(group, values["image"])})
+def _captioning(group: KeyMembers, values: Fields, field: str = "caption") -> dict[str, Any]:
+    return caption_record(group, _text(values, field), {"images": _media(group, values["image"], IMAGE)})
 
 
 def _plain_text(group: KeyMembers, values: Fields) -> dict[str, Any]:
@@ -342,9 +338,8 @@ def _multi_choice(group: KeyMembers, values: Fields) -> dict[str, Any]:
 
 
 def _question(group: KeyMembers, values: Fields, prompt: str, answer: str) -> dict[str, Any]:
-    if "video" in values:
-        return {"videos": _videos(group, values["video"]), "prompts": [prompt], "captions": [answer]}
-    return {"images": _images(group, values["image"]), "prompts": [prompt], "captions": [answer]}
+    kind = VIDEO if "video" in values else IMAGE
+    return {kind.field: _media(group, values[kind.name], kind), "prompts": [prompt], "captions": [answer]}
 
 
 def _interleaved(group: KeyMembers, values: Fields) -> dict[str, Any]:
@@ -357,10 +352,10 @@ def _interleaved(group: KeyMembers, values: Fields) -> dict[str, Any]:
     for item in sequence:
         member = group.find(item) if isinstance(item, str) else item if isinstance(item, Member) else None
         if isinstance(item, VideoReference) or (member is not None and group.kind_of(member) is VIDEO):
-            videos += _videos(group, item)
+            videos += _media(group, item, VIDEO)
             texts.append(VIDEO_PLACEHOLDER)
         elif isinstance(item, MediaReference | Member) or (member is not None and member.extension in IMAGE_PARTS):
-            images += _images(group, item)
+            images += _media(group, item, IMAGE)
             texts.append(IMAGE_PLACEHOLDER)
         elif isinstance(item, str):
             texts.append(item)
@@ -381,7 +376,7 @@ def _similarity(group: KeyMembers, values: Fields) -> dict[str, Any]:
             raise RecordError(
                 Reason.UNSUPPORTED_MEDIA, f"{group.key} has {name}, which a SimilarityInterleavedSample cannot place"
             )
-    texts, images = values["texts"], _images(group, values["images"])
+    texts, images = values["texts"], _media(group, values["images"], IMAGE)
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise RecordError(Reason.MISSING_FIELD, f"{group.key}: texts must be a list of strings")
     matched: Any = values.get("matched_text_indices")
@@ -406,7 +401,7 @@ FLAVORS: dict[str, tuple[Callable[[KeyMembers, Fields], dict[str, Any]], tuple[s
     "VQA": (_vqa, ("image", "context", "answers"), ("answer_weights",)),
     "VidQA": (_vqa, ("video", "context", "answers"), ("answer_weights",)),
     "MultiChoiceVQA": (_multi_choice, ("image", "context", "choices"), ("correct_choice_idx",)),
-    "OCR": (_ocr, ("image", "text"), ()),
+    "OCR": (partial(_captioning, field="text"), ("image", "text"), ()),
     "Interleaved": (_interleaved, ("sequence",), ()),
     "SimilarityInterleaved": (
         _similarity,
@@ -425,25 +420,13 @@ def _text(values: Fields, field: str) -> str:
     return value
 
 
-def _images(group: KeyMembers, value: Any) -> list[MediaReference]:
-    """Make references to images: members, names of members, or lists of both."""
+def _media(group: KeyMembers, value: Any, kind: MediaKind) -> list[Any]:
+    """Make references to images or videos: members, names of members, or lists of both."""
     if isinstance(value, list):
-        return [image for item in value for image in _images(group, item)]
-    if isinstance(value, MediaReference):
+        return [file for item in value for file in _media(group, item, kind)]
+    if isinstance(value, VideoReference if kind is VIDEO else MediaReference):
         return [value]
     member = group.find(value) if isinstance(value, str) else value
-    if not isinstance(member, Member) or member.extension not in IMAGE_PARTS:
-        raise RecordError(Reason.MISSING_IMAGE, f"{group.key} has no image {str(value)[:80]!r}")
-    return [group.reference(member)]
-
-
-def _videos(group: KeyMembers, value: Any) -> list[VideoReference]:
-    """Make references to videos: members, names of members, or lists of both."""
-    if isinstance(value, list):
-        return [video for item in value for video in _videos(group, item)]
-    if isinstance(value, VideoReference):
-        return [value]
-    member = group.find(value) if isinstance(value, str) else value
-    if not isinstance(member, Member) or group.kind_of(member) is not VIDEO:
-        raise RecordError(Reason.MISSING_VIDEO, f"{group.key} has no video {str(value)[:80]!r}")
-    return [VideoReference(file=group.reference(member))]
+    if not isinstance(member, Member) or group.kind_of(member) is not kind:
+        raise RecordError(kind.missing, f"{group.key} has no {kind.name} {str(value)[:80]!r}")
+    return [group.media(member)]

@@ -100,12 +100,7 @@ class JsonlSource(Source):
         self._streams = Streams()
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Open the file in place, or a converted copy in `work_dir`."""
-        return cls(path, data=cls._in_lines(path, work_dir), image_root=image_root)
-
-    @classmethod
-    def _in_lines(cls, path: Path, work_dir: Path) -> Path:
+    def _readable(cls, path: Path, work_dir: Path) -> Path:
         """Return a file with a record per line: the file itself, or a converted copy if it is compressed or an array.
 
         Raises:
@@ -201,7 +196,7 @@ class JsonSource(JsonlSource):
     suffixes: ClassVar[tuple[str, ...]] = _with_compressed(".json")
 
     @classmethod
-    def _in_lines(cls, path: Path, work_dir: Path) -> Path:
+    def _readable(cls, path: Path, work_dir: Path) -> Path:
         """Return a file with a record per line: the file itself, or a converted copy if it is an array.
 
         Raises:

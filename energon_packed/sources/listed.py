@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from energon_packed.errors import Reason, Reject, SourceError
-from energon_packed.sources.base import Source, SourceRecord
+from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.convert import converted
 from energon_packed.sources.json import ELEMENTS, JsonlSource
 
@@ -29,8 +29,8 @@ class ListedSource(JsonlSource):
         """
 
     @classmethod
-    def open(cls, path: Path, *, work_dir: Path, image_root: Path | None = None) -> Source:
-        """Write a line per record to a copy in `work_dir`."""
+    def _readable(cls, path: Path, work_dir: Path) -> Path:
+        """Write a line per record to a copy."""
         digest = hashlib.sha256()
         for line in cls._lines_of(path):
             digest.update(line)
@@ -38,8 +38,7 @@ class ListedSource(JsonlSource):
         def convert(source: Path, out: BinaryIO) -> None:
             out.writelines(cls._lines_of(source))
 
-        copy = converted(path, work_dir, ELEMENTS, convert, name=digest.hexdigest())
-        return cls(path, data=copy, image_root=image_root)
+        return converted(path, work_dir, ELEMENTS, convert, name=digest.hexdigest())
 
     @classmethod
     def _lines_of(cls, path: Path) -> Iterator[bytes]:

@@ -159,7 +159,7 @@ def test_the_demo_with_videos_without_pyav_is_an_error_with_the_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     error = invoke("demo", "-o", tmp_path / "demo", "--records", "20", "--videos").exception
-    assert str(error) == "`av` is needed for video files; pip install 'energon-packed[video]'"
+    assert str(error) == "`av` is needed for video and audio files; pip install 'energon-packed[video]'"
 
 
 def test_the_demo_does_not_replace_other_datasets(tmp_path: Path) -> None:

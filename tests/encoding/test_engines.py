@@ -127,7 +127,7 @@ def test_texts_longer_than_the_compared_texts_use_tokenizers() -> None:
     given = []
     tokenizer._is_decided = True
     tokenizer._fast = SimpleNamespace(encode=lambda texts, special: (given.append(texts), slow(texts, special))[1])  # type: ignore[assignment]
-    slow = lambda texts, special: tokenizer._slow.encode(texts, special=special)  # noqa: E731
+    slow = lambda texts, special: engines.encode_exactly(tokenizer.backend, texts, special=special)  # noqa: E731
     found = tokenizer.encode(["short", "a" * (engines.LONGEST + 1)], [None, None])
     assert given[0] == ["short"]
     assert found.cu_seqlens[-1] == len(found.input_ids)

@@ -66,10 +66,10 @@ def image(pixels: np.ndarray[Any, Any]) -> MediaReference:
 
 def info(video: dict[str, Any]) -> VideoInfo:
     (height, width), fps, count = video["size"], float(Fraction(video["fps"])), video["frames"]
-    upright: Any = {"height": height, "width": width, "rotation": 0, "mirrored": False}
+    upright: Any = {"height": height, "width": width}
     file: Any = {"has_audio": False, "container": "mp4", "codec": "h264", "num_bytes": 1, "decoded": False}
     times = np.arange(count) / fps
-    return VideoInfo(num_frames=count, timestamps=times, fps=fps, duration=count / fps, **upright, **file)
+    return VideoInfo(num_frames=count, timestamps=times, fps=fps, **upright, **file)
 
 
 VIDEOS = json.loads((GOLDEN / "llava_onevision2.json").read_text(encoding="utf-8"))

@@ -21,7 +21,7 @@ from tokenizers import (
 )
 
 from energon_packed import ChatEncoder, RecordError, Reject, normalize
-from tests.internals import HuggingFaceEngine, PieceTokenizer, pieces
+from tests.internals import PieceTokenizer, encode_exactly, pieces
 
 QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -170,7 +170,7 @@ def unknown_words() -> Any:
 
 
 def piece_tokenizer(backend: Any) -> PieceTokenizer:
-    return PieceTokenizer(backend, lambda text: HuggingFaceEngine(backend).encode([text], special=False)[0])
+    return PieceTokenizer(backend, lambda text: encode_exactly(backend, [text], special=False)[0])
 
 
 def generated(rng: random.Random, size: int) -> str:

@@ -96,7 +96,7 @@ def test_frames_of_all_containers_and_codecs(codec: str, extension: str, tmp_pat
     assert [number_of(frame) for frame in decode_frames(at(path), select(info, [3, 17, 29]))] == [3, 17, 29]
     # AVI stores no times of presentation: frames that are reordered are counted by decoding.
     assert info.decoded == (extension == "avi" and codec in ("libx264", "mpeg4", "mpeg2video"))
-    assert (info.fps, info.rotation, info.has_audio) == (30, 0, False)
+    assert (info.fps, info.has_audio) == (30, False)
 
 
 @pytest.mark.parametrize(
@@ -371,29 +371,24 @@ def test_frames_are_upright(degrees: int, tmp_path: Path) -> None:
         if name != path.name:
             remux(path, tmp_path / name, options={"movflags": "frag_keyframe+empty_moov"} if "mp4" in name else {})
         info = check_equal(tmp_path / name, upright=lambda frame: np.rot90(frame, -degrees // 90))
-        assert (info.rotation, info.mirrored, info.height, info.width) == (degrees, False, 48, 64)
+        assert (info.height, info.width) == (48, 64)
         assert [number_of(frame) for frame in decode_frames(at(tmp_path / name), select(info, [0, 21]))] == [0, 21]
 
 
-MATRICES = {  # a, b, c, d -> what FFmpeg's `autorotate` does: degrees clockwise, and whether it mirrors
-    "mirrored": ((-1, 0, 0, 1), 0, np.fliplr),
-    "upside down": ((1, 0, 0, -1), 180, np.flipud),
-    "transposed": ((0, 1, 1, 0), 270, lambda frame: frame.transpose(1, 0, 2)),
-    "transverse": ((0, -1, -1, 0), 90, lambda frame: np.rot90(frame, 2).transpose(1, 0, 2)),
+MATRICES = {  # a, b, c, d -> what FFmpeg's `autorotate` does
+    "mirrored": ((-1, 0, 0, 1), np.fliplr),
+    "upside down": ((1, 0, 0, -1), np.flipud),
+    "transposed": ((0, 1, 1, 0), lambda frame: frame.transpose(1, 0, 2)),
+    "transverse": ((0, -1, -1, 0), lambda frame: np.rot90(frame, 2).transpose(1, 0, 2)),
 }
 
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_mirrored_frames(name: str, tmp_path: Path) -> None:
-    matrix, degrees, upright = MATRICES[name]
+    matrix, upright = MATRICES[name]
     path = make_video(tmp_path / "a.mp4", frames=3)
     set_matrix(path, *matrix, width=64, height=48)
-    info = check_equal(path, upright=upright)
-    assert (info.rotation, info.mirrored) == (degrees, True)
-    # The rotation follows a horizontal flip.
-    _, stored = decoded(path)[0]
-    first = next(decode_frames(at(path), select(info, [0])))
-    np.testing.assert_array_equal(first, np.rot90(np.fliplr(stored), -degrees // 90))
+    check_equal(path, upright=upright)
 
 
 @pytest.mark.parametrize(
@@ -408,7 +403,6 @@ def test_metadata_and_pixels_equal_transformers(name: str, options: dict[str, An
         *(metadata.total_num_frames, metadata.fps),
         *(metadata.height, metadata.width),
     )
-    assert info.duration == pytest.approx(metadata.duration)
     np.testing.assert_array_equal(list(decode_frames(at(path), select(info, [0, 7, 29]))), video)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from energon_packed import BalancedSampler, ChatEncoder, PackedDataset, pack
 from tests.conftest import Packer
-from tests.internals import arrays, dataset_loading, files
+from tests.internals import arrays, files, folder_packs
 from tests.pipeline.test_planning import Characters
 from tests.processes import run_python
 
@@ -41,13 +41,13 @@ def sizes(shards: Path, encoder: Any = None, **options: Any) -> list[list[float]
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The packs whose lengths were read from a tar."""
     packs: list[int] = []
-    original = dataset_loading.FolderPacks.sample_lengths
+    original = folder_packs.FolderPacks.sample_lengths
 
     def sample_lengths(self: Any, pack: int) -> list[int]:
         packs.append(pack)
         return original(self, pack)
 
-    monkeypatch.setattr(dataset_loading.FolderPacks, "sample_lengths", sample_lengths)
+    monkeypatch.setattr(folder_packs.FolderPacks, "sample_lengths", sample_lengths)
     return packs
 
 
@@ -79,7 +79,7 @@ def test_media_are_counted(pack_demo: Packer, encoder: ChatEncoder, monkeypatch:
     """With images of one pack, the others count with the mean of their number of images, which no tar is read for."""
     shards = pack_demo().shards
     exact = PackedDataset(shards, encoder).row_sizes()
-    monkeypatch.setattr(dataset_loading, "_MAX_WITH_MEDIA", 3)
+    monkeypatch.setattr(folder_packs, "_MAX_WITH_MEDIA", 3)
     packs = PackedDataset(shards, encoder)
     found, folder = packs.row_sizes(), packs._folders[0]
     media = [folder.num_media(pack) for pack in range(len(packs))]
@@ -88,7 +88,7 @@ def test_media_are_counted(pack_demo: Packer, encoder: ChatEncoder, monkeypatch:
     assert is_exact[exact.patches > 0].sum() >= 3
     mean = found.patches[~is_exact] / np.array(media)[~is_exact]
     assert np.allclose(mean, mean.mean(), rtol=0.01)
-    monkeypatch.setattr(dataset_loading.FolderPacks, "num_media", None)
+    monkeypatch.setattr(folder_packs.FolderPacks, "num_media", None)
     assert PackedDataset(shards, encoder).row_sizes().patches.tolist() == found.patches.tolist()
 
 

@@ -369,7 +369,7 @@ def test_memory_of_the_manifest(tmp_path: Path, in_files: None, monkeypatch: pyt
             progress=Progress(),
             counters={},
             tokenizer_engines=set(),
-            keys=SimpleNamespace(encoder="", input="", tars="", write=""),
+            fingerprints=SimpleNamespace(encoder="", input="", tars="", write=""),
         )
         summaries = [index_stage.ShardSummary(shard.name("d"), 1, "", packs.num_packs) for shard in shards]
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from energon_packed import ChatEncoder, EncodedSample, PackedDataset, RecordError, normalize
-from tests.internals import TokenCache, TokenReader, tokens_size, write_tokens
+from tests.internals import RecordBytes, TokenReader, chunks, tokens_size, write_tokens
 
 FLAVOR = {"sample_class": "PackedTokensSample"}
 
@@ -92,7 +92,7 @@ def test_offsets_by_hand(tmp_path: Path) -> None:
     write_tokens(files[2], [samples[3], samples[5]])
     assert [file.stat().st_size for file in files] == [40, 0, 40]
     assert tokens_size(lengths[:3]) == 40
-    kept = TokenCache(files, np.array([0, 3, 3]), lengths, np.zeros)
+    kept = RecordBytes(files, np.array([0, 3, 3]), lengths, np.zeros, unit=chunks.TOKEN)
     rows = np.array([5, 0, 3, 2])
     refs = kept.refs(rows)
     assert list(refs.files) == [files[0], files[2]]

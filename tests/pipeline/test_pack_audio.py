@@ -26,7 +26,7 @@ from energon_packed import (
     pack,
 )
 from tests.audio import TEXTS, qwen2_audio, signal, write
-from tests.internals import ShardReader, cli, count_batch, dataset_loading, write_speech, write_tokenizer
+from tests.internals import ShardReader, cli, count_batch, folder_packs, write_speech, write_tokenizer
 from tests.pipeline.test_adversity import unstable_record
 
 CLASSES = ("PackedCaptioningSample", "PackedMultiMixQASample", "PackedTokensSample", "MultiMixQASample")
@@ -222,7 +222,7 @@ def test_audio_counts_in_the_cost_of_a_row(speech: Speech, monkeypatch: pytest.M
     sizes = dataset.row_sizes()
     assert sizes.patches.tolist() == [500 * count for count in audios]
     assert sizes.patch_squares.tolist() == [500**2 * count for count in audios]
-    monkeypatch.setattr(dataset_loading, "_MAX_WITH_MEDIA", 1)
+    monkeypatch.setattr(folder_packs, "_MAX_WITH_MEDIA", 1)
     assert np.array_equal(PackedDataset(out.shards, speech.encoder).row_sizes().patches, sizes.patches)  # by the mean
     assert CostModel(token=0, square=0, patch=1).costs(sizes).tolist() == sizes.patches.tolist()
 

@@ -26,7 +26,7 @@ from energon_packed import (
     pack,
     pack_lengths,
 )
-from tests.internals import arrays, chunks, plan_stage, split_ranges, split_sample, table
+from tests.internals import RecordBytes, arrays, chunks, plan_stage, split_ranges, split_sample, table
 
 OVERLONG = chunks.STATUSES.index("overlong")
 COLUMNS = [
@@ -395,11 +395,11 @@ def test_stored_tokens_with_another_number_of_images_are_not_split(tmp_path: Pat
     for file in files:
         chunks.write_tokens(file, [sample])
     rows = np.arange(2)
-    tokens = chunks.TokenCache(files, records.file_starts, records.length, np.zeros).refs(rows)
+    kept = RecordBytes(files, records.file_starts, records.length, np.zeros, unit=chunks.TOKEN)
+    tokens = kept.refs(rows)
     loader = options_of(encoder=Letters()).encoder_loader
-    check = plan_stage.OverlongCheck(reader=None, encoder=loader, max_length=40, overlap=3)
     task = plan_stage.OverlongTask(rows=rows, records=records.refs(rows), images=records.num_images, tokens=tokens)
-    (first, fragments), (second, reject) = check(task)
+    (first, fragments), (second, reject) = plan_stage.cut_overlong(None, loader, 40, 3, task)
     assert (first, second) == (0, 1)
     assert fragments.tolist() == split_sample(sample, 40, 3, 1).tolist()
     assert reject.detail.endswith("cannot be split between its 2 images, whose tokens are 1 runs")

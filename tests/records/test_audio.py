@@ -137,7 +137,7 @@ def test_audio_and_images_keep_their_order() -> None:
         ({"audio": {"path": "a.wav", "offset": "1"}, "text": "a"}, "unsupported_field", "must be seconds, not '1'"),
         ({"audio": {"path": {"path": {"path": "a"}}}, "text": "a"}, "missing_audio", "nested in several objects"),
         ({"wav": "a.wav", "question": "a", "answer": "b"}, "unsupported_media", "wav 'a.wav' refers to an audio file"),
-        ({"clip": "a.flac", "question": "a", "answer": "b"}, "unsupported_media", "--map audios=clip"),
+        ({"clip": "a.flac", "question": "a", "answer": "b"}, "unsupported_media", "map=audios=clip"),
         (
             {"audio_path": "a.wav", "question": "a", "answer": "b"},
             "unsupported_field",

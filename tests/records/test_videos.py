@@ -686,12 +686,12 @@ CUT = "is not supported for a video file: the frames of the whole file are sampl
         (
             {"video_path": "a.mp4", "conversations": [HUMAN, GPT]},
             "unsupported_media",
-            "video_path is not supported; read it with `--map video=video_path`",
+            "video_path is not supported; read it with `map=video=video_path`",
         ),
         (
             {"clip_path": "a.mp4", "conversations": [{"from": "human", "value": "Hi"}, GPT]},
             "unsupported_media",
-            "refers to a video, but the record contains none. Read it with `--map videos=clip_path`",
+            "refers to a video, but the record contains none. Read it with `map=videos=clip_path`",
         ),
         (
             {"messages": [{**USER, "clip": "a.mp4"}, ANSWER]},

@@ -12,9 +12,9 @@ from rich.table import Table
 from energon_packed.cli.display import unused_lines
 from energon_packed.cli.options import (
     MESSAGES,
-    DeclaredOption,
     GroupedCommand,
     as_options,
+    group_option,
     options_of,
     require,
     set_inputs,
@@ -44,11 +44,11 @@ _COMMON = ("image_root", "tokenizer", "processor", "max_pixels", "seq_lens", "sa
 
 @click.command(name="lengths", cls=GroupedCommand, common=_COMMON)
 @click.argument("inputs", nargs=-1, metavar="INPUT...")
-@click.option("--jsonl", multiple=True, metavar="FILE", cls=DeclaredOption, group="Input", help="Same as INPUT.")
-@click.option("--seq-len", "seq_lens", multiple=True, metavar="N [N...]", cls=DeclaredOption, group="Packing",
+@group_option("--jsonl", multiple=True, metavar="FILE", group="Input", help="Same as INPUT.")
+@group_option("--seq-len", "seq_lens", multiple=True, metavar="N [N...]", group="Packing",
               help="Candidate values. [default: 2048 4096 8192 16384 32768]")  # fmt: skip
 @options_of(LengthsOptions, without=["inputs", "seq_lens"])
-@click.option("--json", "as_json", is_flag=True, cls=DeclaredOption, group=MESSAGES, help="Print JSON.")
+@group_option("--json", "as_json", is_flag=True, group=MESSAGES, help="Print JSON.")
 def command(
     inputs: tuple[str, ...], jsonl: tuple[str, ...], seq_lens: tuple[str, ...], as_json: bool, values: dict[str, Any]
 ) -> None:

@@ -9,9 +9,9 @@ import click
 
 from energon_packed.cli.display import dry_run_table, result_dict, result_table, turn_text, unused_lines
 from energon_packed.cli.options import (
-    DeclaredOption,
     GroupedCommand,
     as_options,
+    group_option,
     options_of,
     require,
     set_inputs,
@@ -21,7 +21,7 @@ from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
 from energon_packed.pipeline.folder import work_folder
-from energon_packed.pipeline.run import run_status
+from energon_packed.pipeline.run_status import run_status
 from energon_packed.shards.loading_code import RANKS, loading_code
 from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path
@@ -33,17 +33,17 @@ _COMMON = ("image_root", "tokenizer", "loss_on", "processor", "max_pixels", "seq
 @click.command(cls=GroupedCommand, common=_COMMON)
 @output_options
 @click.argument("inputs", nargs=-1, metavar="INPUT...")
-@click.option("--jsonl", multiple=True, metavar="FILE", cls=DeclaredOption, group="Input", help="Same as INPUT.")
+@group_option("--jsonl", multiple=True, metavar="FILE", group="Input", help="Same as INPUT.")
 @options_of(PackOptions, without=["inputs"])
-@click.option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, cls=DeclaredOption,
-              group="Table", help="Data-parallel ranks, for the steps in the table and the code.")  # fmt: skip
-@click.option("--micro-batch-size", type=click.IntRange(min=1), default=1, show_default=True, cls=DeclaredOption,
-              group="Table", help="Packs per step, for the table and the code.")  # fmt: skip
-@click.option("--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, cls=DeclaredOption,
-              group="Table", help="Loader workers per rank, for the table and the code.")  # fmt: skip
-@click.option("--dry-run", "is_dry", is_flag=True, cls=DeclaredOption, group="Run",
+@group_option("--world-size", type=click.IntRange(min=1), default=1, show_default=True, group="Table",
+              help="Data-parallel ranks, for the steps in the table and the code.")  # fmt: skip
+@group_option("--micro-batch-size", type=click.IntRange(min=1), default=1, show_default=True, group="Table",
+              help="Packs per step, for the table and the code.")  # fmt: skip
+@group_option("--loader-workers", type=click.IntRange(min=0), default=2, show_default=True, group="Table",
+              help="Loader workers per rank, for the table and the code.")  # fmt: skip
+@group_option("--dry-run", "is_dry", is_flag=True, group="Run",
               help="Show the work of a run without writing: what it would reuse, measure and write.")  # fmt: skip
-@click.option("--status", "is_status", is_flag=True, cls=DeclaredOption, group="Run",
+@group_option("--status", "is_status", is_flag=True, group="Run",
               help="Show the progress of the run in --output-dir; needs no other option.")  # fmt: skip
 def command(
     inputs: tuple[str, ...],

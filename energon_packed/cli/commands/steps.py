@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from energon_packed.cli.options import DeclaredOption, GroupedCommand, InputPath, as_options, media_root_option
+from energon_packed.cli.options import GroupedCommand, InputPath, as_options, group_option, media_root_option
 from energon_packed.cli.output import Output, output_options
 from energon_packed.errors import ConfigError
 from energon_packed.inspection.steps import MAX_PACKS, ExpectedSteps, expected_steps, read_sizes
@@ -17,31 +17,31 @@ _ONE = click.IntRange(min=1)
 
 @click.command(name="steps", cls=GroupedCommand)
 @click.argument("path", type=InputPath(), metavar="DIR|METADATASET")
-@click.option("--world-size", type=click.IntRange(1, 1 << 20), required=True, cls=DeclaredOption, group="Training",
+@group_option("--world-size", type=click.IntRange(1, 1 << 20), required=True, group="Training",
               help="Number of GPUs. [required]")  # fmt: skip
-@click.option("--micro-batch-size", type=_ONE, default=1, show_default=True, cls=DeclaredOption, group="Training",
+@group_option("--micro-batch-size", type=_ONE, default=1, show_default=True, group="Training",
               help="Packs in a micro batch.")  # fmt: skip
-@click.option("--accumulation", type=_ONE, default=1, show_default=True, cls=DeclaredOption, group="Training",
+@group_option("--accumulation", type=_ONE, default=1, show_default=True, group="Training",
               help="Micro batches of a step on each rank.")  # fmt: skip
-@click.option("--tp", type=_ONE, default=1, show_default=True, cls=DeclaredOption, group="Training",
+@group_option("--tp", type=_ONE, default=1, show_default=True, group="Training",
               help="GPUs that share a layer (tensor parallelism).")  # fmt: skip
-@click.option("--cp", type=_ONE, default=1, show_default=True, cls=DeclaredOption, group="Training",
+@group_option("--cp", type=_ONE, default=1, show_default=True, group="Training",
               help="GPUs that share a row (context parallelism); samples are padded to 2 x N tokens.")  # fmt: skip
-@click.option("--pp", type=_ONE, default=1, show_default=True, cls=DeclaredOption, group="Training",
+@group_option("--pp", type=_ONE, default=1, show_default=True, group="Training",
               help="GPUs that share the layers (pipeline parallelism).")  # fmt: skip
-@click.option("--balance", type=click.Choice(["attention", "tokens"]), default="attention", show_default=True,
-              cls=DeclaredOption, group="Costs", help="Costs of an 8B model, or the number of tokens.")  # fmt: skip
-@click.option("--model-config", type=click.Path(path_type=Path, exists=True), metavar="DIR", cls=DeclaredOption,
-              group="Costs", help="Folder with the config.json of the model, instead of --balance.")  # fmt: skip
-@click.option("--frozen-vision", is_flag=True, cls=DeclaredOption, group="Costs",
+@group_option("--balance", type=click.Choice(["attention", "tokens"]), default="attention", show_default=True,
+              group="Costs", help="Costs of an 8B model, or the number of tokens.")  # fmt: skip
+@group_option("--model-config", type=click.Path(path_type=Path, exists=True), metavar="DIR", group="Costs",
+              help="Folder with the config.json of the model, instead of --balance.")  # fmt: skip
+@group_option("--frozen-vision", is_flag=True, group="Costs",
               help="The vision tower is not trained (with --model-config).")  # fmt: skip
-@click.option("--split", type=click.Choice(["train", "val", "test"]), default="train", show_default=True,
-              cls=DeclaredOption, group="Data", help="Split to read.")  # fmt: skip
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False), cls=DeclaredOption,
-              group="Data", help="Tokenizer, to count images. [default: tokenizer in packing.json]")  # fmt: skip
-@click.option("--max-packs", type=_ONE, default=MAX_PACKS, show_default=True, cls=DeclaredOption, group="Data",
+@group_option("--split", type=click.Choice(["train", "val", "test"]), default="train", show_default=True, group="Data",
+              help="Split to read.")  # fmt: skip
+@group_option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False), group="Data",
+              help="Tokenizer, to count images. [default: tokenizer in packing.json]")  # fmt: skip
+@group_option("--max-packs", type=_ONE, default=MAX_PACKS, show_default=True, group="Data",
               help="Packs whose lengths are read; the others count as if they were like them.")  # fmt: skip
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, cls=DeclaredOption, group="Data",
+@group_option("--seed", type=click.IntRange(min=0), default=0, show_default=True, group="Data",
               help="Seed of the order, and of the packs that are read.")  # fmt: skip
 @media_root_option
 @output_options

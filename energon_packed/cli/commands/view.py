@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from energon_packed.cli.options import (
-    DeclaredOption,
     GroupedCommand,
     as_options,
+    group_option,
     media_root_option,
     options_of,
     set_inputs,
@@ -42,10 +42,10 @@ _OF_RUNS = ("inputs", "media_root", "sample_class", "unpacked", "layout", "algor
 
 @click.command(name="view", cls=GroupedCommand, common=_COMMON)
 @click.argument("paths", nargs=-1, metavar="DIR|METADATASET|INPUT...")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, cls=DeclaredOption, group="Page",
+@group_option("--port", type=click.IntRange(0, 65535), default=0, group="Page",
               help="Port on 127.0.0.1. [default: a free port]")  # fmt: skip
-@click.option("--no-browser", is_flag=True, cls=DeclaredOption, group="Page", help="Only print the address.")
-@click.option("--no-token", is_flag=True, cls=DeclaredOption, group="Page",
+@group_option("--no-browser", is_flag=True, group="Page", help="Only print the address.")
+@group_option("--no-token", is_flag=True, group="Page",
               help="Also answer requests without the token of the address, for all users of the machine.")  # fmt: skip
 @options_of(InputOptions, without=_OF_RUNS, defaults=False)
 @media_root_option

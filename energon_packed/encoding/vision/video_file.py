@@ -92,10 +92,7 @@ class VideoInfo:
         timestamps: time of presentation of each frame in seconds after frame 0, float64 (num_frames,).
         fps: average frames per second as in the metadata of Transformers' pyav backend (`average_rate`); if the file
             does not have it, the rate of the timestamps.
-        duration: `num_frames` / `fps` in seconds, as in that metadata.
         height, width: pixels of an upright frame.
-        rotation: degrees (0, 90, 180, 270) by which stored frames are rotated clockwise to be upright.
-        mirrored: stored frames are also mirrored.
         has_audio: the file has an audio track, which is ignored.
         container, codec: names of FFmpeg, such as `mov` and `h264`.
         num_bytes: size of the file.
@@ -106,11 +103,8 @@ class VideoInfo:
     num_frames: int
     timestamps: NDArray[np.float64]
     fps: float
-    duration: float
     height: int
     width: int
-    rotation: int
-    mirrored: bool
     has_audio: bool
     container: str
     codec: str
@@ -455,8 +449,8 @@ def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
             before, time = seconds[unordered[0] : unordered[0] + 2]
             raise Damaged(f"has a frame at {time:.3f} s after a frame at {before:.3f} s; convert it")
     else:
-        counted = _CountedTimes(video.time_base, fps or video.guessed_fps)
-        seconds = np.array([counted.add(number, times.dts) for number in range(num_frames)])
+        counted = _counted_times(video.time_base, fps or video.guessed_fps, times.dts)
+        seconds = np.fromiter(counted, dtype=np.float64, count=num_frames)
     if not fps:
         span = float(seconds[-1])
         fps = (num_frames - 1) / span if span > 0 else video.guessed_fps or 1 / unit
@@ -468,11 +462,8 @@ def _info(reference: MediaReference, video: _Video, times: _Times) -> VideoInfo:
         num_frames=num_frames,
         timestamps=seconds,
         fps=fps,
-        duration=num_frames / fps,
         height=height,
         width=width,
-        rotation=orientation.rotation,
-        mirrored=orientation.is_mirrored,
         has_audio=bool(video.container.streams.audio),
         container=video.demuxer,
         codec=video.codec,
@@ -487,27 +478,26 @@ def _seconds(ticks: Any, time_base: Fraction) -> Any:
     return ticks * time_base.numerator / time_base.denominator
 
 
-class _CountedTimes:
-    """Times of frames that have no time of presentation: the n-th time of decoding, or n / `fps`.
+def _counted_times(time_base: Fraction, fps: float | None, dts: "array[int]") -> Iterator[float]:
+    """Yield times of frames that have no time of presentation: the n-th time of decoding, or n / `fps`.
 
     Args:
         time_base: seconds of a unit.
         fps: frames per second.
+        dts: times of decoding, to which times may be added until their frame is reached.
+
+    Yields:
+        Time of the next frame in seconds from frame 0, not before the frame before it.
     """
-
-    def __init__(self, time_base: Fraction, fps: float | None) -> None:
-        self._time_base, self._fps = time_base, fps
-        self._last = 0.0
-
-    def add(self, number: int, dts: "array[int]") -> float:
-        """Return the time of the next frame in seconds from frame 0, not before the frame before it."""
-        seconds = self._last
+    last = 0.0
+    for number in count():
+        seconds = last
         if number < len(dts) and dts[number] != _NO_TIME and dts[0] != _NO_TIME:
-            seconds = _seconds(dts[number] - dts[0], self._time_base)
-        elif self._fps:
-            seconds = number / self._fps
-        self._last = max(self._last, seconds)
-        return self._last
+            seconds = _seconds(dts[number] - dts[0], time_base)
+        elif fps:
+            seconds = number / fps
+        last = max(last, seconds)
+        yield last
 
 
 @dataclass(frozen=True, slots=True)
@@ -521,17 +511,6 @@ class _Orientation:
     is_transposed: bool
     flips_rows: bool
     flips_columns: bool
-
-    @property
-    def is_mirrored(self) -> bool:
-        return (self.is_transposed + self.flips_rows + self.flips_columns) % 2 == 1
-
-    @property
-    def rotation(self) -> int:
-        """Degrees clockwise, after a horizontal flip if it is mirrored."""
-        if self.is_transposed:
-            return 90 if self.flips_columns else 270
-        return 180 if self.flips_rows else 0
 
     def apply(self, frame: Frame) -> Frame:
         if self == _UPRIGHT:
@@ -579,13 +558,19 @@ class _Converter:
         return self._orientation.apply(self._convert(frame, format="rgb24", threads=1).to_ndarray())
 
 
-def _all_frames(video: _Video) -> Iterator[Any]:
+def _all_frames(video: _Video, dts: "array[int] | None" = None) -> Iterator[Any]:
     """Decode all frames from the start.
+
+    Args:
+        video: the file.
+        dts: the times of decoding of packets are added to it.
 
     Raises:
         Damaged: a frame is incomplete.
     """
     for packet in chain(video.packets(), (None,)):
+        if dts is not None and packet is not None and not packet.is_discard:
+            dts.append(video.decoding_time(packet))
         for frame in video.decode(packet):
             _check_frame(frame)
             yield frame
@@ -643,21 +628,11 @@ class _Counting(_Decoder):
 
     def __init__(self, video: _Video, selection: FrameSelection) -> None:
         super().__init__(video, selection)
-        self._dts = array("q")
-        self._numbered = enumerate(self._decoded())
-        self._times = _CountedTimes(video.time_base, selection.fps)
-
-    def _decoded(self) -> Iterator[Any]:
-        for packet in chain(self._video.packets(), (None,)):
-            if packet is not None and not packet.is_discard:
-                self._dts.append(self._video.decoding_time(packet))
-            for frame in self._video.decode(packet):
-                _check_frame(frame)
-                yield frame
+        dts = array("q")
+        self._timed = zip(count(), _all_frames(video, dts), _counted_times(video.time_base, selection.fps, dts))
 
     def get(self, position: int) -> Any:
-        for number, frame in self._numbered:
-            time = self._times.add(number, self._dts)
+        for number, frame, time in self._timed:
             if number == self._selection.indices[position]:
                 # Selections are stored as text: a time may be rounded to microseconds.
                 if abs(time - self._selection.timestamps[position]) > 1e-5:

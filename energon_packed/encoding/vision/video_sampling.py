@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import ConfigError
+from energon_packed.records.fields import is_number
 
 if TYPE_CHECKING:
     import torch
@@ -64,11 +65,11 @@ class VideoSettings:
     max_total_pixels: int | None = None
 
     def __post_init__(self) -> None:
-        if self.fps is not None and not (_is_number(self.fps) and 0 < self.fps < math.inf):
+        if self.fps is not None and not (is_number(self.fps) and 0 < self.fps < math.inf):
             raise ConfigError(f"`fps` must be a number above 0, got {self.fps!r}.")
         for name in _INTEGERS:
             value = getattr(self, name)
-            if value is not None and not (_is_number(value) and value == int(value) and value >= 1):
+            if value is not None and not (is_number(value) and 1 <= value < math.inf and value == int(value)):
                 raise ConfigError(f"`{name}` must be an integer of at least 1, got {value!r}.")
         if self.fps is not None and self.num_frames is not None:
             raise ConfigError(f"Set either `fps` or `num_frames`, got {self.fps!r} and {self.num_frames!r}.")
@@ -107,10 +108,6 @@ class VideoSettings:
         """Return the settings that are set, as plain values; limits of `fps` only with `fps`."""
         unused = () if self.num_frames is None else ("min_frames", "max_frames")
         return {name: value for name, value in asdict(self).items() if value is not None and name not in unused}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def arange_indices(num_frames: int, fps: float, settings: VideoSettings, temporal_patch_size: int) -> Int64:

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from energon_packed.encoding import IGNORE_INDEX
 from energon_packed.errors import ConfigError
-from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.collation.batch import PackedBatch, padded_bounds
 from energon_packed.options import check_choice
 
 Layout = Literal["bridge", "bridge-audio", "megatron-lm", "megatron-gpt"]
@@ -164,7 +164,7 @@ def _bridge_audio(batch: PackedBatch, *, with_features: bool) -> dict[str, Any]:
             "of another model. Use `transformers_inputs()`."
         )
     inputs = batch.megatron_inputs()
-    starts = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
+    starts = padded_bounds(batch)
     places = list(zip(starts.tolist(), batch.cu_seqlens.diff().tolist(), strict=False))[: batch.num_samples]
     end = int(starts[batch.num_samples])
     # Of the padding at the end of the row, a dummy alone is needed.
@@ -227,7 +227,7 @@ def _megatron_gpt(batch: PackedBatch) -> dict[str, Any]:
     # Boundaries with padding only, as SFTDataset of Megatron-LM returns them: the step broadcasts `cu_seqlens_padded`
     # only with context parallelism, so the other tensor-parallel ranks would attend within different boundaries than
     # the first rank. A padding token follows its sample, so no token attends to it.
-    bounds = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
+    bounds = padded_bounds(batch)
     return {
         "tokens": inputs["tokens"],
         "labels": inputs["labels"],

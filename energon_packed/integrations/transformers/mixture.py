@@ -14,6 +14,7 @@ from energon_packed.integrations.transformers.metrics import LogCallback
 from energon_packed.loading.collation.batch import (
     PackedBatch,
     Signal,
+    padded_bounds,
     source_names,
     sums_by_source,
     target_signals,
@@ -206,7 +207,7 @@ def _targets(batch: Any) -> _Targets:
             "MixtureCallback needs batches with sources, got a dict without. Pass PaddingFreeCollator() as "
             "`data_collator`."
         )
-    bounds = batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
+    bounds = padded_bounds(batch)
     return _Targets(batch.labels, target_weights(batch)[0], bounds, source_names(batch.sources))
 
 

@@ -254,7 +254,7 @@ class PackedBatch(Batch):
                 "`loss_mask`. Use batch.loss(model(**batch.transformers_inputs(weighted_loss=True)).logits), or "
                 "PackedTrainer."
             )
-        bounds = self._bounds()
+        bounds = padded_bounds(self)
         has_images = (
             any(self.num_images)
             or any(self.num_videos)
@@ -333,7 +333,7 @@ class PackedBatch(Batch):
             signal: mean of the targets in place of their loss, as `target_signals` computes it: `entropy` of the
                 predicted distribution, or `gradient_norm`, the norm of the gradient of the loss by the logits.
         """
-        weights, bounds, names = self.loss_mask[0, 1:], self._bounds(), source_names(self.sources)
+        weights, bounds, names = self.loss_mask[0, 1:], padded_bounds(self), source_names(self.sources)
         # The datasets with a target are found on the device of the batch: the host need not wait for the logits.
         has_targets = (sums_by_source(weights, weights, bounds, names)[1][1] > 0).tolist()
         values = target_signals(logits, self.labels, signal)
@@ -364,12 +364,12 @@ class PackedBatch(Batch):
         Args:
             values: (1, T, ...), values of each token, such as hidden states or scores.
         """
-        ends = self._bounds()[: self.num_samples] + self.cu_seqlens.diff()[: self.num_samples]
+        ends = padded_bounds(self)[: self.num_samples] + self.cu_seqlens.diff()[: self.num_samples]
         return values[0, (ends - 1).long().to(values.device)]
 
     def _sums_of_targets(self, values: torch.Tensor) -> torch.Tensor:
         """Sums by sample of values of the targets at 1..T-1, (T-1,), which are 0 for other tokens."""
-        samples = _samples_of_targets(values, self._bounds(), self.num_samples)
+        samples = _samples_of_targets(values, padded_bounds(self), self.num_samples)
         return values.new_zeros(self.num_samples + 1).index_add(0, samples, values)[:-1]
 
     def split(self) -> list[EncodedSample]:
@@ -377,7 +377,7 @@ class PackedBatch(Batch):
 
         Pixels are views of the row. The label of a first token is -100, as it is never a target.
         """
-        starts, lengths = self._bounds().tolist(), self.cu_seqlens.diff().tolist()
+        starts, lengths = padded_bounds(self).tolist(), self.cu_seqlens.diff().tolist()
         types, weights, columns = self.token_type_ids, self.loss_weights, self.columns
         groups, labels = self._group_keys(), self._labels()
         images = _media_slices(self.image_grid_thw, self.num_images, len(self.ids))
@@ -451,10 +451,6 @@ class PackedBatch(Batch):
         has_types = self.token_type_ids is not None
         return self.needs or (ModelNeeds("token_type_ids", one_sample=True) if has_types else ModelNeeds())
 
-    def _bounds(self) -> torch.Tensor:
-        """Segment boundaries in the row, padding included."""
-        return self.cu_seqlens if self.cu_seqlens_padded is None else self.cu_seqlens_padded
-
     def _losses(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross entropy and weight of the targets at 1..T-1, each (T-1,)."""
         return target_signals(logits, self.labels), self.loss_mask[0, 1:].to(logits.device)
@@ -490,7 +486,7 @@ class PackedBatch(Batch):
         """Shift a column left within each sample."""
         shifted = _shifted(column, FILL)
         # Unlike a label, the value of a first token may be any number.
-        shifted[:, self._bounds()[1:].long() - 1] = FILL
+        shifted[:, padded_bounds(self)[1:].long() - 1] = FILL
         return shifted
 
     def packed_seq_params(self) -> Any:
@@ -688,6 +684,11 @@ def _uncertainty(logits: torch.Tensor, targets: torch.Tensor, signal: Signal) ->
         of_target = p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
         values = (p.square().sum(-1) - 2 * of_target + 1).clamp(min=0).sqrt()
     return torch.where(targets == IGNORE_INDEX, 0.0, values)
+
+
+def padded_bounds(batch: PackedBatch) -> torch.Tensor:
+    """Boundaries of the segments in the row, padding included; int32, same shape as `cu_seqlens`."""
+    return batch.cu_seqlens if batch.cu_seqlens_padded is None else batch.cu_seqlens_padded
 
 
 def source_names(sources: Sequence[SampleSource | None]) -> list[str]:

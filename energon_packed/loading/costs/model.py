@@ -1,7 +1,7 @@
 """CostModel: sizes of rows -> estimated compute cost of each row, in floating point operations or seconds."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import combinations
 from typing import Any, Literal
@@ -65,12 +65,11 @@ class RowSizes:
         )
 
     def __getitem__(self, rows: Int64 | slice) -> "RowSizes":
-        return RowSizes(
-            tokens=self.tokens[rows],
-            squares=self.squares[rows],
-            patches=self.patches[rows],
-            patch_squares=self.patch_squares[rows],
-        )
+        return self.mapped(lambda values: values[rows])
+
+    def mapped(self, change: Callable[[Int64], Int64]) -> "RowSizes":
+        """The sizes with each array changed."""
+        return RowSizes(**{each.name: change(getattr(self, each.name)) for each in fields(self)})
 
     @classmethod
     def joined(cls, parts: Iterable["RowSizes"], count: int) -> "RowSizes":

@@ -9,7 +9,8 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import orjson
@@ -31,32 +32,18 @@ from energon_packed.storage import as_path, is_remote
 _REPORTS = ("lengths.parquet", "rejects.jsonl")
 
 
-@dataclass(frozen=True, slots=True)
-class ShardCopy:
-    """Function that writes a tar with the images of its packs.
-
-    Attributes:
-        target: folder of the new tars.
-        rows: folder of their index rows.
-        media_root: as for `materialize`.
-    """
-
-    target: Path
-    rows: Path
-    media_root: Mapping[str, str] | None
-
-    def __call__(self, tar: Path) -> ShardSummary:
-        """Write the tar, its index and its index rows."""
-        reader = ShardReader([tar], media_root=self.media_root)
-        with TarShardWriter(self.target / tar.name, self.rows) as shard:
-            for pack in range(len(reader)):
-                raw = reader[pack]
-                parts = complete_parts(raw) if MEDIA_PART in raw else raw
-                members = [(name, content) for name, content in parts.items() if not name.startswith("__")]
-                shard.add(raw["__key__"], members)
-        write_tar_index(shard.path, shard.rows)
-        atomic_write(self.rows / f"{tar.name}.json", orjson.dumps(shard.rows.as_dict()))
-        return shard.rows.summary
+def _copy_shard(target: Path, rows: Path, media_root: Mapping[str, str] | None, tar: Path) -> ShardSummary:
+    """Write a tar with the images of its packs, its index, and its index rows in the folder `rows`."""
+    reader = ShardReader([tar], media_root=media_root)
+    with TarShardWriter(target / tar.name, rows) as shard:
+        for pack in range(len(reader)):
+            raw = reader[pack]
+            parts = complete_parts(raw) if MEDIA_PART in raw else raw
+            members = [(name, content) for name, content in parts.items() if not name.startswith("__")]
+            shard.add(raw["__key__"], members)
+    write_tar_index(shard.path, shard.rows)
+    atomic_write(rows / f"{tar.name}.json", orjson.dumps(shard.rows.as_dict()))
+    return shard.rows.summary
 
 
 def materialize(
@@ -108,7 +95,8 @@ def materialize(
         rows.mkdir()
         progress.start("write", len(tars), "tars")
         done: dict[str, ShardSummary] = {}
-        with closing(LocalEngine(workers).run(ShardCopy(shards, rows, media_root), tars)) as summaries:
+        copy_shard = partial(_copy_shard, shards, rows, media_root)
+        with closing(LocalEngine(workers).run(copy_shard, tars)) as summaries:
             for summary in summaries:
                 done[summary.name] = summary
                 progress.advance(1)

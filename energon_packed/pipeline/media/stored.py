@@ -3,7 +3,7 @@
 Input: the files in memory that the measure stage found, by digest. Output: an Energon dataset with a member
 `DIGEST.EXT` for each different image, and its index, in which the write stage finds the images.
 
-    NAME.media ──► MediaPlan ──MediaTask──► MediaWriter (worker) ──► tar of out/media, state file
+    NAME.media ──► MediaPlan ──MediaTask──► write_media_tar (worker) ──► tar of out/media, state file
                        └──► index of the digests ──► StoredMedia ──► write stage
 
 The first occurrence of an image in the input decides which tar has it, so that workers do not matter. The name of a
@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -71,51 +72,47 @@ def _content_digest(entries: MediaEntries) -> str:
     return hashlib.sha256(b"".join([entries[half].tobytes() for half in ("high", "low")])).hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaWriter:
-    """Function of the stage: writes a tar of images.
+def write_media_tar(reader: RecordReader, task: MediaTask) -> ShardSummary:
+    """Write a tar of images, its index and its state file.
 
-    Attributes:
+    Args:
         reader: reads records as the measure stage did.
+        task: the tar.
+
+    Raises:
+        SourceError: a record changed since it was measured.
     """
+    read: tuple[int, int, int] | None = None
+    images: list[tuple[bytes, bool]] = []
+    with TarShardWriter(task.tar, task.state.parent) as shard:
+        for entry in task.entries:
+            record = int(entry["source"]), int(entry["address"]), int(entry["bytes"])
+            if record != read:
+                read, images = record, _images(reader, *record)
+            image = int(entry["image"])
+            data, is_audio = images[image] if image < len(images) else (b"", False)
+            digest = media_digest(data)
+            if digest != f"{entry['high']:016x}{entry['low']:016x}":
+                raise _changed(reader, *record[:2], f"its image {image} has other bytes")
+            shard.add(digest, [(stored_extension(data) if is_audio else sniff_extension(data), data)])
+    return finish_shard(task, shard.rows)
 
-    reader: RecordReader
 
-    def __call__(self, task: MediaTask) -> ShardSummary:
-        """Write the tar, its index and its state file.
+def _images(reader: RecordReader, source: int, address: int, size: int) -> list[tuple[bytes, bool]]:
+    """Bytes of each media file of a record, and whether it is an audio file, which are the last."""
+    try:
+        conversation = reader.read(source, address, size)
+        files = conversation.media_files
+        first = len(files) - len(conversation.audios)
+        return [(file.data or b"", place >= first) for place, file in enumerate(files)]
+    except (RecordError, OSError) as error:
+        raise_resource_error(error, reader.sources[source].path)
+        raise _changed(reader, source, address, str(error)) from error
 
-        Raises:
-            SourceError: a record changed since it was measured.
-        """
-        read: tuple[int, int, int] | None = None
-        images: list[tuple[bytes, bool]] = []
-        with TarShardWriter(task.tar, task.state.parent) as shard:
-            for entry in task.entries:
-                record = int(entry["source"]), int(entry["address"]), int(entry["bytes"])
-                if record != read:
-                    read, images = record, self._images(*record)
-                image = int(entry["image"])
-                data, is_audio = images[image] if image < len(images) else (b"", False)
-                digest = media_digest(data)
-                if digest != f"{entry['high']:016x}{entry['low']:016x}":
-                    raise self._changed(*record[:2], f"its image {image} has other bytes")
-                shard.add(digest, [(stored_extension(data) if is_audio else sniff_extension(data), data)])
-        return finish_shard(task, shard.rows)
 
-    def _images(self, source: int, address: int, size: int) -> list[tuple[bytes, bool]]:
-        """Bytes of each media file of a record, and whether it is an audio file, which are the last."""
-        try:
-            conversation = self.reader.read(source, address, size)
-            files = conversation.media_files
-            first = len(files) - len(conversation.audios)
-            return [(file.data or b"", place >= first) for place, file in enumerate(files)]
-        except (RecordError, OSError) as error:
-            raise_resource_error(error, self.reader.sources[source].path)
-            raise self._changed(source, address, str(error)) from error
-
-    def _changed(self, source: int, address: int, change: str) -> EnergonPackedError:
-        row = self.reader.sources[source].row_numbers([address])[0]
-        return changed_record(self.reader, source, row, change, has_files=False)
+def _changed(reader: RecordReader, source: int, address: int, change: str) -> EnergonPackedError:
+    row = reader.sources[source].row_numbers([address])[0]
+    return changed_record(reader, source, row, change, has_files=False)
 
 
 class MediaPlan:
@@ -236,8 +233,8 @@ def store_media(state: RunState, table: RecordTable, plan: Plan) -> StoredMedia 
     state.progress.start("media", media.images, "images")
     state.progress.advance(sum(shard.packs for shard in done.values()))
     state.counters["media_shards_reused"] = len(done)
-    writer = MediaWriter(reader=state.reader)
-    with closing(state.engine.run(writer, (_task(output, media, number) for number in todo))) as written:
+    write = partial(write_media_tar, state.reader)
+    with closing(state.engine.run(write, (_task(output, media, number) for number in todo))) as written:
         for shard in written:
             done[shard.name] = shard
             state.progress.advance(shard.packs)

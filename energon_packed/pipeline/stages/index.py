@@ -9,14 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder
-from energon_packed.encoding.fragments import Fragments
 from energon_packed.errors import ConfigError
 from energon_packed.pipeline.media.locator import StoredMedia
 from energon_packed.pipeline.options import PackOptions
@@ -47,7 +44,7 @@ def write_index(
     by_name = {shard.name: shard for shard in shards}
     map_paths(lambda tar: _check_shard(tar, by_name[tar.name]), [state.output.shards / name for name in by_name])
     entries = _entries(plan, shards, state.options)
-    folder = state.output.write_folder(state.keys.write)
+    folder = state.output.write_folder(state.fingerprints.write)
     write_nv_meta(
         state.output.shards,
         codec=state.options.codec,
@@ -123,12 +120,10 @@ def _manifest(
         for lengths in entries_of.packable(entries_of.length):
             longer = np.maximum(lengths - options.usable_len, 0)
             cut = cut[0] + int(np.count_nonzero(longer)), cut[1] + int(longer.sum(dtype=np.int64))
-    fragments = entries_of.fragments
-
-    def total(column: npt.NDArray[np.integer[Any]]) -> int:
-        return sum(int(values.sum(dtype=np.int64)) for values in entries_of.packable(column))
-
-    num_videos = total(entries_of.num_videos)
+    fragments, split = entries_of.fragments, 0
+    if fragments is not None:
+        split = sum(int(np.count_nonzero(fragments["number"][block] == 0)) for block in blocks(len(fragments)))
+    num_videos = entries_of.total(entries_of.num_videos)
     return PackingManifest(
         sample_class=options.sample_class,
         layout=options.layout,
@@ -138,7 +133,7 @@ def _manifest(
         packed=len(packs.indices),
         truncated=cut[0],
         tokens_cut=cut[1],
-        records_split=0 if fragments is None else _records_split(fragments),
+        records_split=split,
         fragments=0 if fragments is None else len(fragments),
         groups=_groups(plan),
         rejects=reject_counts(plan.status),
@@ -148,13 +143,13 @@ def _manifest(
         packs=packs.num_packs,
         tokens=packs.tokens,
         supervised_tokens=_supervised(plan),
-        weight_checksum=total(entries_of.weight_checksum) % 2**63,
-        images=total(entries_of.num_images),
-        images_decoded=total(entries_of.num_decoded),
+        weight_checksum=entries_of.total(entries_of.weight_checksum) % 2**63,
+        images=entries_of.total(entries_of.num_images),
+        images_decoded=entries_of.total(entries_of.num_decoded),
         videos=num_videos,
-        frames=total(entries_of.num_frames),
-        audios=total(entries_of.num_audios),
-        audio_seconds=total(entries_of.audio_ms) / 1000,
+        frames=entries_of.total(entries_of.num_frames),
+        audios=entries_of.total(entries_of.num_audios),
+        audio_seconds=entries_of.total(entries_of.audio_ms) / 1000,
         extract_frames=num_videos > 0 and options.extract_frames,
         check_media=options.check_media,
         seq_len=options.seq_len,
@@ -171,19 +166,15 @@ def _manifest(
         media_stored={} if stored is None else {"images": stored.images, "bytes": stored.bytes},
         template_fingerprint=encoder.renderer.template.fingerprint if isinstance(encoder, ChatEncoder) else "",
         image_settings=encoder.image_settings() if isinstance(encoder, ChatEncoder) else {},
-        tokenizer_fingerprint=state.keys.encoder,
-        input_fingerprint=state.keys.input,
-        fingerprint=state.keys.tars,
+        tokenizer_fingerprint=state.fingerprints.encoder,
+        input_fingerprint=state.fingerprints.input,
+        fingerprint=state.fingerprints.tars,
         tokenizer_engine=", ".join(sorted(state.tokenizer_engines)),
         encoder=options.encoder_loader.as_dict(),
         counters=state.counters,
         sources=_sources(state, table, plan),
         shards=entries,
     )
-
-
-def _records_split(fragments: Fragments) -> int:
-    return sum(int(np.count_nonzero(fragments["number"][block] == 0)) for block in blocks(len(fragments)))
 
 
 def _groups(plan: Plan) -> int:
@@ -200,12 +191,9 @@ def _groups(plan: Plan) -> int:
 
 def _supervised(plan: Plan) -> int | None:
     """Targets in all packs; None if the targets of a sample are unknown."""
-    total = 0
-    for targets in plan.entries.packable(plan.entries.supervised):
-        if (targets < 0).any():
-            return None
-        total += int(targets.sum(dtype=np.int64))
-    return total
+    entries = plan.entries
+    is_known = all((targets >= 0).all() for targets in entries.packable(entries.supervised))
+    return entries.total(entries.supervised) if is_known else None
 
 
 def _sources(state: RunState, table: RecordTable, plan: Plan) -> list[SourceEntry]:

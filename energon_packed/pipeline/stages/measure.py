@@ -21,25 +21,21 @@ import numpy as np
 
 from energon_packed.encoding import ChatEncoder, EncodedSample, Measurement, Processor
 from energon_packed.encoding.audio.audio_file import check_audio, decode_audio, is_cut
-from energon_packed.encoding.rendering import Renderer
 from energon_packed.encoding.vision.images import frame_as_jpeg
 from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject, RejectLimitError
 from energon_packed.formats.references import MOST_BYTES
 from energon_packed.pipeline.chunks import (
-    AUDIO_COLUMNS,
     COLUMNS,
     COUNTED,
     FRAMES,
-    GROUP_COLUMNS,
     KINDS,
     MEMBER,
+    MORE_COLUMNS,
     SCHEMA,
     STATUSES,
-    TOKEN_COLUMNS,
     TOKENS,
-    VIDEO_COLUMNS,
     WEIGHTED,
     Chunk,
     MediaFiles,
@@ -377,9 +373,7 @@ class _ChunkContent:
         self.media = MediaFiles()
         self._chunk = chunk
         self._encoder = encoder if isinstance(encoder, ChatEncoder) else None
-        self._columns: dict[str, list[Any]] = {
-            name: [] for name in (*SCHEMA.names, *VIDEO_COLUMNS, *AUDIO_COLUMNS, *TOKEN_COLUMNS, *GROUP_COLUMNS)
-        }
+        self._columns: dict[str, list[Any]] = {name: [] for name in (*SCHEMA.names, *MORE_COLUMNS)}
         self._counts: StringCounts = {name: Counter() for name in COUNTED}
         self._tokens: list[EncodedSample] = []
         self._tokenized = 0
@@ -424,9 +418,9 @@ class _ChunkContent:
         """Count the notes and unused fields of accepted records."""
         if self._encoder is not None:
             renderer = self._encoder.renderer
-            self._counts["notes"].update(
-                note for own in conversations for note in dict.fromkeys(_notes(renderer, own.members or (own,)))
-            )
+            for own in conversations:  # a note counts once for a record with several samples
+                notes = dict.fromkeys(note for one in own.members or (own,) for note in renderer.notes(one))
+                self._counts["notes"].update([*notes])
             conversations = [self._encoder.noted(conversation) for conversation in conversations]
         for name, counted in count_strings(conversations).items():
             self._counts[name].update(counted)
@@ -454,10 +448,6 @@ class _ChunkContent:
             first_reject=self._first_reject,
             tokenizer_engine="" if tokenizer is None else tokenizer.engine,
         )
-
-
-def _notes(renderer: Renderer, samples: Sequence[Conversation]) -> list[str]:
-    return [note for sample in samples for note in renderer.notes(sample)]
 
 
 def _hashed(source: int, group: str | None) -> int:
@@ -496,7 +486,7 @@ def _check_size(file: MediaReference, remedy: str = "set `extract_frames`, or cu
 
 
 def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
-    """Build the columns of `SCHEMA` and of videos, audio and groups, without sizes of files."""
+    """Build the columns of `SCHEMA` and `MORE_COLUMNS`, without sizes of files."""
     rows, conversations, results, stamps, narrow, groups = map(list, zip(*records, strict=True))
     rejects = [result.reject for result in results]
     return {

@@ -15,23 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.arrays import blocks
-from energon_packed.encoding import EncodedSample
+from energon_packed.encoding import EncodedSample, Processor
 from energon_packed.encoding.fragments import FRAGMENT, Fragments, split_sample, text_fragments
 from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
 from energon_packed.files import DiskList
 from energon_packed.packing import PackPlan
 from energon_packed.packing.planner import Assignment, assign, index_type
-from energon_packed.pipeline.chunks import (
-    COLUMNS,
-    FRAMES,
-    KINDS,
-    STATUSES,
-    TOKENS,
-    RecordBytes,
-    RecordOffsets,
-    TokenCache,
-    TokenReader,
-)
+from energon_packed.pipeline.chunk_reader import RecordBytes, RecordOffsets, TokenReader
+from energon_packed.pipeline.chunks import COLUMNS, FRAMES, KINDS, STATUSES, TOKEN, TOKENS
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.groups import check_complete, reject_groups
@@ -361,52 +352,51 @@ class OverlongTask:
     tokens: RecordOffsets | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlongCheck:
-    """Function for an engine: truncates or splits samples, to find the samples for which it is not possible.
+def cut_overlong(
+    reader: RecordReader, encoder: EncoderLoader, max_length: int, overlap: int | None, task: OverlongTask
+) -> list[tuple[int, tuple[int, int] | Fragments | Reject]]:
+    """Truncate or split samples, to find the samples for which it is not possible.
 
-    Attributes:
+    Args:
         reader, encoder: as in the other stages.
         max_length: tokens of a row.
         overlap: tokens that a fragment repeats from the fragment before; None to truncate.
+        task: the samples.
+
+    Returns:
+        the index of each record with its targets and their weight checksum, its fragments, or its reject.
     """
+    results: list[tuple[int, tuple[int, int] | Fragments | Reject]] = []
+    samples = _samples(reader, encoder.load(), task)
+    for row, images, sample in zip(task.rows.tolist(), task.images.tolist(), samples, strict=True):
+        try:
+            if overlap is None:
+                cut = sample.truncated(max_length)
+                results.append((row, (cut.num_supervised, cut.weight_checksum)))
+            else:
+                fragments = split_sample(sample, max_length, overlap, images)
+                fragments["record"] = row
+                results.append((row, fragments))
+        except RecordError as error:
+            results.append((row, error.reject))
+    return results
 
-    reader: RecordReader
-    encoder: EncoderLoader
-    max_length: int
-    overlap: int | None
 
-    def __call__(self, task: OverlongTask) -> list[tuple[int, tuple[int, int] | Fragments | Reject]]:
-        """Return the index of each record with its targets and their weight checksum, its fragments, or its reject."""
-        results: list[tuple[int, tuple[int, int] | Fragments | Reject]] = []
-        for row, images, sample in zip(task.rows.tolist(), task.images.tolist(), self._samples(task), strict=True):
-            try:
-                if self.overlap is None:
-                    cut = sample.truncated(self.max_length)
-                    results.append((row, (cut.num_supervised, cut.weight_checksum)))
-                else:
-                    fragments = split_sample(sample, self.max_length, self.overlap, images)
-                    fragments["record"] = row
-                    results.append((row, fragments))
-            except RecordError as error:
-                results.append((row, error.reject))
-        return results
-
-    def _samples(self, task: OverlongTask) -> Iterator[EncodedSample]:
-        encoder, records = self.encoder.load(), task.records
-        tokens: dict[str, Any] = {"image_token_id": encoder.image_token_id}
-        tokens |= {name: getattr(encoder.rules, name) for name in ("video_token_id", "audio_token_id")}
-        if task.tokens is not None:
-            with TokenReader(task.tokens) as reader:
-                for place, length in enumerate(records.length.tolist()):
-                    yield replace(reader.read(place, length), **tokens)
-            return
-        for place, source in enumerate(records.source.tolist()):
-            conversation = self.reader.read(source, int(records.address[place]), int(records.size[place]))
-            measured = encoder.measure([conversation], keep_tokens=True)[0]
-            if measured.reject is not None or measured.sample is None:
-                raise RecordError.of(measured.reject or Reject(Reason.EMPTY, "its encoder keeps no tokens"))
-            yield measured.sample
+def _samples(reader: RecordReader, encoder: Processor, task: OverlongTask) -> Iterator[EncodedSample]:
+    records = task.records
+    tokens: dict[str, Any] = {"image_token_id": encoder.image_token_id}
+    tokens |= {name: getattr(encoder.rules, name) for name in ("video_token_id", "audio_token_id")}
+    if task.tokens is not None:
+        with TokenReader(task.tokens) as token_reader:
+            for place, length in enumerate(records.length.tolist()):
+                yield replace(token_reader.read(place, length), **tokens)
+        return
+    for place, source in enumerate(records.source.tolist()):
+        conversation = reader.read(source, int(records.address[place]), int(records.size[place]))
+        measured = encoder.measure([conversation], keep_tokens=True)[0]
+        if measured.reject is not None or measured.sample is None:
+            raise RecordError.of(measured.reject or Reject(Reason.EMPTY, "its encoder keeps no tokens"))
+        yield measured.sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -454,7 +444,7 @@ def make_plan(state: RunState, table: RecordTable) -> Plan:
         entries.fragments,
         usable_len=options.usable_len,
         output=output,
-        fingerprint=state.keys.tars,
+        fingerprint=state.fingerprints.tars,
         groups=entries.group_numbers(),
     )
     try:
@@ -501,7 +491,7 @@ def plan_rejects(
     reader: RecordReader,
     engine: Engine,
     *,
-    kept: TokenCache | None = None,
+    kept: RecordBytes | None = None,
     max_images: int | None = None,
 ) -> tuple[TableRejects, RecordTable]:
     """Find the rejected records, including those that do not fit a row, and truncate or split the others.
@@ -540,12 +530,8 @@ def plan_rejects(
         for batch in _overlong(entries, options, fragments)
     )
     if (first := next(tasks, None)) is not None:  # none: the encoder is not needed
-        check = OverlongCheck(
-            reader=reader,
-            encoder=options.encoder_loader,
-            max_length=options.usable_len,
-            overlap=options.split_overlap if options.overlong == "split" else None,
-        )
+        overlap = options.split_overlap if options.overlong == "split" else None
+        check = partial(cut_overlong, reader, options.encoder_loader, options.usable_len, overlap)
         with closing(engine.run(check, itertools.chain([first], tasks))) as batches_done:
             for row, result in itertools.chain.from_iterable(batches_done):
                 if isinstance(result, Reject):
@@ -617,21 +603,19 @@ def _with_fragments(entries: RecordTable, fragments: DiskList) -> RecordTable:
     return entries.with_fragments(ordered)
 
 
-def kept_tokens(state: RunState, table: RecordTable) -> TokenCache | None:
+def kept_tokens(state: RunState, table: RecordTable) -> RecordBytes | None:
     """Return the tokens that the measure stage stored; None for flavors without tokens."""
     if not state.options.codec.stores_tokens:
         return None
-    columns = None
-    if table.columns_bytes.any():
-        files = [file.with_suffix(COLUMNS) for file in table.files]
-        columns = RecordBytes(files, table.file_starts, table.columns_bytes, table.empty)
-    files = [file.with_suffix(TOKENS) for file in table.files]
-    return TokenCache(files, table.file_starts, table.length, table.empty, columns)
+    columns = _kept(table, COLUMNS, table.columns_bytes) if table.columns_bytes.any() else None
+    return _kept(table, TOKENS, table.length, unit=TOKEN, columns=columns)
 
 
 def kept_frames(table: RecordTable) -> RecordBytes | None:
     """Return the frames and clips that the measure stage selected; None if no record has videos or audio."""
-    if not table.frames_bytes.any():
-        return None
-    files = [file.with_suffix(FRAMES) for file in table.files]
-    return RecordBytes(files, table.file_starts, table.frames_bytes, table.empty)
+    return _kept(table, FRAMES, table.frames_bytes) if table.frames_bytes.any() else None
+
+
+def _kept(table: RecordTable, suffix: str, sizes: npt.NDArray[np.integer], **options: Any) -> RecordBytes:
+    files = [file.with_suffix(suffix) for file in table.files]
+    return RecordBytes(files, table.file_starts, sizes, table.empty, **options)

@@ -21,7 +21,8 @@ from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.formats import StoredSample
-from energon_packed.pipeline.chunks import MediaFiles, RecordOffsets, TokenReader, read_frames
+from energon_packed.pipeline.chunk_reader import RecordOffsets, TokenReader, read_frames
+from energon_packed.pipeline.chunks import MediaFiles
 from energon_packed.pipeline.media.locator import MediaLocator
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.table import RecordRefs

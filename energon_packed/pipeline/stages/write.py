@@ -3,7 +3,7 @@
 Input: the Plan and the RecordTable of a run. Output: the tars, each written by a task, with its `.tar.idx` and a state
 file with its index rows.
 
-    Plan ──ShardTask──► ShardWriter (worker) ──► tar, state file;  ShardSummary ──► write_shards
+    Plan ──ShardTask──► write_shard (worker) ──► tar, state file;  ShardSummary ──► write_shards
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.chunks import RecordOffsets, TokenReader
+from energon_packed.pipeline.chunk_reader import RecordOffsets, TokenReader
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.run_state import RunState
@@ -72,32 +72,26 @@ class ShardTask(TarTask):
         return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardWriter:
-    """Function of the write stage: writes a shard.
+def write_shard(reader: RecordReader, settings: SampleSettings, task: ShardTask) -> ShardSummary:
+    """Write a shard, its index and its state file.
 
-    Attributes:
+    Args:
         reader: reads records as the measure stage did.
         settings: the form of the samples.
+        task: the shard.
     """
-
-    reader: RecordReader
-    settings: SampleSettings
-
-    def __call__(self, task: ShardTask) -> ShardSummary:
-        """Write the tar, its index and its state file."""
-        codec, locator = codec_for(self.reader.sample_class, self.reader.layout), self.settings.locator
-        seconds_before = locator.seconds if locator else 0.0
-        with ExitStack() as open_files:
-            shard = open_files.enter_context(TarShardWriter(task.tar, task.state.parent))
-            tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
-            samples = SampleReader(reader=self.reader, settings=self.settings, tokens=tokens, frames=task.frames)
-            records = records_of(task.records)
-            for pack, (start, stop) in enumerate(itertools.pairwise(task.offsets.tolist()), start=task.first_pack):
-                members = map(samples.read, itertools.islice(records, stop - start))
-                shard.add(f"{task.prefix}_{pack:08d}", codec.write(list(members)))
-        seconds = locator.seconds - seconds_before if locator else 0.0
-        return replace(finish_shard(task, shard.rows), digest_seconds=seconds)
+    codec, locator = codec_for(reader.sample_class, reader.layout), settings.locator
+    seconds_before = locator.seconds if locator else 0.0
+    with ExitStack() as open_files:
+        shard = open_files.enter_context(TarShardWriter(task.tar, task.state.parent))
+        tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
+        samples = SampleReader(reader=reader, settings=settings, tokens=tokens, frames=task.frames)
+        records = records_of(task.records)
+        for pack, (start, stop) in enumerate(itertools.pairwise(task.offsets.tolist()), start=task.first_pack):
+            members = map(samples.read, itertools.islice(records, stop - start))
+            shard.add(f"{task.prefix}_{pack:08d}", codec.write(list(members)))
+    seconds = locator.seconds - seconds_before if locator else 0.0
+    return replace(finish_shard(task, shard.rows), digest_seconds=seconds)
 
 
 def write_shards(
@@ -114,7 +108,7 @@ def write_shards(
         All shards, in order.
     """
     options, output = state.options, state.output
-    folder = output.write_folder(state.keys.write)
+    folder = output.write_folder(state.fingerprints.write)
     shards = {shard.name(options.prefix): shard for shard in plan.shards}
     present = {tar.name for tar in output.shards.glob("*.tar")}
     missing = [name for name in shards if name not in present or not state_file(folder, name).exists()]
@@ -124,7 +118,7 @@ def write_shards(
     folder.mkdir(parents=True, exist_ok=True)
     kept, frames = kept_tokens(state, table), kept_frames(table)
     columns = [getattr(plan.entries, name) for name in IN_REFS]
-    read = in_order(plan, [*columns, *(kept.columns if kept else ()), *(frames.columns if frames else ())])
+    read = in_order(plan, [*columns, *(kept.arrays if kept else ()), *(frames.arrays if frames else ())])
 
     def task_of(name: str) -> ShardTask:
         shard = shards[name]
@@ -168,8 +162,8 @@ def write_shards(
         timestamps=table.counts["notes"][TIMESTAMPS_WRITTEN] > 0,
         locator=locator,
     )
-    writer = ShardWriter(reader=state.reader, settings=settings)
-    with closing(state.engine.run(writer, map(task_of, todo))) as summaries:
+    write = partial(write_shard, state.reader, settings)
+    with closing(state.engine.run(write, map(task_of, todo))) as summaries:
         for summary in summaries:
             finish(summary, "shards_written")
     output.remove_strays(set(shards))

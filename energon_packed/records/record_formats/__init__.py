@@ -8,7 +8,7 @@ To add a record format, write a subclass of `RecordFormat` with `@register_recor
 
 import re
 
-from energon_packed.records.fields import OBJECT, Record, is_given, key_names, missing_field
+from energon_packed.records.fields import OBJECT, Record, given, key_names, missing_field
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.caption import (
     Caption,
@@ -184,9 +184,7 @@ def _hint(record: Record) -> str:
 
 def _boxes_hint(record: Record) -> str:
     """Write an adapter for images with boxes or polygons (LVIS), whose answer is the JSON of them; "" for others."""
-    image, boxes = (
-        next((name for name in names if is_given(record.get(name))), None) for names in (("images", "image"), _BOXES)
-    )
+    image, boxes = (next(iter(given(record, names)), None) for names in (("images", "image"), _BOXES))
     if image is None or boxes is None:
         return ""
     return (

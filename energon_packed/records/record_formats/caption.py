@@ -24,6 +24,7 @@ from energon_packed.records.fields import (
     OBJECT,
     Record,
     flatten,
+    given,
     is_given,
     missing_field,
     one_text,
@@ -141,7 +142,7 @@ class TextCaps(Caption):
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the image and an assistant turn with the caption."""
-        name = next(name for name in _TEXT_CAPS if is_given(record.get(name)))
+        name = given(record, _TEXT_CAPS)[0]
         media.unused_fields.update(other for other in _TEXT_CAPS if other != name and is_given(record.get(other)))
         path = record.get("image_path") or (f"{record['image_id']}.jpg" if is_given(record.get("image_id")) else None)
         if path is not None and not media.images:
@@ -179,7 +180,7 @@ class Transcription(RecordFormat):
     def matches(self, record: Record) -> bool:
         """Whether there is an audio file, and one of the fields with a transcript."""
         has_audio = is_given(record.get("audio")) or is_given(record.get("audios"))
-        return has_audio and any(is_given(record.get(name)) for name in _TRANSCRIPTS)
+        return has_audio and bool(given(record, _TRANSCRIPTS))
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the audio file, and an assistant turn with the transcript."""

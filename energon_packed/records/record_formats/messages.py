@@ -28,6 +28,7 @@ from energon_packed.records.fields import (
     OBJECT,
     SYSTEM_FIELDS,
     Record,
+    given,
     is_given,
     key_names,
     missing_field,
@@ -152,7 +153,7 @@ def _part(part: Record, media: Media) -> str:
     media.add_unused(part, _PART | {"thought"}, "a part")
     if part.get("text") is not None:
         return read_text(part["text"], "a text part")
-    blob = next((part[name] for name in (*_INLINE, *_FILE) if is_given(part.get(name))), None)
+    blob = next((part[name] for name in given(part, (*_INLINE, *_FILE))), None)
     if not isinstance(blob, OBJECT):
         raise missing_field(f"a part has the keys {key_names(part)}; use text, inline_data or file_data")
     media.add_unused(blob, _BLOB, "a part")

@@ -43,6 +43,7 @@ from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
     Record,
+    given,
     is_given,
     joined_texts,
     missing_field,
@@ -125,7 +126,7 @@ class Pair(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether a field of a pair has a value."""
-        return any(is_given(record.get(name)) for name in _PAIR_MARKS)
+        return bool(given(record, _PAIR_MARKS))
 
     def expand(self, record: Record, media: Media) -> tuple[list[dict[str, Any]], set[str]]:
         """Make the members `chosen` and `rejected`."""
@@ -160,7 +161,7 @@ def _token_sides(record: Record, used: set[str]) -> list[dict[str, Any]]:
     suffix = next((name for name in _TOKENS if any(is_given(record.get(f"{side}_{name}")) for side in _SIDES)), None)
     if suffix is None:
         return []
-    prompt = next((name for name in (f"prompt_{suffix}", "prompt_ids") if is_given(record.get(name))), None)
+    prompt = next(iter(given(record, (f"prompt_{suffix}", "prompt_ids"))), None)
     members: list[dict[str, Any]] = []
     for side in _SIDES:
         name = f"{side}_{suffix}"
@@ -218,7 +219,7 @@ def _has_text(turns: Sequence[Any], text: str) -> bool:
 
 def _answer(record: Record, side: str, used: set[str]) -> Any:
     """The value of a side; None without one. `rejected_response` replaces the turns after the last user turn."""
-    names = [name for name in (side, f"{side}_messages", f"{side}_response") if is_given(record.get(name))]
+    names = given(record, (side, f"{side}_messages", f"{side}_response"))
     if len(names) > 1:
         raise unsupported_field(f"the record has {' and '.join(names)}; keep the field that is meant")
     used.update(names)
@@ -228,7 +229,7 @@ def _answer(record: Record, side: str, used: set[str]) -> Any:
 def _of_swift(record: Record, prompt: Prompt, rejected: Any, used: set[str]) -> tuple[Prompt, Any, Any]:
     """Prompt, chosen and rejected answer of ms-swift, whose record has the chosen dialog, or a question and answer."""
     if not isinstance(prompt, list):
-        name = next((name for name in _ANSWERS if is_given(record.get(name))), None)
+        name = next(iter(given(record, _ANSWERS)), None)
         if prompt is None or name is None:
             raise _one_side("chosen", record)
         used.add(name)
@@ -449,7 +450,7 @@ class Ranking(GroupFormat):
         if len(answers) < 2:
             raise RecordError(Reason.EMPTY, f"{name} has {len(answers)} answer; a group has 2 or more")
         if all(isinstance(answer, str) for answer in answers):
-            scores_name = next(name for name in _LIST_SCORES if is_given(record.get(name)))
+            scores_name = given(record, _LIST_SCORES)[0]
             scores = list(record[scores_name])
             used.add(scores_name)
             if len(scores) != len(answers):
@@ -481,7 +482,7 @@ class Ranking(GroupFormat):
 
 def _answers_name(record: Record) -> str | None:
     """The field with the answers, or with the steps of an answer; None for other records."""
-    if not any(is_given(record.get(name)) for name in (*_QUESTIONS, *_TURN_LISTS)):
+    if not given(record, (*_QUESTIONS, *_TURN_LISTS)):
         return None
     lists = [*_LIST_SCORES, "labels"]
     for name in _LISTS:

@@ -64,6 +64,7 @@ from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
     Record,
+    given,
     is_given,
     joined_texts,
     missing_field,
@@ -119,9 +120,7 @@ class QuestionAnswer(RecordFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether there is a question and any answer."""
-        return record.get(self.key) is not None and any(
-            is_given(record.get(name)) for name in (*_ANSWERS, "answers", *INDEX_FIELDS)
-        )
+        return record.get(self.key) is not None and bool(given(record, (*_ANSWERS, "answers", *INDEX_FIELDS)))
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn and an assistant turn."""
@@ -129,7 +128,7 @@ class QuestionAnswer(RecordFormat):
         # The text before a question is not a question.
         if not (media.images or media.videos or media.audios) and not read_text(record[self.key], self.key).strip():
             raise RecordError(Reason.EMPTY, "the question is empty, and the record has no image, video or audio")
-        filled = [name for name in _CHOICES if is_given(record.get(name))]
+        filled = given(record, _CHOICES)
         if len(filled) > 1:
             raise unsupported(filled[1], remedy=f"it is not read beside {filled[0]}; keep one")
         if filled:
@@ -151,7 +150,7 @@ class GQA(QuestionAnswer):
         ident = record.get("imageId")  # not null, nor a path or data URL: that is an image in a wrong field
         if ident.__class__ not in (str, int) or not _IMAGE_ID.fullmatch(str(ident)):
             return False
-        return not any(is_given(record.get(name)) for name in ("image", "images")) and super().matches(record)
+        return not given(record, ("image", "images")) and super().matches(record)
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the image and an assistant turn."""
@@ -359,7 +358,7 @@ class Problem(RecordFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether there is a problem and a solution or an answer."""
-        return is_given(record.get(self.key)) and any(is_given(record.get(name)) for name in (*_SOLUTIONS, _RESULT))
+        return is_given(record.get(self.key)) and bool(given(record, (*_SOLUTIONS, _RESULT)))
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn and an assistant turn."""

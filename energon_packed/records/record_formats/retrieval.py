@@ -28,6 +28,7 @@ from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
     Record,
+    given,
     is_given,
     missing_field,
     read_list,
@@ -67,11 +68,11 @@ class Embedding(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has a query and a positive text."""
-        names = _POSITIVES if not any(is_given(record.get(name)) for name in _TARGETS) else _POSITIVES[len(_WEAK) :]
+        names = _POSITIVES if not given(record, _TARGETS) else _POSITIVES[len(_WEAK) :]
         texts = any(
             isinstance(record.get(name), str | list | tuple | dict) and is_given(record.get(name)) for name in names
         )
-        return texts and any(is_given(record.get(name)) for name in (*_QUERIES, "messages"))
+        return texts and bool(given(record, (*_QUERIES, "messages")))
 
     def expand(self, record: Record, media: Media) -> tuple[list[dict[str, Any]], set[str]]:
         """Make the members `query`, `positive` and `negative`."""
@@ -100,7 +101,7 @@ class Embedding(GroupFormat):
         if is_given(record.get("messages")):
             used.add("messages")
             return {**shared, "messages": record["messages"]}
-        name = next(name for name in _QUERIES if is_given(record.get(name)))
+        name = given(record, _QUERIES)[0]
         prompt = read_text(record["prompt"], "prompt") if is_given(record.get("prompt")) else ""
         used |= {name, "prompt"}
         return {**shared, "text": prompt + read_text(record[name], name)}
@@ -163,16 +164,16 @@ class Reranker(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has a query, documents and their labels."""
-        if any(is_given(record.get(name)) for name in _TARGETS):
+        if given(record, _TARGETS):
             return False
-        return any(is_given(record.get(name)) for name in ("query", "question")) and _labeled(record) is not None
+        return bool(given(record, ("query", "question"))) and _labeled(record) is not None
 
     def expand(self, record: Record, media: Media) -> tuple[list[dict[str, Any]], set[str]]:
         """Make the members `query` and `document`."""
         found = _labeled(record)
         assert found is not None
         name, labels_name, texts, labels = found
-        query = next(key for key in ("query", "question") if is_given(record.get(key)))
+        query = given(record, ("query", "question"))[0]
         if len(texts) != len(labels):
             raise missing_field(f"{labels_name} has {len(labels)} entries for {len(texts)} {name}")
         members = [{**self.shared(record), "text": read_text(record[query], query), "role": "query"}]
@@ -224,7 +225,7 @@ class SentencePair(GroupFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether the record has two texts and a number."""
-        if any(is_given(record.get(name)) for name in _TARGETS):
+        if given(record, _TARGETS):
             return False
         return self._pair(record) is not None and self._label(record) is not None
 

@@ -16,6 +16,7 @@ from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
     Record,
+    given,
     is_given,
     missing_field,
     one_text,
@@ -51,7 +52,7 @@ class NeMoManifest(RecordFormat):
 
     def matches(self, record: Record) -> bool:
         """Whether there is the path of an audio file."""
-        return any(is_given(record.get(name)) for name in _NAMES)
+        return bool(given(record, _NAMES))
 
     def read(self, record: Record, media: Media) -> PartialConversation:
         """Read a user turn with the audio file, and an assistant turn."""

@@ -20,6 +20,7 @@ from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
     Record,
+    given,
     is_given,
     missing_field,
     one_text,
@@ -125,7 +126,7 @@ class VideoProblem(RecordFormat):
         name = "solution" if is_given(record.get("solution")) else "answer"
         if name == "solution" and is_given(record.get("answer")):
             media.unused_fields.add("answer")  # repeats the result of the solution
-        target = [read_text(record[field], field) for field in ("process", name) if is_given(record.get(field))]
+        target = [read_text(record[field], field) for field in given(record, ("process", name))]
         return question_answer("\n".join(lines), "\n".join(target))
 
 
