@@ -488,6 +488,9 @@ def test_groups_are_side_by_side(text_tokenizer_dir: Path, tmp_path: Path) -> No
     text = page(viewer_of(tmp_path / "out"), f"/pack/{KEY}")
     assert text.count("<article") == 4
     _, group = text.split('<div class="group">')
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [plain, plain])))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "b", tokenizer=text_tokenizer_dir, seq_len=256, workers=1)
+    assert 'class="group"' not in page(viewer_of(tmp_path / "b"), f"/pack/{KEY.replace('out', 'b')}")
     assert ", chosen" in group
     assert ", rejected" in group
 
