@@ -83,6 +83,25 @@ def test_shares_that_are_no_integers_lose_less_than_a_pack(
     assert shares(dataset) == {name: count for name, count in zip("abc", expected, strict=True) if count}
 
 
+@pytest.mark.parametrize(
+    ("kind", "numbers", "repeats"),
+    [
+        ("blend_epochized", {"a": 1, "b": 1}, False),
+        ("blend_epochized", {"a": 0.5, "b": 1}, False),
+        ("blend_epochized", {"a": 1, "b": 2}, True),
+        ("blend_epochized", {"a": 1, "a/": 1}, True),  # the same folder
+        ("blend", {"a": 1, "b": 1}, True),
+    ],
+)
+def test_an_epoch_repeats_packs_by_weights_repetitions_or_a_folder_that_is_listed_twice(
+    outputs: dict[str, Path], tmp_path: Path, kind: str, numbers: dict[str, float], repeats: bool
+) -> None:
+    name = "weight" if kind == "blend" else "repetitions"
+    members = ", ".join(f"{{path: {outputs[folder[0]]}, {name}: {n}}}" for folder, n in numbers.items())
+    assert PackedDataset(metadataset(tmp_path / "m.yaml", f"{{{kind}: [{members}]}}")).repeats is repeats
+    assert not PackedDataset(outputs["a"]).repeats
+
+
 def test_repetitions_are_those_of_energons_epoch(outputs: dict[str, Path], tmp_path: Path) -> None:
     repetitions = {"a": 1, "b": 2, "c": 0.7}
     blend = ", ".join(f"{{path: {outputs[name]}, repetitions: {n}}}" for name, n in repetitions.items())
