@@ -417,7 +417,7 @@ def _read(path: Path, trusted: bool, outer: tuple[Path, ...], known: dict[Path, 
     # By the joined path rather than the real path: a link to a Metadataset is read relative to the link's folder.
     identity = energon_join(path.parent, path.name)
     if identity in outer or len(outer) > _DEEPEST:
-        raise FormatError(f"{path} contains itself")
+        raise FormatError(f"{path} contains itself, or is in more than {_DEEPEST} others; list its datasets directly")
     if identity in known:
         return known[identity]
     try:

@@ -382,7 +382,7 @@ class RangeStream(io.RawIOBase):
 
     @abstractmethod
     def read_range(self, at: int, size: int) -> bytes:
-        """Return bytes [at, at + size); fewer at the end."""
+        """Return bytes [at, at + size); fewer at the end, and none after it."""
 
     @abstractmethod
     def end(self) -> int:
@@ -422,7 +422,7 @@ class RangeStream(io.RawIOBase):
 
     def readall(self) -> bytes:
         """Return all bytes from the position on."""
-        data = self.read_range(self._at, max(0, self.end() - self._at))
+        data = self.read_range(self._at, self.end() - self._at)
         self._at += len(data)
         return data
 
@@ -502,7 +502,7 @@ def recent_status(path: Path) -> os.stat_result:
 
     For checks before every read, which would otherwise send a request for each record.
     """
-    since, status = _recent.get(str(path), (0.0, None)) if isinstance(path, RemotePath) else (0.0, None)
+    since, status = _recent.get(str(path), (0.0, None))
     return status if status is not None and time.monotonic() - since < _FRESH else path.stat()
 
 

@@ -46,7 +46,16 @@ def test_weights_and_epochs_over_each_input(outputs: Path) -> None:
     assert [dataset.weight for dataset in by_packs.train] == [dataset.packs for dataset in by_packs.train]
     assert by_packs.times_seen() == pytest.approx([1, 1, 1])
     assert not by_packs.warnings()
+    assert "weights by samples repeat" in by_samples.warnings()[0]
+    assert "weights by records repeat" in make_blend(folders, weight_by="records").warnings()[0]
     assert "set `weight_by` to 'packs'" in by_samples.warnings()[0]
+    one = outputs / "one.yaml"
+    one.write_text(
+        "__module__: megatron.energon\n__class__: MetadatasetV2\n"
+        f"splits: {{train: {{path: {outputs / 'a' / 'webdataset'}}}}}\n"
+    )
+    for epochized in (False, True):
+        assert make_blend([(one, 1), (outputs / "b", 1)], epochized=epochized).train[0].samples == 400
     draws = sum(dataset.packs for dataset in by_samples.train)
     expected = [draws * dataset.weight / 520 / dataset.packs for dataset in by_samples.train]
     assert by_samples.times_seen() == pytest.approx(expected)
@@ -82,6 +91,21 @@ def test_epochized_repeats_every_pack_by_its_repetitions(outputs: Path, encoder:
     loader = get_packed_loader(tmp_path / "mix.yaml", encoder, num_workers=0, epochs=1)
     seen = collections.Counter(b.__key__[0] for b in loader)
     assert {(key[0], count) for key, count in seen.items()} == {("a", 1), ("b", 2)}
+    once = make_blend([(outputs / "a", None), (outputs / "b", None)], epochized=True)
+    assert [(dataset.weight, dataset.weighed_by) for dataset in once.train] == [(1, "once")] * 2
+    assert "times per epoch" not in render(once, tmp_path / "mix.yaml")
+
+
+def test_each_split_has_its_own_counts(tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": "green circle " * 9}) for _ in range(120)))
+    options: dict[str, Any] = {"seq_len": 64, "split": "train=0.75,val=0.25", "workers": 1}
+    done = pack(tmp_path / "a.jsonl", output_dir=tmp_path / "a", tokenizer=tokenizer_dir, **options)
+    packs = {split: done.manifest.packs_in(split) for split in ("train", "val")}
+    blend = make_blend([(tmp_path / "a", None)])
+    assert [dataset.packs for dataset in (*blend.train, *blend.val)] == [packs["train"], packs["val"]]
+    assert sum(dataset.samples for dataset in (*blend.train, *blend.val)) == done.manifest.packed
+    of_val = make_blend([(tmp_path / "a", None)], split_from="val")
+    assert ([dataset.packs for dataset in of_val.train], of_val.val) == ([packs["val"]], [])
 
 
 def test_nested_inputs_and_validation(outputs: Path, encoder: ChatEncoder, tmp_path: Path) -> None:
@@ -107,6 +131,18 @@ def test_comments_name_the_source_of_weights(outputs: Path, tmp_path: Path) -> N
     seen = f"{blend.times_seen()[0]:.3g} times per epoch"
     assert f"400 samples (packing.json); weight: samples; {seen}" in render(blend, tmp_path / "mix.yaml")
     assert "weight: given" in render(make_blend([(outputs / "a", 2)]), tmp_path / "mix.yaml")
+    (tmp_path / "folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"folder.yaml must be a new file, or a Metadataset that this command wrote"):
+        write_metadataset(blend, tmp_path / "folder.yaml")
+
+
+def test_numbers_are_exact_and_an_input_overrides_subflavors(outputs: Path, tmp_path: Path) -> None:
+    folder, shared = outputs / "a", {"x": 1, "y": 1}
+    weights = [(folder, 0.123456789012), (outputs / "b", 1234567)]
+    write_metadataset(make_blend(weights, subflavors=shared, input_subflavors={folder: {"x": 2}}), tmp_path / "m.yaml")
+    entries = _entries(tmp_path / "m.yaml")
+    assert [entry["weight"] for entry in entries] == [0.123456789012, 1234567]
+    assert [entry["subflavors"] for entry in entries] == [{"x": 2, "y": 1}, shared]
 
 
 def test_counts_without_a_manifest(outputs: Path, tmp_path: Path) -> None:
@@ -116,6 +152,9 @@ def test_counts_without_a_manifest(outputs: Path, tmp_path: Path) -> None:
     found = make_blend([(tmp_path / "b", None)]).train[0]
     assert (found.packs, found.samples) == (known.packs, known.samples)
     assert found.counted_by.startswith("counted in the tars")
+    write_metadataset(make_blend([(tmp_path / "b", None), (outputs / "a", None)]), tmp_path / "mix.yaml")
+    with pytest.raises(ConfigError, match=r"mix.yaml has no packing.json, so its number of records is unknown"):
+        make_blend([(tmp_path / "mix.yaml", None), (outputs / "c", None)], weight_by="records")
 
 
 def edited(source: Path, target: Path, **settings: Any) -> Path:
@@ -156,6 +195,17 @@ def edited(source: Path, target: Path, **settings: Any) -> Path:
         (["outer.yaml", "c"], "mix.yaml would include itself through outer.yaml"),
         (["--out", "mix.txt", "a"], "mix.txt must end in .yaml; Energon"),
         (["broken.yaml"], "broken.yaml is not a Metadataset that Energon can read"),
+        (["a", "--val", "c", "--val", "./c"], "c/webdataset is listed twice"),
+        (["a", "--val", "long"], "a/webdataset and .*long/webdataset have seq_len 256 and 512"),
+        (["b", "--val", "weighted.yaml"], "weighted.yaml has no split 'val'; it has train"),
+        (["b", "--val", "held.yaml"], "held.yaml draws by weight, indefinitely, but this blend draws in epochs"),
+        (["unknown", "a", "long"], "a/webdataset and .*long/webdataset have seq_len 256 and 512"),
+        (["uneven.yaml"], "a/webdataset and .*long/webdataset have seq_len 256 and 512"),
+        (["uneven.yaml", "b"], "a/webdataset and .*long/webdataset have seq_len 256 and 512"),
+        (
+            ["moved", "--split-from", "val"],
+            "moved/webdataset has no packs in split 'val' by packing.json; run .* nv-meta",
+        ),
     ],
 )
 def test_errors_name_the_wrong_value(
@@ -168,6 +218,8 @@ def test_errors_name_the_wrong_value(
     edited(outputs / "c", tmp_path / "other", tokenizer_fingerprint="zzz")
     edited(outputs / "c", tmp_path / "flavor", sample_class="PackedCaptioningSample")
     edited(outputs / "c", tmp_path / "both", sample_class="PackedCaptioningSample", seq_len=512)
+    shutil.copytree(outputs / "b", tmp_path / "unknown")
+    (tmp_path / "unknown" / "webdataset" / ".nv-meta" / "packing.json").unlink()
     (tmp_path / "nothing").mkdir()
     (tmp_path / "broken.yaml").write_text("splits: 3\n")
     monkeypatch.chdir(tmp_path)
@@ -175,6 +227,17 @@ def test_errors_name_the_wrong_value(
     write_metadataset(make_blend([("a", None), ("b", None)], epochized=True), Path("epochs.yaml"))
     write_metadataset(make_blend([("a", None), ("b", None)]), Path("mix.yaml"))
     write_metadataset(make_blend([("mix.yaml", 2)]), Path("outer.yaml"))
+    write_metadataset(make_blend([("a", None)], val=["c"], schema="v1"), Path("held.yaml"))
+    assert make_blend([("b", None)], val=["held.yaml"], schema="v1").val[0].mode == "weight"
+    members = "[{path: a/webdataset, weight: 1}, {path: long/webdataset, weight: 1}]"
+    Path("uneven.yaml").write_text(
+        Path("mix.yaml").read_text().partition("  train:")[0] + f"  train: {{blend: {members}}}"
+    )
+    split = shutil.copytree(outputs / "c", tmp_path / "moved") / "webdataset" / ".nv-meta" / "split.yaml"
+    text = (
+        split.read_text().replace("  train:", "  other:").replace("  val:", "  train:").replace("  other:", "  val:")
+    )
+    split.write_text(text)
     before = Path("mix.yaml").read_bytes()
     out = "mix.yaml"
     if inputs[0] == "--out":
@@ -199,9 +262,12 @@ def test_an_input_without_a_weight_has_weight_one_if_another_has_a_weight(output
     assert [(dataset.weight, dataset.weighed_by) for dataset in blend.train] == [(1, "given"), (2, "given")]
 
 
-def test_a_blend_needs_an_input() -> None:
+def test_a_blend_needs_an_input_with_a_weight(outputs: Path) -> None:
     with pytest.raises(ConfigError, match="no input"):
         make_blend([])
+    for weight in (float("inf"), float("nan"), -1.0):
+        with pytest.raises(ConfigError, match=f"a/webdataset must be a finite number >= 0, got {weight:g}"):
+            make_blend([(outputs / "a", weight)])
 
 
 def test_validation_data_of_a_nested_blend_is_kept(outputs: Path, tmp_path: Path) -> None:

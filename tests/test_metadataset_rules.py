@@ -12,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from energon_packed import (
+    ConfigError,
     EnergonDistributor,
     EnergonPackedError,
     FormatError,
@@ -271,6 +272,24 @@ def test_files_that_expand_to_billions_of_datasets_are_refused_at_once(data: Pat
         names.append(f"wide{depth}.yaml")
     with pytest.raises(FormatError, match=r"expands to more than 10,000 datasets"):
         steps_per_epoch(data / names[-1])
+
+
+def test_further_faults_are_counted(data: Path) -> None:
+    for count, more in ((1, ""), (2, " (and 1 more faults)"), (3, " (and 2 more faults)")):
+        file = written(data, train(*({"path": name, "weight": 0} for name in "abc"[:count])))
+        with pytest.raises(ConfigError) as raised:
+            steps_per_epoch(file)
+        assert str(raised.value) == f"{file}: weight of a must be above 0, got 0; remove the dataset instead{more}"
+
+
+def test_a_metadataset_is_in_at_most_16_others(data: Path) -> None:
+    names = ["a"]
+    for depth in range(18):
+        written(data, {**HEAD, "splits": {"train": {"path": names[-1]}}}, f"deep{depth}.yaml")
+        names.append(f"deep{depth}.yaml")
+    assert steps_per_epoch(data / names[17]) == steps_per_epoch(data / "a")
+    with pytest.raises(FormatError, match=r"deep0.yaml contains itself, or is in more than 16 others"):
+        steps_per_epoch(data / names[18])
 
 
 def _entry(rng: random.Random, number: str | None, is_v2: bool, nested: list[str], depth: int) -> dict[str, Any]:

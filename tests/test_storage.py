@@ -11,8 +11,10 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -44,6 +46,7 @@ def test_names_are_computed_as_by_pathlib() -> None:
     assert str(path.with_suffix(".tar.idx")) == "s3://b/dir/a.tar.idx"
     assert str(path.with_name("b.tar")) == "s3://b/dir/b.tar"
     assert str(path.relative_to(as_path("s3://b"))) == "dir/a.tar"
+    assert [str(parent) for parent in path.parents] == ["s3://b/dir", "s3://b"]
     assert str(as_path("msc://profile/a/../../../b").resolve()) == "msc://profile/b"
     assert path.absolute() is path
     assert path.is_absolute()
@@ -69,10 +72,12 @@ def test_objects_and_prefixes_are_files_and_folders(store: Store) -> None:
     assert path.is_file()
     assert not path.is_dir()
     assert path.stat().st_size == 5000
-    for folder in (path.parent, path.parent.parent):
+    for folder in (path.parent, path.parent.parent, as_path(store.url())):
         assert folder.exists()
         assert folder.is_dir()
         assert not folder.is_file()
+        with pytest.raises(IsADirectoryError, match=str(folder)):
+            folder.open("rb")
     for missing in (path / "d", path.with_name("c"), as_path(store.url("a/b/c.bi"))):
         assert not missing.exists()
         assert not missing.is_file()
@@ -82,6 +87,9 @@ def test_objects_and_prefixes_are_files_and_folders(store: Store) -> None:
         with pytest.raises(FileNotFoundError):
             missing.open("rb")
     assert path.read_bytes() == content
+    store.put("a/b", b"an object with the name of a folder")
+    assert path.parent.is_dir()
+    assert path.parent.is_file()
     store.put("a/t.txt", "é\n".encode())
     assert as_path(store.url("a/t.txt")).read_text(encoding="utf-8") == "é\n"
 
@@ -109,6 +117,11 @@ def test_streams_have_the_content_of_a_local_file(store: Store, tmp_path: Path) 
             at, size = rng.randrange(len(content) + 100), rng.randrange(5000)
             assert read_range(remote, at, size) == content[at : at + size] == read_range(local, at, size)
             assert remote.tell() == local.tell()
+        with pytest.raises(ValueError, match="negative seek position -1"):
+            remote.seek(-1)
+        assert remote.read(9) == local.read(9)
+        assert remote.seek(len(content) + 5) == local.seek(len(content) + 5)
+        assert remote.read() == local.read() == b""
     assert io.TextIOWrapper(path.open("rb"), errors="replace").read() == path.open(errors="replace").read()
 
 
@@ -118,8 +131,13 @@ def test_random_access_downloads_the_ranges_alone(store: Store) -> None:
     with store.counted() as traffic:
         for at in range(0, 3 << 20, 1 << 19):
             assert len(read_range(stream, at, 1000)) == 1000
+        assert read_range(stream, 3 << 20, 1000) == b""
     assert traffic.bytes == 6 * 1000
     assert traffic.requests == ["GET /bucket/large"] * 6
+    with store.counted() as traffic, path.open("rb", buffering=1000) as buffered:
+        buffered.seek(700_000)
+        assert buffered.read(1) == b"\0"
+    assert traffic.bytes == 1000
 
 
 def test_an_open_stream_notices_a_replaced_object(store: Store, monkeypatch: Any) -> None:
@@ -130,8 +148,46 @@ def test_an_open_stream_notices_a_replaced_object(store: Store, monkeypatch: Any
     assert as_path(store.url("a")).stat().st_size == 2
     assert status(stream).st_size == 2
     store.put("a", b"333")
+    assert storage.recent_status(as_path(store.url("a"))).st_size == 2
     monkeypatch.setattr(storage, "_FRESH", 0)
-    assert status(stream).st_size == 3
+    assert status(stream).st_size == storage.recent_status(as_path(store.url("a"))).st_size == 3
+
+
+def test_a_process_keeps_few_bytes_and_statuses(store: Store, monkeypatch: Any) -> None:
+    """The newest of each: a range that it keeps is read again without a request."""
+    monkeypatch.setattr(storage, "_MOST_BLOCKS", 3)
+    monkeypatch.setattr(storage, "_BLOCK_BYTES", 250)
+    monkeypatch.setattr(storage, "READ_AHEAD", 200)
+    monkeypatch.setattr(storage, "_MOST_RECENT", 2)
+    path = as_path(store.put("kept", bytes(1000)))
+
+    def kept(*sizes: int) -> list[bool]:
+        """Which of these ranges are kept, after all of them are read in this order."""
+        storage._blocks = ()
+        stream = open_regular(path)
+        for index, size in enumerate(sizes):
+            read_range(stream, 300 * index, size)
+        found = []
+        for index, size in reversed([*enumerate(sizes)]):
+            with store.counted() as traffic:
+                assert read_range(stream, 300 * index, size) == bytes(size)
+            found.append(not traffic.requests)
+        return found[::-1]
+
+    assert kept(10, 10, 10) == [True, True, True]
+    assert kept(10, 10, 10, 10) == [False, True, True, True]
+    assert kept(100, 150) == [True, True]
+    assert kept(101, 150) == [False, True]
+    assert kept(200, 10) == [True, True]
+    assert kept(201, 10) == [False, True]
+
+    paths = [as_path(store.put(f"{number}.recent", b"1")) for number in range(3)]
+    for each in paths:
+        each.stat()
+    with store.counted() as traffic:
+        for each in reversed(paths):
+            storage.recent_status(each)
+    assert traffic.requests == ["HEAD /bucket/0.recent"]
 
 
 def test_empty_objects_are_read(store: Store) -> None:
@@ -157,6 +213,8 @@ def test_glob_finds_the_paths_that_pathlib_finds(store: Store, tmp_path: Path, p
     folder = as_path(store.url("d"))
     found = [path.relative_to(folder) for path in folder.glob(pattern)]
     assert sorted(map(str, found)) == sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob(pattern))
+    everything = sorted(str(path.relative_to(tmp_path)) for path in (tmp_path / "in").rglob("*"))
+    assert sorted(str(path.relative_to(folder)) for path in folder.glob("in/**")) == everything
 
 
 def test_listing_shows_each_entry_once(store: Store) -> None:
@@ -182,11 +240,66 @@ def _size(path: Any) -> int:
     return len(path.read_bytes())
 
 
+def _sizes(path: Any) -> list[int]:
+    """Sizes that a fork reads in each way, of a file that its parent has locked."""
+    with storage.locked(path):
+        _ahead.request([path])
+        return [_size(path), _ahead.get(path), *storage.map_paths(_size, [path] * 2)]
+
+
+_ahead: Any = storage.ReadAhead(_size)
+
+
 def test_paths_work_after_a_fork(store: Store) -> None:
     path = as_path(store.put("a", b"12345"))
-    assert path.read_bytes()  # the parent has a connection
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert pool.map(_size, [path] * 4) == [5] * 4
+    _ahead.request([path])
+    assert storage.map_paths(_size, [path] * 2) == [5, 5]  # the parent has connections and threads
+    with storage.locked(path), multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map_async(_sizes, [path] * 4).get(60) == [[5] * 4] * 4
+
+
+def test_a_locked_file_is_read_once() -> None:
+    found: dict[Path, int] = {}
+    reads: list[Path] = []
+
+    def read(path: Path) -> None:
+        with storage.locked(path):
+            if path not in found:
+                reads.append(path)
+                time.sleep(0.05)
+                found[path] = len(reads)
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(read, [Path("a"), Path("b")] * 8))
+    assert sorted(reads) == [Path("a"), Path("b")]
+    assert not storage._locks
+
+
+@pytest.mark.parametrize(
+    ("ranges", "requests"),
+    [
+        ([("a", 0, 10), ("a", 10 + 4096, 10)], 1),
+        ([("a", 0, 10), ("a", 11 + 4096, 10)], 2),
+        ([("a", 0, 200_000), ("a", 210_000, 10)], 1),  # 5%
+        ([("a", 0, 200_000), ("a", 210_001, 10)], 2),
+        ([("a", 0, 6 << 20), ("a", (6 << 20) + (256 << 10), 10)], 1),
+        ([("a", 0, 6 << 20), ("a", (6 << 20) + (256 << 10) + 1, 10)], 2),
+        ([("a", 8000, 10), ("a", 0, 5000), ("a", 10, 10), ("a", 8000, 10)], 1),
+        ([("b", 0, 10), ("a", 0, 10), ("b", 5, 10)], 2),
+        ([("b", 990, 20), ("a", 5, 0)], 1),
+        ([("b", 2000, 5)], 1),
+        ([], 0),
+    ],
+)
+def test_ranges_of_an_object_that_are_near_are_one_request(
+    store: Store, ranges: list[tuple[str, int, int]], requests: int
+) -> None:
+    content = {"a": random.Random(2).randbytes(7 << 20), "b": random.Random(3).randbytes(1000)}
+    paths = {name: as_path(store.put(f"ranges/{name}", data)) for name, data in content.items()}
+    with store.counted() as traffic:
+        found = storage.read_ranges([(paths[name], at, size) for name, at, size in ranges])
+    assert found == [content[name][at : at + size] for name, at, size in ranges]
+    assert traffic.requests.count("GET /bucket/ranges/a") + traffic.requests.count("GET /bucket/ranges/b") == requests
 
 
 def test_the_client_is_imported_on_first_use_only() -> None:
@@ -260,7 +373,7 @@ def test_an_unknown_profile_and_a_missing_package_have_a_remedy(store: Store, mo
     import multistorageclient.providers as providers
 
     monkeypatch.setattr(providers, "_imports", {})
-    monkeypatch.delitem(sys.modules, "multistorageclient.providers.s3")
+    monkeypatch.delitem(sys.modules, "multistorageclient.providers.s3", raising=False)
     monkeypatch.setitem(sys.modules, "boto3", None)
     with pytest.raises(ResourceError, match=r"package boto3 is not installed; .*pip install 'energon-packed\[s3\]'"):
         as_path("s3://other-bucket/a").exists()
@@ -316,10 +429,34 @@ def test_objects_are_uploaded_and_deleted(store: Store, tmp_path: Path) -> None:
     digest = hashlib.sha256(b"content").hexdigest()
     assert store.client.head_object(Bucket=BUCKET, Key="f")["Metadata"] == {"sha256": digest}
     assert path.stored() == (7, digest)
+    assert as_path(store.put("plain", b"12")).stored() == (2, None)
     path.unlink()
     path.unlink()
     assert not path.exists()
+    assert path.write_bytes(b"other") == 5
+    moved = path.rename(path.with_name("moved"))
+    assert (moved.read_bytes(), moved.stored()) == (b"other", (5, hashlib.sha256(b"other").hexdigest()))
+    assert not path.exists()
     assert PurePosixPath(path).name == "f"
+
+
+@pytest.mark.parametrize("has_conditions", [True, False])
+def test_the_first_writer_creates_an_object(store: Store, monkeypatch: Any, has_conditions: bool) -> None:
+    path = as_path(store.url(f"created-{has_conditions}"))
+    if not has_conditions:
+        monkeypatch.setattr(storage, "private", lambda *names: None)
+    assert path.create(b"first")
+    assert not path.create(b"second")
+    assert path.read_bytes() == b"first"
+
+
+def test_uploads_below_a_prefix_are_aborted(store: Store) -> None:
+    for key in ("up/a", "up/in/b", "upper/c"):
+        store.client.create_multipart_upload(Bucket=BUCKET, Key=key)
+    as_path(store.url("up")).abort_uploads()
+    left = store.client.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+    assert [upload["Key"] for upload in left] == ["upper/c"]
+    as_path(store.url("upper")).abort_uploads()
 
 
 def test_values_are_read_ahead_in_the_background() -> None:
@@ -347,7 +484,11 @@ def test_values_are_read_ahead_in_the_background() -> None:
     assert sorted(started) == list(range(10, 20))  # each once
     for key in range(20, 30):
         ahead.request([key])
-    assert len(ahead._futures) == 4  # the oldest are forgotten
+    assert [*ahead._futures] == [26, 27, 28, 29]  # the oldest are forgotten
+    copy = pickle.loads(pickle.dumps(storage.ReadAhead(abs, limit=3)))
+    for key in range(5):
+        copy.request([key])
+    assert [*copy._futures] == [2, 3, 4]
 
 
 def test_requests_of_many_paths_overlap_and_keep_their_order(store: Store) -> None:
@@ -359,6 +500,11 @@ def test_requests_of_many_paths_overlap_and_keep_their_order(store: Store) -> No
         return path.stat().st_size
 
     assert storage.map_paths(size, paths) == list(range(32))
+    own, local = threading.get_ident(), [Path("a"), Path("b")]
+    assert storage.map_paths(lambda path: threading.get_ident(), local) == [own, own]
+    assert storage.map_paths(lambda path: threading.get_ident(), paths[:1]) == [own]
+    names = storage.map_paths(lambda path: threading.current_thread().name, [*local, paths[0]], purpose="datasets")
+    assert all(name.startswith("energon-packed-datasets") for name in names)
 
 
 def test_the_status_of_many_objects_needs_one_listing(store: Store, tmp_path: Path) -> None:
@@ -366,8 +512,9 @@ def test_the_status_of_many_objects_needs_one_listing(store: Store, tmp_path: Pa
     alone = as_path(store.put("alone/a.tar", b"a"))
     store.put("many/inner/x.tar", b"x")
     (tmp_path / "local").write_bytes(b"local")
-    absent = [paths[0].with_name("absent.tar"), tmp_path / "absent"]
+    absent = [paths[0].with_name("absent.tar"), tmp_path / "absent", tmp_path / "local" / "below a file"]
     wanted = {path: stamp(path.stat()) for path in [*paths, alone, tmp_path / "local"]}
+    storage._recent.clear()
     with store.counted() as traffic:
         found = statuses([*wanted, *absent])
     assert {path: stamp(status) for path, status in found.items()} == wanted
@@ -404,6 +551,13 @@ def test_a_listing_with_other_etags_is_not_used(store: Store, monkeypatch: pytes
     assert {path: stamp(status) for path, status in statuses(paths).items()} == {
         path: stamp(path.stat()) for path in paths
     }
+
+
+def test_objects_after_many_others_are_asked(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [as_path(store.put(f"late/{number}.tar", bytes(number + 1))) for number in range(5)]
+    listed = RemotePath.entries
+    monkeypatch.setattr(RemotePath, "entries", lambda self, **options: list(listed(self, **options))[1:])
+    assert [statuses(paths)[path].st_size for path in paths] == [1, 2, 3, 4, 5]
 
 
 def test_a_folder_is_not_the_object_of_its_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

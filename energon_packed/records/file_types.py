@@ -31,7 +31,7 @@ _SIGNATURES = {  # in the order of the tests
         "au": rb"\.snd",
         "amr": rb"#!AMR",
         "aac": rb"ADIF|\xff[\xf0\xf1\xf8\xf9]",
-        "mp3": rb"ID3|\xff[\xe2-\xe7\xea-\xef\xf2-\xf7\xfa-\xff]",
+        "mp3": rb"ID3|\xff[\xe2-\xe7\xf2-\xff]",
     },
 }
 _COMPILED = {
@@ -50,7 +50,7 @@ def is_video_content(head: bytes) -> bool:
 def video_extension(head: bytes) -> str | None:
     """Return the extension of a video without the dot, from its first `SIGNATURE_BYTES` bytes; None for others."""
     if head[4:8] in _BOXES:
-        if head[4:8] == b"ftyp" and head[8:12] in _IMAGE_BRANDS:
+        if head[8:12] in _IMAGE_BRANDS:
             return None
         # Files of QuickTime may start with other boxes; a segment of a fragmented mp4 starts with `styp`.
         return "mp4" if head[4:8] in (b"ftyp", b"styp") and head[8:12] != b"qt  " else "mov"
@@ -59,7 +59,7 @@ def video_extension(head: bytes) -> str | None:
 
 def stored_extension(data: bytes) -> str:
     """Return the extension of an audio file in a pack, without the dot, by its content."""
-    return audio_extension(data[:SIGNATURE_BYTES]) or video_extension(data[:SIGNATURE_BYTES]) or "audio"
+    return audio_extension(data) or video_extension(data) or "audio"
 
 
 def audio_extension(head: bytes) -> str | None:

@@ -49,9 +49,7 @@ class MediaKind(NamedTuple):
         return self.fields[0]
 
     def has_suffix(self, name: str) -> bool:
-        """Whether a path or URL ends like a file of the kind; the query of a URL does not count."""
-        if "://" in name:
-            name = name.partition("?")[0]
+        """Whether a path ends like a file of the kind."""
         return name.lower().endswith(self.suffixes)
 
 

@@ -200,7 +200,7 @@ def is_video_file(value: Any, *, alone: bool = False) -> bool:
         return any(is_video_file(item) for item in inner) or (alone and bool(inner))
     if isinstance(value, MediaReference):
         if value.data is not None:
-            return alone or is_video_content(value.data[:SIGNATURE_BYTES])
+            return alone or is_video_content(value.data)
         # The name of a tar does not identify the type of its members.
         return (value.offset is None and VIDEO.has_suffix(value.path or "")) or alone
     if isinstance(value, bytes | bytearray | memoryview):

@@ -38,7 +38,9 @@ from tests.internals import (
     make_nv_meta,
     matching_records,
     packs_pages,
+    pages,
     record_tests,
+    report_data,
     run_reports,
     view_command,
 )
@@ -240,7 +242,9 @@ def test_tokens_have_ids_labels_and_values(server: ViewServer, encoder: ChatEnco
 def test_long_samples_have_pages_of_tokens(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text(json.dumps({"id": "long", "text": "0 1 2 3 " * 300}))
     pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=8192, workers=1)
-    first, second = (page(viewer_of(tmp_path / "out"), f"/tokens/{KEY}/0?page={number}") for number in (1, 2))
+    viewer = viewer_of(tmp_path / "out")
+    first, second = (page(viewer, f"/tokens/{KEY}/0?page={number}") for number in (1, 2))
+    assert [page(viewer, f"/tokens/{KEY}/0?page={number}") for number in (0, 99)] == [first, second]
     assert first.count("data-item") == 1000
     assert 'id="token-999"' in first
     assert 'id="token-999"' not in second
@@ -304,7 +308,8 @@ def test_answers_cannot_run_scripts(server: ViewServer) -> None:
     "path",
     ["/none", "/pack/none", "/pack/" + quote("../" * 8 + "etc/passwd", safe=""), "/media/image/x/0/0", "/pack/%ff%00",
      f"/media/image/{KEY}/999/0", f"/media/image/{KEY}/0/-1", f"/media/image/{KEY}/0/%C2%B2", f"/media/json/{KEY}/0/0",
-     f"/media/video/{KEY}/0/0", f"/tokens/{KEY}/x", "/style.css/..", "/view.html.j2", "/../style.css"],
+     f"/media/video/{KEY}/0/0", "/media", f"/media/image/{KEY}", f"/tokens/{KEY}/x", "/style.css/..",
+     "/view.html.j2", "/../style.css"],
 )  # fmt: skip
 def test_unknown_paths_are_one_line(server: ViewServer, path: str) -> None:
     response, content = ask(server, path)
@@ -323,6 +328,7 @@ def test_images_are_shown_as_they_are_or_converted(server: ViewServer, out: Path
         response = server.viewer.respond(f"/media/image/{key}/{sample}/0")
         assert response.kind == kind
         assert (response.content == (out.parent / name).read_bytes()) is same
+        assert server.viewer.respond(f"/media/image/{key}/{sample}/0/0").status == 404
 
 
 def test_the_report_is_a_page_with_links(server: ViewServer, out: Path, tmp_path: Path) -> None:
@@ -384,6 +390,9 @@ def test_packs_of_a_split_and_a_shard(text_tokenizer_dir: Path, tmp_path: Path) 
     shard = list(PackedFolder.open(tmp_path / "out").shards)[1]
     assert page(viewer, f"/?shard={shard}").count('class="row"') == 5
     assert page(viewer, "/?shard=none").count('class="row"') == 0
+    assert page(viewer, "/?page=99") == page(viewer, "/?page=3")
+    assert [f'href="/?page={n}' in page(viewer, "/pack/out_00000020") for n in (1, 2, 3)] == [False, True, False]
+    assert 'viewBox="0 0 20 ' in page(viewer, "/")  # seq_len, which no pack fills
 
 
 def test_nothing_is_written(server: ViewServer, out: Path) -> None:
@@ -396,7 +405,9 @@ def test_nothing_is_written(server: ViewServer, out: Path) -> None:
     assert files() == before
 
 
-def test_videos_have_frames_and_a_clip_by_ranges(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_videos_have_frames_and_a_clip_by_ranges(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make_video(tmp_path / "a.mp4", width=64, height=48, frames=40, fps=10)
     turns = [{"role": "user", "content": "<video>What?"}, {"role": "assistant", "content": "It."}]
     (tmp_path / "data.jsonl").write_text(json.dumps({"id": "a", "messages": turns, "videos": ["a.mp4"]}))
@@ -410,6 +421,14 @@ def test_videos_have_frames_and_a_clip_by_ranges(tokenizer_dir: Path, tmp_path: 
             response, got = ask(server, clip, Range=header)
             assert (response.status, response.headers["Content-Type"], got) == (206, "video/mp4", part)
         assert ask(server, clip, Range=f"bytes={len(content)}-")[0].status == 416
+        assert ask(server, f"/media/frame/{KEY}/0/0/0")[0].status == 200
+        assert ask(server, f"/media/frame/{KEY}/0/0")[0].status == 404
+        assert f'src="{clip}"' in page(server.viewer, f"/pack/{KEY}")
+        with monkeypatch.context() as patch:
+            patch.setattr(pages, "_MOST_CLIP", len(content) - 1)
+            large = viewer_of(tmp_path / "out")
+            assert f'src="{clip}"' not in page(large, f"/pack/{KEY}")
+            assert large.respond(clip).status == 404
         with Browser(tmp_path / "profile") as browser:
             browser.open(f"{server.url}pack/{KEY}")
             frames = f"Promise.all([...document.querySelectorAll('.strip img')].map({SIZE}))"
@@ -449,7 +468,7 @@ def test_problems_of_a_search_that_are_not_listed_are_counted(text_tokenizer_dir
     assert "<li>10 more problems</li>" in text
 
 
-def test_audio_is_played(tmp_path: Path) -> None:
+def test_audio_is_played(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path / "a", "flac", sound(16_000, 16_000), 16_000)
     records: list[Any] = [{"id": "a", "audio": file.name, "text": "hello"}]
     records.append({"id": "b", "audio": {"path": file.name, "offset": 0.25, "duration": 0.5}, "text": "hi"})
@@ -461,15 +480,23 @@ def test_audio_is_played(tmp_path: Path) -> None:
         key, sample = key_with(viewer, ident)
         assert f'<audio controls preload="none" src="/media/audio/{key}/{sample}/0"' in page(viewer, f"/pack/{key}")
         assert viewer.respond(f"/media/audio/{key}/{sample}/0").kind == kind
+    monkeypatch.setattr(report_data, "_MAX_DRAWN", 0.4)  # seconds; a has 1, and b 0.5
+    for key, sample in (key_with(viewer, ident) for ident in "ab"):
+        assert f'src="/media/audio/{key}/{sample}/0"' not in page(viewer_of(tmp_path / "out"), f"/pack/{key}")
+        assert viewer_of(tmp_path / "out").respond(f"/media/audio/{key}/{sample}/0").status == 404
 
 
 def test_groups_are_side_by_side(text_tokenizer_dir: Path, tmp_path: Path) -> None:
     record = {"id": "pair", "prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}
-    (tmp_path / "data.jsonl").write_text(json.dumps(record))
+    plain = {"prompt": "Hi?", "response": "Yes."}
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [record, plain, plain])))
     pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=256, workers=1)
     text = page(viewer_of(tmp_path / "out"), f"/pack/{KEY}")
-    group = text[text.index('<div class="group">') :]
-    assert group.count("data-item") == 2
+    assert text.count("<article") == 4
+    _, group = text.split('<div class="group">')
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [plain, plain])))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "b", tokenizer=text_tokenizer_dir, seq_len=256, workers=1)
+    assert 'class="group"' not in page(viewer_of(tmp_path / "b"), f"/pack/{KEY.replace('out', 'b')}")
     assert ", chosen" in group
     assert ", rejected" in group
 
@@ -655,6 +682,7 @@ def test_hostile_keys_are_quoted(out: Path, tokenizer_dir: Path, tmp_path: Path)
     make_nv_meta(folder)
     viewer = Viewer(opened := PackedFolder.open(folder), partial(opened.encoder_or_reason, tokenizer_dir))
     viewer.respond("/")
+    assert page(viewer, "/?shard=none").count('class="row"') == 0
     link = f"/pack/{quote(key, safe='')}"
     for path in ("/", link):
         text = page(viewer, path)
@@ -680,8 +708,12 @@ def test_rejected_records_continue_after_the_last(server: ViewServer) -> None:
     assert 'rel="next"' not in rest
 
 
-def test_searches_have_a_time_bound(server: ViewServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_have_a_time_bound(server: ViewServer, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [(most, value)] = re.findall(r'max="(\d+)" value="(\d+)"', page(server.viewer, "/text?text=absent"))
+    assert value == most
     monkeypatch.setattr(packs_pages, "_SEARCH_SECONDS", 0.0)
+    below = Viewer(PackedFolder.open(out), lambda: (None, "none"), base="/3")
+    assert 'href="/3/text?text=absent&amp;from=' in page(below, "/text?text=absent")
     text = page(server.viewer, "/text?text=absent")
     progress = re.search(r'max="(\d+)" value="(\d+)"', text)
     assert progress is not None

@@ -44,7 +44,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """70 records: plain ones, other formats, media, a group and rejected records."""
     folder = tmp_path_factory.mktemp("raw")
     Image.new("RGB", (56, 84), (200, 10, 10)).save(folder / "a.png")
-    make_video(folder / "a.mp4", width=64, height=48, frames=40, fps=10)
+    make_video(folder / "a.mp4", width=64, height=48, frames=40, fps=10).rename(folder / "a.MP4")
     write(folder / "a.wav", "wav16", sound(16_000, 16_000), 16_000)
     records: list[Any] = [
         {"id": EVIL, "messages": turns(EVIL)},
@@ -52,7 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"id": "missing", "images": ["none.png"], "messages": turns("<image>What?")},
         {"id": "role", "messages": [{"role": EVIL, "content": "x"}]},
         {"id": "pair", "prompt": "Best?", "chosen": "This.", "rejected": "That.", "source": "x"},
-        {"id": "video", "videos": ["a.mp4"], "messages": turns("<video>What?")},
+        {"id": "video", "videos": ["a.MP4"], "messages": turns("<video>What?")},
         {"id": "audio", "audios": ["a.wav"], "messages": turns("<audio>What?")},
         "no record",
     ]

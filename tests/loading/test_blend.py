@@ -64,12 +64,50 @@ def test_weights_are_shares_of_an_epoch_as_long_as_all_together(outputs: dict[st
         assert abs(energon[name] - 3000 * p) < 4 * (3000 * p * (1 - p)) ** 0.5
 
 
+@pytest.mark.parametrize(
+    ("weights", "expected"),  # of an epoch of 60 packs
+    [
+        ((1, 1, 1), (20, 20, 20)),
+        ((0.26, 0.74, 0.01), (15, 44, 1)),
+        ((1, 1, 5), (9, 8, 43)),
+        ((1, 0.001, 1), (30, 0, 30)),
+    ],
+)
+def test_shares_that_are_no_integers_lose_less_than_a_pack(
+    outputs: dict[str, Path], tmp_path: Path, weights: tuple[float, ...], expected: tuple[int, ...]
+) -> None:
+    members = ", ".join(f"{{path: {outputs[name]}, weight: {w}}}" for name, w in zip("abc", weights, strict=True))
+    dataset = PackedDataset(metadataset(tmp_path / "m.yaml", f"{{blend: [{members}]}}"))
+    exact = [60 * weight / sum(weights) for weight in weights]
+    assert all(abs(count - part) < 1 for count, part in zip(expected, exact, strict=True))
+    assert shares(dataset) == {name: count for name, count in zip("abc", expected, strict=True) if count}
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "repeats"),
+    [
+        ("blend_epochized", {"a": 1, "b": 1}, False),
+        ("blend_epochized", {"a": 0.5, "b": 1}, False),
+        ("blend_epochized", {"a": 1, "b": 2}, True),
+        ("blend_epochized", {"a": 1, "a/": 1}, True),  # the same folder
+        ("blend", {"a": 1, "b": 1}, True),
+    ],
+)
+def test_an_epoch_repeats_packs_by_weights_repetitions_or_a_folder_that_is_listed_twice(
+    outputs: dict[str, Path], tmp_path: Path, kind: str, numbers: dict[str, float], repeats: bool
+) -> None:
+    name = "weight" if kind == "blend" else "repetitions"
+    members = ", ".join(f"{{path: {outputs[folder[0]]}, {name}: {n}}}" for folder, n in numbers.items())
+    assert PackedDataset(metadataset(tmp_path / "m.yaml", f"{{{kind}: [{members}]}}")).repeats is repeats
+    assert not PackedDataset(outputs["a"]).repeats
+
+
 def test_repetitions_are_those_of_energons_epoch(outputs: dict[str, Path], tmp_path: Path) -> None:
-    repetitions = {"a": 1, "b": 2, "c": 0.5}
+    repetitions = {"a": 1, "b": 2, "c": 0.7}
     blend = ", ".join(f"{{path: {outputs[name]}, repetitions: {n}}}" for name, n in repetitions.items())
     recipe = metadataset(tmp_path / "r.yaml", f"{{blend_epochized: [{blend}]}}")
     dataset = PackedDataset(recipe)
-    assert shares(dataset) == {"a": 40, "b": 24, "c": 4}
+    assert shares(dataset) == {"a": 40, "b": 24, "c": 5}
     theirs = collections.Counter(b.ids[0] for b in get_packed_loader(recipe, epochs=1, num_workers=0))
     ours = collections.Counter(dataset[i][0].id for i in range(len(dataset)))
     assert {i: n for i, n in theirs.items() if i[0] != "c"} == {i: n for i, n in ours.items() if i[0] != "c"}

@@ -9,6 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -26,7 +27,17 @@ from energon_packed import (
     pack,
 )
 from tests.encoding.test_spans import FORGETTING
-from tests.internals import CHATML_TEMPLATE, ShardReader, TarShardWriter, atomic_path, dry_run, split_ranges
+from tests.internals import (
+    CHATML_TEMPLATE,
+    RecordOffsets,
+    RecordRefs,
+    ShardReader,
+    ShardTask,
+    TarShardWriter,
+    atomic_path,
+    dry_run,
+    split_ranges,
+)
 from tests.sources.tars import write_tar
 
 TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello. " * 30}]
@@ -113,6 +124,24 @@ def test_a_shard_that_changed_since_it_was_written_is_written_again(build: Any, 
     assert hashlib.sha256(tar.read_bytes()).hexdigest() == entry.sha256
     assert again.manifest.counters["shards_written"] == 1
     assert again.manifest.counters["shards_reused"] == len(first.manifest.shards) - 1
+
+
+def test_a_shard_is_written_again_if_anything_that_its_bytes_depend_on_differs() -> None:
+    names = ("source", "row", "address", "size", "length", "media_bytes", "media_stamp")
+    columns = {name: np.arange(2) + place for place, name in enumerate(names)}
+
+    def digest(frames: int = 3, **changes: Any) -> str:
+        own = {name: changes.pop(name, column) for name, column in columns.items()}
+        records = RecordRefs(**own, fragments=changes.pop("fragments", None))
+        of_frames = RecordOffsets(files=[], **dict.fromkeys(("file", "offset", "size", "sizes"), np.full(2, frames)))
+        values = {"prefix": "a", "first_pack": 3, "offsets": np.array([0, 2]), "media": ("media.tar",), **changes}
+        return ShardTask(tar=Path("a.tar"), state=Path("a"), records=records, frames=of_frames, **values).digest()
+
+    assert digest() == digest()
+    others: list[dict[str, Any]] = [{name: column + 1} for name, column in columns.items()]
+    others += [{"prefix": "b"}, {"first_pack": 4}, {"offsets": np.array([0, 1, 2])}, {"media": ()}, {"frames": 4}]
+    others += [{"fragments": np.zeros(2)}]
+    assert len({digest(), *(digest(**other) for other in others)}) == len(others) + 1
 
 
 def test_the_options_in_which_another_run_differs_are_named(build: Any) -> None:

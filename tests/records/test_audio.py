@@ -3,14 +3,17 @@
 import base64
 from typing import Any
 
+import av
 import pytest
+from PIL import Image
 
 from energon_packed import AudioReference, MediaReference, RecordError, normalize
-from tests.internals import audio_extension, stored_extension
+from tests.internals import AUDIO, IMAGE, VIDEO, audio_extension, is_video_content, stored_extension
 
 ANSWER = {"role": "assistant", "content": "Hello."}
 USER = {"role": "user", "content": "<audio>What?"}
 DATA = b"RIFF\x10\x00\x00\x00WAVEfmt "
+PILLOW = {"AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "TIFF", "WEBP"}
 BASE64 = base64.b64encode(DATA).decode()
 
 
@@ -150,25 +153,75 @@ def test_rejects(record: dict[str, Any], reason: str, detail: str) -> None:
         normalize(record)
 
 
+OGG = b"OggS" + bytes(22)
+MATROSKA = b"\x1a\x45\xdf\xa3\x9fB\x86\x81\1B\xf7\x81\1B\xf2\x81\4B\xf3\x81\x08B\x82\x84"
+
+
 @pytest.mark.parametrize(
     ("head", "extension"),
     [
         (DATA, "wav"),
+        (b"RIFF\n\n\n\nWAVEfmt ", "wav"),
+        (b"RF64\xff\xff\xff\xffWAVEds64", "wav"),
+        (b"BW64\xff\xff\xff\xffWAVEds64", "wav"),
         (b"fLaC\0\0\0\x22", "flac"),
-        (b"OggS" + bytes(22) + b"\1\x13OpusHead\1", "opus"),
-        (b"OggS" + bytes(22) + b"\1\x1e\1vorbis", "ogg"),
-        (b"OggS" + bytes(22) + b"\1\x2a\x80theora", None),
+        (OGG + b"\1\x13OpusHead\1", "opus"),
+        (OGG + b"\1\x1e\1vorbis", "ogg"),
         (b"\0\0\0\x1cftypM4A \0\0\2\0", "m4a"),
-        (b"\0\0\0\x1cftypisom\0\0\2\0", None),
+        (b"\0\0\0\x1cftypM4B \0\0\2\0", "m4a"),
         (b"ID3\4\0\0", "mp3"),
         (b"\xff\xfb\x90\x64", "mp3"),
+        (b"\xff\xf3\x90\x64", "mp3"),  # MPEG 2
+        (b"\xff\xe3\x90\x64", "mp3"),  # MPEG 2.5
         (b"\xff\xf1\x50\x80", "aac"),
+        (b"\xff\xf9\x50\x80", "aac"),  # MPEG 2
+        (b"ADIF\1", "aac"),
         (b"FORM\0\0\0\0AIFFCOMM", "aiff"),
+        (b"FORM\0\0\0\0AIFCFVER", "aiff"),
+    ],
+)
+def test_extensions_of_audio_by_content(head: bytes, extension: str) -> None:
+    assert (audio_extension(head), stored_extension(head + bytes(600))) == (extension, extension)
+
+
+@pytest.mark.parametrize(
+    ("head", "extension"),
+    [
+        (b"\0\0\0\x1cftypisom\0\0\2\0", "mp4"),
+        (b"\0\0\0\x18stypmsdh\0\0\0\0", "mp4"),
+        (b"\0\0\0\x14ftypqt  \0\0\2\0", "mov"),
+        *((b"\0\0\0\x08" + box + bytes(8), "mov") for box in (b"moov", b"mdat", b"free", b"skip", b"wide")),
+        (MATROSKA + b"webmB", "webm"),
+        (MATROSKA + b"matroska", "mkv"),
+        (b"RIFF\n\n\n\nAVI LIST", "avi"),
+        (b"FLV\1\5", "flv"),
+        (bytes.fromhex("3026b2758e66cf11a6d9"), "wmv"),
+        (b"\0\0\1\xbaD", "mpg"),
+        (b"\0\0\1\xb3\x14", "mpg"),
+        ((b"G" + bytes(187)) * 4, "ts"),
+        ((bytes(4) + b"G" + bytes(187)) * 4, "ts"),
+        (OGG + b"\1\x2a\x80theora", None),
+        (b"\0\0\0\x1cftypheic\0\0\0\0", None),
+        (b"\0\0\0\x1cftypavif\0\0\0\0", None),
+        ((b"G" + bytes(187)) * 3, None),
         (b"\xff\xd8\xff\xe0", None),
         (b"\x89PNG\r\n\x1a\n", None),
         (b"text", None),
     ],
 )
-def test_extensions_by_content(head: bytes, extension: str | None) -> None:
-    assert audio_extension(head) == extension
-    assert stored_extension(head) in (extension, "mp4", "audio")
+def test_extensions_of_videos_by_content(head: bytes, extension: str | None) -> None:
+    """A track of a video is stored as the video."""
+    assert (audio_extension(head), stored_extension(head)) == (None, extension or "audio")
+    assert is_video_content(head) == (extension is not None)
+
+
+def test_the_names_of_files_that_ffmpeg_and_pillow_write_are_media() -> None:
+    """Oracle: the extensions by which they choose a container, or a format."""
+    containers = "wav w64 au aiff caf flac mp3 mp2 adts ogg oga opus amr mov mp4 ipod 3gp 3g2 f4v asf avi flv matroska"
+    containers = f"{containers} webm mpegts mpeg vob ogv"
+    written = {f".{name}" for each in containers.split() for name in av.ContainerFormat(each, "w").extensions}
+    rare = {".adts", ".afc", ".m2a", ".m2t", ".m4b", ".mpa"}
+    assert written - rare <= {*AUDIO.suffixes, *VIDEO.suffixes}
+    Image.init()
+    images = {extension for extension, kind in Image.registered_extensions().items() if kind in PILLOW}
+    assert images - {".apng", ".dib", ".jpe", ".avifs", ".j2c", ".j2k", ".jpc", ".jpf", ".jpx"} <= {*IMAGE.suffixes}

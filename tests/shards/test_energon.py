@@ -11,7 +11,7 @@ import yaml
 from megatron.energon import WorkerConfig
 from megatron.energon.flavors.webdataset.sharder import Sharder
 
-from energon_packed import ChatEncoder, PackingManifest, get_packed_loader, steps_per_epoch
+from energon_packed import ChatEncoder, FormatError, PackingManifest, get_packed_loader, steps_per_epoch
 from tests.conftest import FLAVORS, Packer
 from tests.internals import steps_of_ranks
 from tests.processes import energon
@@ -99,6 +99,12 @@ def test_steps_per_epoch_by_hand(pack_demo: Packer) -> None:
     assert dropped == 0
     with pytest.raises(ValueError, match="`world_size` must be at least 1, got 0"):
         steps_per_epoch(result.manifest, world_size=0)
+    with pytest.raises(ValueError, match="`epoch_end` must be"):
+        steps_per_epoch(result.shards, epoch_end="stop")  # type: ignore[arg-type]
+    halves = pack_demo(split="train=0.75,val=0.25")
+    for source in (halves.shards, halves.manifest):
+        assert steps_per_epoch(source, split="val") == halves.manifest.packs_in("val") < packs / 2
+        assert steps_per_epoch(source) == packs - halves.manifest.packs_in("val")
 
 
 def test_steps_ignore_excluded_shards(pack_demo: Packer, encoder: ChatEncoder, tmp_path: Path) -> None:
@@ -110,6 +116,9 @@ def test_steps_ignore_excluded_shards(pack_demo: Packer, encoder: ChatEncoder, t
     steps = steps_per_epoch(shards)
     assert steps == result.manifest.packs - first.packs
     assert steps == len([*get_packed_loader(shards, encoder, epochs=1, num_workers=0)])
+    split.write_text(split.read_text().replace(f"[{first.name}]", f"[{first.name}/a_00000000]"))
+    with pytest.raises(FormatError, match=r"^The number of packs of .* is unknown: split.yaml excludes single packs"):
+        steps_per_epoch(shards)
 
 
 def test_the_manifest_reads_back(pack_demo: Packer, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def test_file_names_of_an_audiofolder(clips: list[Path], tmp_path: Path) -> None
         {"file_names": [file.name for file in clips[:2]], "text": "Two."},
         {"audio_file_name": clips[2].name, "text": "One."},
         {"file_name": "c0.wav", "audio": "c1.flac", "text": "Both."},
-        {"file_name": "gone.mp3", "text": "Missing."},
+        {"file_name": "gone.MP3", "text": "Missing."},
     ]
     (folder / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     two, one, both, gone = conversations(folder, tmp_path)
