@@ -266,7 +266,7 @@ PLACES = {
     "index_stage": "pipeline.stages.index",
     "ShardTask": "pipeline.stages.write:ShardTask",
     "RecordRefs": "pipeline.table:RecordRefs",
-    "RecordOffsets": "pipeline.chunks:RecordOffsets",
+    "RecordOffsets": "pipeline.chunk_reader:RecordOffsets",
     "engine": "pipeline.engine",
     "plan_stage": "pipeline.stages.plan",
     "rejects": "pipeline.rejects",
