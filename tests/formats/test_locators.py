@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,18 @@ def test_a_change_is_an_error_or_an_empty_part(folder: Path) -> None:
     packed = references.located_images(parts)["img0_0.bin"].packed
     assert packed == ("k: img0_0.bin, an image of sample 0 (first)", digest(CONTENT[:5]), None, "image")
     assert references.located_images(parts)["vid1_0.bin"].packed.kind == "video"
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_size_past_the_end_of_the_file_allocates_no_memory(folder: Path, offset: int) -> None:
+    parts = raw(folder, {"img0_0.bin": locator("c.bin", offset, 1 << 29)})
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataChangedError, match=f"c.bin has 256 bytes and ends before byte {(1 << 29) + offset}"):
+            references.complete_parts(parts)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_that_cannot_be_read_is_no_change(folder: Path) -> None:
