@@ -161,7 +161,8 @@ class Metadataset:
             ConfigError: the message has the first fault, and counts the other faults.
         """
         if faults := [entry.fault for entry in self.entries() if entry.fault is not None]:
-            raise ConfigError(faults[0] + (f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""))
+            more = len(faults) - 1
+            raise ConfigError(faults[0] + (f" (and {more} more {'fault' if more == 1 else 'faults'})" if more else ""))
 
     def leaves(self, split: str) -> list[Leaf]:
         """Return the datasets of `split`, nested Metadatasets resolved, in the order of Energon.

@@ -275,7 +275,7 @@ def test_files_that_expand_to_billions_of_datasets_are_refused_at_once(data: Pat
 
 
 def test_further_faults_are_counted(data: Path) -> None:
-    for count, more in ((1, ""), (2, " (and 1 more faults)"), (3, " (and 2 more faults)")):
+    for count, more in ((1, ""), (2, " (and 1 more fault)"), (3, " (and 2 more faults)")):
         file = written(data, train(*({"path": name, "weight": 0} for name in "abc"[:count])))
         with pytest.raises(ConfigError) as raised:
             steps_per_epoch(file)

@@ -57,7 +57,10 @@ IMAGE = MediaKind(
     name="image",
     a="an image",
     fields=("images", "image"),
-    suffixes=(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".avif", ".jp2"),
+    suffixes=(
+        *(".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".heic", ".heif", ".avif"),
+        ".jp2",
+    ),
     placeholder=IMAGE_PLACEHOLDER,
     missing=Reason.MISSING_IMAGE,
     corrupt=Reason.CORRUPT_IMAGE,
@@ -81,8 +84,8 @@ AUDIO = MediaKind(
     a="an audio file",
     fields=("audios", "audio"),
     suffixes=(
-        *(".wav", ".flac", ".mp3", ".m4a", ".aac", ".ogg", ".oga", ".opus", ".weba", ".aif", ".aiff", ".aifc", ".au"),
-        *(".caf", ".w64", ".wma", ".amr", ".mka", ".mp2"),
+        *(".wav", ".flac", ".mp3", ".m4a", ".m4b", ".aac", ".ogg", ".oga", ".opus", ".weba", ".aif", ".aiff", ".aifc"),
+        *(".au", ".caf", ".w64", ".wma", ".amr", ".mka", ".mp2"),
     ),
     placeholder=AUDIO_PLACEHOLDER,
     missing=Reason.MISSING_AUDIO,

@@ -26,7 +26,7 @@ _SUFFIXES = {
     "documentation": ".md .rst .pdf .html .bib",
     "metadata": ".yaml .yml .toml .ini .cfg .idx",
     "code": ".py .pyc .ipynb .sh",
-    "media": ".jpg .jpeg .png .webp .gif .bmp .tif .tiff .ppm .pgm .ico .svg .avif .heic .jxl .jp2 .npy "
+    "media": ".jpg .jpeg .png .webp .gif .bmp .tif .tiff .ppm .pgm .ico .svg .avif .heic .heif .jxl .jp2 .npy "
     f"{' '.join((*VIDEO.suffixes, *AUDIO.suffixes))}",
 }
 _KIND_OF_SUFFIX = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes.split()}

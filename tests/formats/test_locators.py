@@ -86,6 +86,9 @@ def test_located_parts_are_in_their_order_after_the_others(folder: Path) -> None
     assert found == expected | {"__paths__": paths}
     assert list(found["__paths__"]) == list(paths)
     assert references.located_names(raw(folder, located, **parts)) == set(paths)
+    is_open = len(os.listdir("/proc/self/fd"))
+    references.complete_parts(raw(folder, located, **parts))  # the files of parts of a file are kept, those of one not
+    assert len(os.listdir("/proc/self/fd")) == is_open
     images = references.located_images(raw(folder, located, **parts))
     assert {name: (image.path, image.offset, image.size) for name, image in images.items()} == {
         name: (paths[name], located[name]["offset"], located[name]["size"]) for name in paths  # type: ignore[index]
