@@ -63,7 +63,8 @@ from .loading.dataflow.raw_records import PackedIterableDataset as PackedIterabl
 from .loading.dataflow.raw_records import PlannedDataset as PlannedDataset
 from .loading.dataflow.raw_records import get_raw_loader as get_raw_loader
 from .loading.dataflow.raw_records import plan_in_memory as plan_in_memory
-from .loading.dataset import PackedDataset as PackedDataset
+from .loading.datasets.dataset import PackedDataset as PackedDataset
+from .loading.datasets.manifests import steps_per_epoch as steps_per_epoch
 from .loading.distributors.base import Distributor as Distributor
 from .loading.distributors.base import Item as Item
 from .loading.distributors.datasets import FileShardDistributor as FileShardDistributor
@@ -75,7 +76,6 @@ from .loading.distributors.rank_partitioned import RankPartitionedDistributor as
 from .loading.energon.packed_loader import get_packed_loader as get_packed_loader
 from .loading.energon.task_encoder import PackedTaskEncoder as PackedTaskEncoder
 from .loading.joint import JointLoader as JointLoader
-from .loading.manifests import steps_per_epoch as steps_per_epoch
 from .loading.monitoring.metrics import ThroughputMetrics as ThroughputMetrics
 from .loading.options import LoaderOptions as LoaderOptions
 from .loading.options import PackedLoaderOptions as PackedLoaderOptions

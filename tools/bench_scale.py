@@ -132,10 +132,10 @@ from pathlib import Path
 import numpy as np
 from energon_packed import PackOptions
 from energon_packed.files import blocks, disk_array
-from energon_packed.pipeline.chunk_reader import RecordBytes
-from energon_packed.pipeline.chunks import NUMERIC, TOKEN
+from energon_packed.pipeline.measured.chunk_reader import RecordBytes
+from energon_packed.pipeline.measured.chunks import NUMERIC, TOKEN
 from energon_packed.pipeline.stages.plan import Plan, in_order, plan_packs, plan_shards, sample_places
-from energon_packed.pipeline.table import IN_REFS, RecordTable
+from energon_packed.pipeline.measured.table import IN_REFS, RecordTable
 
 def status(name):
     return int(next(line for line in open("/proc/self/status") if line.startswith(name)).split()[1]) * 1024

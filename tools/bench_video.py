@@ -31,7 +31,7 @@ from PIL import Image
 from energon_packed import MediaReference
 from energon_packed.demo.videos import write_video
 from energon_packed.encoding.vision.video_file import VideoInfo, decode_frames, read_video_info
-from energon_packed.records.video import FrameSelection
+from energon_packed.records.media.video import FrameSelection
 
 _FILES: dict[str, dict[str, Any]] = {  # name -> size and settings of the encoder
     "720p.mp4": {"size": (1280, 720), "options": {"preset": "veryfast", "bf": "3"}},

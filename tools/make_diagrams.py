@@ -17,7 +17,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from energon_packed import EncodedSample, PaddingFreeCollator, pack_lengths
-from energon_packed.loading.map_data import map_data
+from energon_packed.loading.datasets.map_data import map_data
 from energon_packed.loading.order import Order, Segment
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "images"

@@ -17,7 +17,7 @@ from energon_packed.encoding.vision.video_container import ContainerHeader, has_
 from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
 from energon_packed.libraries import calls
 from energon_packed.records import MediaReference
-from energon_packed.records.kinds import MediaKind
+from energon_packed.records.media.kinds import MediaKind
 from energon_packed.storage import is_remote
 from energon_packed.system import memory_limit, raise_resource_error
 

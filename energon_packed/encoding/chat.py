@@ -63,7 +63,7 @@ from energon_packed.keywords import EncoderKeywords
 from energon_packed.options import declared, make, plain_values
 from energon_packed.records import Conversation
 from energon_packed.records.columns import FILL, Columns
-from energon_packed.records.kinds import MEDIA_KINDS
+from energon_packed.records.media.kinds import MEDIA_KINDS
 from energon_packed.records.normalize import FPS_STORED, TIMESTAMPS_ADDED, TIMESTAMPS_WRITTEN
 from energon_packed.seqlens import position_ids_from_cu_seqlens
 from energon_packed.system import announced

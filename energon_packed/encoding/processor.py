@@ -30,7 +30,7 @@ from energon_packed.encoding.vision.families import VisionFamily
 from energon_packed.errors import ConfigError, Reason, RecordError, Reject
 from energon_packed.records import AudioClip, Conversation, FrameSelection
 from energon_packed.records.columns import Columns, check_columns
-from energon_packed.records.kinds import MEDIA_KINDS
+from energon_packed.records.media.kinds import MEDIA_KINDS
 
 Int64 = npt.NDArray[np.int64]
 Reads = Literal["conversations", "any", "raw"]

@@ -21,7 +21,7 @@ from energon_packed.encoding.vision.positions import ImageRun
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records import Conversation, Message
 from energon_packed.records.conversation import LOSS_WEIGHTS, is_loss_weight
-from energon_packed.records.kinds import IMAGE, MEDIA_KINDS, MediaKind
+from energon_packed.records.media.kinds import IMAGE, MEDIA_KINDS, MediaKind
 from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 
 LossOn = Literal["assistant", "last", "all"]

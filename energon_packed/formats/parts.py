@@ -36,8 +36,8 @@ from energon_packed.records import (
     MediaReference,
     VideoReference,
 )
-from energon_packed.records.kinds import VIDEO
-from energon_packed.records.media import read_image_settings
+from energon_packed.records.media.kinds import VIDEO
+from energon_packed.records.media.reference import read_image_settings
 
 # Extensions of parts that are not images; any other extension is an image.
 _NO_IMAGES = ("npy", "json", "txt", *[suffix[1:] for suffix in VIDEO.suffixes])

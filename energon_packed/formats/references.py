@@ -25,8 +25,8 @@ import orjson
 from energon_packed.errors import ConfigError, FormatError, ResourceError
 from energon_packed.files import of_type
 from energon_packed.options import short
-from energon_packed.records.kinds import AUDIO, IMAGE, VIDEO
-from energon_packed.records.media import ImageChanged, Locator, MediaReference, PackedImage, read_packed
+from energon_packed.records.media.kinds import AUDIO, IMAGE, VIDEO
+from energon_packed.records.media.reference import ImageChanged, Locator, MediaReference, PackedImage, read_packed
 from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
 
 MEDIA_PART = "media.json"

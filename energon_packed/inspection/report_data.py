@@ -29,9 +29,9 @@ from energon_packed.formats.references import MEDIA_PART, complete_parts, locate
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.tokens import KINDS
 from energon_packed.inspection.view import AudioView, PackView, ShownFile, VideoView, view_pack
-from energon_packed.pipeline.chunks import WEIGHTED
+from energon_packed.pipeline.measured.chunks import WEIGHTED
+from energon_packed.pipeline.output.run_reports import read_rejects
 from energon_packed.pipeline.rejects import MOST_DETAIL
-from energon_packed.pipeline.run_reports import read_rejects
 from energon_packed.records import AudioClip, FrameSelection, MediaReference, VideoReference
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import counted_manifest

@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 from energon_packed.errors import ConfigError, FormatError, Reason
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.inspection.view import PackView, SampleView
-from energon_packed.pipeline.chunks import SPLIT
-from energon_packed.pipeline.run_reports import length_row, open_lengths, read_lengths, read_rejects
+from energon_packed.pipeline.measured.chunks import SPLIT
+from energon_packed.pipeline.output.run_reports import length_row, open_lengths, read_lengths, read_rejects
 from energon_packed.sources import JsonlSource
 
 _COLUMNS = ["source", "row", "line", "id", "length", "status", "pack", "sample", "shard"]

@@ -14,9 +14,9 @@ from energon_packed.encoding import Processor
 from energon_packed.errors import ConfigError, EnergonPackedError
 from energon_packed.inspection.folder import PackedFolder
 from energon_packed.loading.costs.model import CostModel, RowSizes
-from energon_packed.loading.folder_packs import FolderPacks
-from energon_packed.loading.manifests import LoadedSplit, epoch_pack_counts, loaded_splits
-from energon_packed.loading.map_data import MapData
+from energon_packed.loading.datasets.folder_packs import FolderPacks
+from energon_packed.loading.datasets.manifests import LoadedSplit, epoch_pack_counts, loaded_splits
+from energon_packed.loading.datasets.map_data import MapData
 from energon_packed.loading.order import Order
 from energon_packed.options import as_integer
 from energon_packed.packing.balance import StepImbalance

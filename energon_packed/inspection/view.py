@@ -29,8 +29,8 @@ from energon_packed.formats.references import MEDIA_PART, complete_parts, locate
 from energon_packed.inspection.supervision import supervised_turns
 from energon_packed.inspection.tokens import KINDS, encoded_samples, token_runs
 from energon_packed.records import AudioClip, AudioReference, Conversation, FrameSelection, MediaReference
-from energon_packed.records.kinds import MEDIA_KINDS
-from energon_packed.records.video import VideoReference
+from energon_packed.records.media.kinds import MEDIA_KINDS
+from energon_packed.records.media.video import VideoReference
 
 _MARKS = {name: kind.placeholder for name, kind in MEDIA_KINDS.items()}
 _TIMES = 3  # timestamps of a video that are shown, besides the last

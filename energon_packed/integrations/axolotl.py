@@ -7,7 +7,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.optional import base_class
 from energon_packed.integrations.transformers.trainer import PackedTrainerMixin
 from energon_packed.loading.collation.collator import PaddingFreeCollator
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 
 _PACKAGE = "axolotl>=0.19"
 _BasePlugin: Any = base_class("axolotl.integrations.base", "BasePlugin", _PACKAGE)

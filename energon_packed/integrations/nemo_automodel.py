@@ -15,7 +15,7 @@ from energon_packed.errors import BatchError, ConfigError
 from energon_packed.integrations.consumed import Consumed
 from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.dataflow.loader import DataflowLoader
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 
 

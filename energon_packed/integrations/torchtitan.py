@@ -19,7 +19,7 @@ from energon_packed.integrations.optional import base_class
 from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.collation.collator import PaddingFreeCollator
 from energon_packed.loading.dataflow.loader import DataflowLoader
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 
 _Base: Any = base_class("torchtitan.components.dataloader", "BaseDataLoader", "torchtitan>=0.3")

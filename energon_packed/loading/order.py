@@ -26,7 +26,7 @@ import numpy as np
 from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.loading.costs.model import CostModel
-from energon_packed.loading.map_data import MapData
+from energon_packed.loading.datasets.map_data import MapData
 from energon_packed.loading.permutation import Permutation
 from energon_packed.options import as_integer
 from energon_packed.packing.balance import Float64, Int64, StepImbalance, balanced_steps

@@ -24,7 +24,7 @@ from energon_packed.flavors import PackSample
 from energon_packed.formats import StoredSample
 from energon_packed.loading.collation.features import from_features, is_features
 from energon_packed.records import Conversation, normalize
-from energon_packed.records.media import in_line
+from energon_packed.records.media.reference import in_line
 from energon_packed.records.record_formats import find_record_format
 
 _GROUP = (

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from energon_packed.loading.costs.model import Balance, cost_model
+from energon_packed.loading.datasets.map_data import IndexedData
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest
-from energon_packed.loading.map_data import IndexedData
 from energon_packed.loading.order import Order
 from energon_packed.loading.ranks import resolve_rank
 from energon_packed.options import as_integer, optional_integer

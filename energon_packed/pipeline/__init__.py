@@ -2,12 +2,11 @@
 
     sources ─► measure (chunks, parallel) ─► plan (all lengths at once) ─► write (shards, parallel) ─► index, manifest
 
-run.py calls the stages in stages/: measure.py (with reader.py, chunks.py, table.py), plan.py (groups.py, rejects.py,
-reports.py), media/stored.py, write.py (with samples.py, shard_states.py, media/locator.py), index.py.
-media/materialize.py copies referenced images into tars. options.py declares PackOptions; config_file.py reads it from
-YAML. encoders.py: the encoder of every process. engine.py, ray_engine.py: processes. folder.py, locks.py,
-run_state.py: output folder, its lock, fingerprints. run_status.py: progress of the run in a folder. survey.py: lengths
-alone. run_reports.py reads lengths.parquet and rejects.jsonl.
+run.py calls the stages in stages/: measure.py (with reader.py; measured/ has its files), plan.py (groups.py,
+rejects.py, reports.py), media/stored.py, write.py (with samples.py, media/locator.py), index.py. media/materialize.py
+copies referenced images into tars. output/: the output folder, its lock, fingerprints and progress. options.py
+declares PackOptions; config_file.py reads it from YAML. encoders.py: the encoder of every process. engine.py,
+ray_engine.py: processes. survey.py: lengths alone.
 Every stage writes complete files, in a folder named by the fingerprint of everything that changes its result, so a run
 can be killed at any moment, and a second run reuses the files that exist.
 """

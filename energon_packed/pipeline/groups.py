@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from energon_packed.arrays import blocks
 from energon_packed.errors import ConfigError, Reason
-from energon_packed.pipeline.chunks import STATUSES
+from energon_packed.pipeline.measured.chunks import STATUSES
+from energon_packed.pipeline.measured.table import RecordTable
 from energon_packed.pipeline.options import RejectOptions
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import Details, images_detail, overlong_detail
-from energon_packed.pipeline.table import RecordTable
 from energon_packed.seqlens import round_up
 
 Int64 = npt.NDArray[np.int64]

@@ -25,10 +25,12 @@ from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import Fragments, fragment_id
 from energon_packed.errors import TOO_LONG, Reason
 from energon_packed.files import atomic_path
-from energon_packed.pipeline.arrow_columns import dictionary_column, numeric_column, string_column
-from energon_packed.pipeline.chunks import FRAGMENT, SPLIT, STATUSES, TRUNCATED, read_rows
-from energon_packed.pipeline.folder import Folder
+from energon_packed.pipeline.measured.arrow_columns import dictionary_column, numeric_column, string_column
+from energon_packed.pipeline.measured.chunks import FRAGMENT, SPLIT, STATUSES, TRUNCATED, read_rows
+from energon_packed.pipeline.measured.table import RecordTable, reject_counts
 from energon_packed.pipeline.options import RejectOptions
+from energon_packed.pipeline.output.folder import Folder
+from energon_packed.pipeline.output.run_reports import FINGERPRINT
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import (
     MOST_ROWS,
@@ -41,8 +43,6 @@ from energon_packed.pipeline.rejects import (
     overlong_detail,
     summary,
 )
-from energon_packed.pipeline.run_reports import FINGERPRINT
-from energon_packed.pipeline.table import RecordTable, reject_counts
 
 _SCHEMA = pa.schema(
     {

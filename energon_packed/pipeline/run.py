@@ -27,20 +27,20 @@ from energon_packed.errors import (
 )
 from energon_packed.keywords import PackKeywords
 from energon_packed.options import make
-from energon_packed.pipeline.chunks import MEDIA, STATUSES
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import Engine, LocalEngine, Progress
-from energon_packed.pipeline.folder import Folder, work_folder
-from energon_packed.pipeline.locks import FolderLock
+from energon_packed.pipeline.measured.chunks import MEDIA, STATUSES
+from energon_packed.pipeline.measured.table import RecordTable
 from energon_packed.pipeline.media.stored import index_media, remove_unused, store_media
 from energon_packed.pipeline.options import AUTO, PackOptions
+from energon_packed.pipeline.output.folder import Folder, work_folder
+from energon_packed.pipeline.output.locks import FolderLock
+from energon_packed.pipeline.output.run_state import COUNTERS, RunState, compute_fingerprints
 from energon_packed.pipeline.reader import open_reader
-from energon_packed.pipeline.run_state import COUNTERS, RunState, compute_fingerprints
 from energon_packed.pipeline.stages.index import write_index
 from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import make_plan
 from energon_packed.pipeline.stages.write import write_shards
-from energon_packed.pipeline.table import RecordTable
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.media_yaml import refuse_other_media_yaml
 from energon_packed.shards.reader import OpenedFiles

@@ -19,19 +19,19 @@ import numpy.typing as npt
 from energon_packed.errors import ConfigError, IgnoredEntries
 from energon_packed.files import atomic_path
 from energon_packed.options import option, short
-from energon_packed.pipeline.chunks import Chunk
 from energon_packed.pipeline.encoders import log_notices
 from energon_packed.pipeline.engine import LocalEngine, Progress
-from energon_packed.pipeline.folder import Folder, work_folder
-from energon_packed.pipeline.locks import FolderLock
+from energon_packed.pipeline.measured.chunks import Chunk
+from energon_packed.pipeline.measured.table import RecordTable, load_table, most_common
 from energon_packed.pipeline.options import OUTPUT, PACKING, InputOptions, PackOptions, parse_seq_len
+from energon_packed.pipeline.output.folder import Folder, work_folder
+from energon_packed.pipeline.output.locks import FolderLock
+from energon_packed.pipeline.output.run_state import compute_fingerprints
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import RejectLimits, advice
 from energon_packed.pipeline.reports import TableRejects, record_names
-from energon_packed.pipeline.run_state import compute_fingerprints
 from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import plan_packs, plan_rejects, plan_shards
-from energon_packed.pipeline.table import RecordTable, load_table, most_common
 from energon_packed.sources import Source
 
 _MAX_SEQ_LEN = int(np.iinfo(np.int32).max)

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AudioReference
 from energon_packed.records.columns import check_columns
-from energon_packed.records.kinds import MEDIA_KINDS
-from energon_packed.records.media import MediaReference
+from energon_packed.records.media.audio import AudioReference
+from energon_packed.records.media.kinds import MEDIA_KINDS
+from energon_packed.records.media.reference import MediaReference
+from energon_packed.records.media.video import VideoReference
 from energon_packed.records.objects import read_objects
-from energon_packed.records.video import VideoReference
 
 ROLES = ("system", "user", "assistant", "tool")
 EXTRA_FIELDS = ("tool_calls", "tool_call_id", "name", "reasoning_content")

@@ -21,7 +21,7 @@ from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.options import short
 from energon_packed.records.conversation import Conversation
 from energon_packed.records.fields import OBJECT, Record, is_given, key_names, missing_field, shown, unsupported_field
-from energon_packed.records.kinds import MEDIA_KINDS
+from energon_packed.records.media.kinds import MEDIA_KINDS
 from energon_packed.records.turns import is_turn
 from energon_packed.system import raise_resource_error
 

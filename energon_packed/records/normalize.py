@@ -41,9 +41,7 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
-from energon_packed.records.kinds import IMAGE_PLACEHOLDER, MEDIA_KINDS, VIDEO_PLACEHOLDER
-from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, read_image_settings
-from energon_packed.records.media_fields import (
+from energon_packed.records.media.fields import (
     NO_IMAGE,
     Media,
     check_spellings,
@@ -52,14 +50,16 @@ from energon_packed.records.media_fields import (
     read_media,
     references,
 )
+from energon_packed.records.media.kinds import IMAGE_PLACEHOLDER, MEDIA_KINDS, VIDEO_PLACEHOLDER
+from energon_packed.records.media.reference import IMAGE_SETTINGS, ImageRoot, read_image_settings
+from energon_packed.records.media.unlisted import check_unlisted
+from energon_packed.records.media.video_fields import check_video_fields
 from energon_packed.records.objects import BOX_PLACEHOLDER, REF_PLACEHOLDER
 from energon_packed.records.record_formats import PartialConversation, RecordFormat, find_record_format
 from energon_packed.records.record_formats.messages import Messages, ShareGPT, read_gemini_text
 from energon_packed.records.tools import read_tools, without_written_calls
 from energon_packed.records.turns import PLAIN_ROLES, is_turn, keys_of
-from energon_packed.records.unlisted_media import check_unlisted
 from energon_packed.records.unused_fields import RECORD_WEIGHTS, unsupported
-from energon_packed.records.video_fields import check_video_fields
 
 RecordWeight = Literal["refuse", "loss"]
 FPS_STORED = "fps stored, no timestamps in the text"

@@ -13,7 +13,7 @@ from energon_packed.errors import Reason, RecordError
 from energon_packed.records.conversation import Message
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import OBJECT, Record, is_given, missing_field, read_json_list, unsupported_field
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
 from energon_packed.records.record_formats import PartialConversation
 from energon_packed.records.unused_fields import unsupported
 

@@ -31,8 +31,6 @@ from typing import Any
 import orjson
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import FILE_FIELDS as AUDIO_FILE_FIELDS
-from energon_packed.records.audio import KEYS as AUDIO_KEYS
 from energon_packed.records.columns import read_numbers
 from energon_packed.records.conversation import EXTRA_FIELDS, LOSS_WEIGHTS, Message, is_loss_weight
 from energon_packed.records.exact_json import parse_json
@@ -50,12 +48,13 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
-from energon_packed.records.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO
-from energon_packed.records.media import IMAGE_SETTINGS, read_image_settings
-from energon_packed.records.media_fields import Media, has_tags
-from energon_packed.records.unused_fields import unsupported
-from energon_packed.records.video import VideoReference
-from energon_packed.records.video_fields import (
+from energon_packed.records.media.audio import FILE_FIELDS as AUDIO_FILE_FIELDS
+from energon_packed.records.media.audio import KEYS as AUDIO_KEYS
+from energon_packed.records.media.fields import Media, has_tags
+from energon_packed.records.media.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO
+from energon_packed.records.media.reference import IMAGE_SETTINGS, read_image_settings
+from energon_packed.records.media.video import VideoReference
+from energon_packed.records.media.video_fields import (
     FILE_FIELDS,
     VIDEO_KEYS,
     check_video_fields,
@@ -64,6 +63,7 @@ from energon_packed.records.video_fields import (
     read_video,
     read_videos,
 )
+from energon_packed.records.unused_fields import unsupported
 
 _NUMBERS = ("weight", "loss_weight", "loss_scale")
 _FLAGS = ("loss", "train", "training", "loss_mask")

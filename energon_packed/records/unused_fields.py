@@ -54,7 +54,7 @@ _ABOUT_AUDIO = re.compile(
     r"audio_(duration|length|seconds|sampling_rate|sample_rate|source|title|name|type|category|format|codec|hash|"
     r"urls?|link|metadata|id|language|num_samples|samples)"
 )
-_MEDIA = re.compile(r"images?|image_urls?|videos?")  # `unlisted_media.py` decides about their other spellings
+_MEDIA = re.compile(r"images?|image_urls?|videos?")  # `media/unlisted.py` decides about their other spellings
 
 
 def unused_fields(record: Record, known: frozenset[str], label: str = "the record") -> tuple[str, ...]:

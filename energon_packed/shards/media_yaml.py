@@ -17,7 +17,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_write, remove_tree
 from energon_packed.formats.references import FILES, MEDIA_PART, STORED, TARS, read_locators
 from energon_packed.metadatasets import NV_META, read_split
-from energon_packed.records.media import Locator
+from energon_packed.records.media.reference import Locator
 from energon_packed.shards.index import write_member_index
 from energon_packed.shards.nv_meta import CRUDE, HEADER, INFO, info_file, yaml_file
 from energon_packed.shards.reader import ShardReader

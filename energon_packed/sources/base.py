@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.errors import Reject
-from energon_packed.records.media import ImageRoot
+from energon_packed.records.media.reference import ImageRoot
 from energon_packed.sources.config import Reading
 from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 

@@ -34,7 +34,7 @@ from energon_packed.files import of_type, read_yaml
 from energon_packed.formats import CODECS
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, SplitFile, read_split
 from energon_packed.records import IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, MediaReference, VideoReference
-from energon_packed.records.kinds import IMAGE, VIDEO, MediaKind
+from energon_packed.records.media.kinds import IMAGE, VIDEO, MediaKind
 from energon_packed.sources.base import changed_at
 from energon_packed.sources.sample_loader import SampleLoader
 from energon_packed.sources.tar_records import (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from energon_packed.errors import SourceError
 from energon_packed.files import visible
-from energon_packed.records.kinds import AUDIO, MEDIA_KINDS, VIDEO
+from energon_packed.records.media.kinds import AUDIO, MEDIA_KINDS, VIDEO
 from energon_packed.storage import RemotePath
 
 CAPTION_FILES = (".txt", ".caption", ".text")

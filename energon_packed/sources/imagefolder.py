@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.files import check_inner, of_type
-from energon_packed.records.kinds import AUDIO, VIDEO
+from energon_packed.records.media.kinds import AUDIO, VIDEO
 from energon_packed.sources.arrow import ArrowSource, ParquetSource
 from energon_packed.sources.base import Source, SourceRecord
 from energon_packed.sources.convert import not_utf8

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, Reject, SourceError
 from energon_packed.records.fields import shown
-from energon_packed.records.kinds import AUDIO
+from energon_packed.records.media.kinds import AUDIO
 from energon_packed.sources.base import SourceRecord
 from energon_packed.sources.convert import not_utf8
 from energon_packed.sources.csv import CsvSource

@@ -27,8 +27,8 @@ from energon_packed.records import AudioReference, Conversation, MediaReference,
 from energon_packed.records.conversation import with_files
 from energon_packed.records.exact_json import parse_json
 from energon_packed.records.fields import is_given
-from energon_packed.records.file_types import SIGNATURE_BYTES, is_video_content
-from energon_packed.records.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO, MediaKind
+from energon_packed.records.media.file_types import SIGNATURE_BYTES, is_video_content
+from energon_packed.records.media.kinds import AUDIO, IMAGE, MEDIA_KINDS, VIDEO, MediaKind
 from energon_packed.records.record_formats import RECORD_FORMATS
 from energon_packed.sources.base import LONGEST_RECORD
 from energon_packed.tarfiles import Member, key_faults, read_content

@@ -20,8 +20,8 @@ from energon_packed.cli.options import (
 from energon_packed.cli.output import Output, output_options
 from energon_packed.options import make
 from energon_packed.pipeline import PackOptions, dry_run, pack
-from energon_packed.pipeline.folder import work_folder
-from energon_packed.pipeline.run_status import run_status
+from energon_packed.pipeline.output.folder import work_folder
+from energon_packed.pipeline.output.run_status import run_status
 from energon_packed.shards.loading_code import RANKS, loading_code
 from energon_packed.shards.steps import steps_of_ranks
 from energon_packed.storage import as_path

@@ -28,7 +28,7 @@ from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.metadatasets import read_metadataset
 from energon_packed.options import make
 from energon_packed.pipeline.engine import Progress
-from energon_packed.pipeline.locks import lock_holder
+from energon_packed.pipeline.output.locks import lock_holder
 from energon_packed.system import available_cores
 
 _FAST = "--fast"  # why samples are not encoded

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from energon_packed.encoding.av_file import Damaged, FileKind, OpenFile, load_av, opened_file
 from energon_packed.records import AudioClip, MediaReference
-from energon_packed.records.kinds import AUDIO
+from energon_packed.records.media.kinds import AUDIO
 
 MAX_SECONDS = 24 * 3600
 """Duration of the longest file: 24 hours."""

@@ -40,7 +40,7 @@ from energon_packed.encoding.vision.video_sampling import (
 )
 from energon_packed.errors import ConfigError, Reason, RecordError
 from energon_packed.records import IMAGE_PLACEHOLDER, Conversation, FrameSelection
-from energon_packed.records.media import IMAGE_SETTINGS
+from energon_packed.records.media.reference import IMAGE_SETTINGS
 
 if TYPE_CHECKING:
     from pathlib import Path

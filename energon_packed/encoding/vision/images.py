@@ -28,7 +28,7 @@ from PIL import Image, ImageOps
 from energon_packed.errors import ConfigError, Reason, RecordError, ResourceError
 from energon_packed.libraries import calls
 from energon_packed.records import MediaReference
-from energon_packed.records.file_types import video_extension
+from energon_packed.records.media.file_types import video_extension
 from energon_packed.system import raise_resource_error
 
 _ORIENTATION = 0x0112  # EXIF 2.3, 4.6.4 A: tag 274

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from energon_packed.encoding.av_file import Damaged, FileKind, OpenFile, load_av, opened_file
 from energon_packed.encoding.vision.video_packets import Starts, num_shown
 from energon_packed.records import MediaReference
-from energon_packed.records.kinds import VIDEO
-from energon_packed.records.video import FrameSelection
+from energon_packed.records.media.kinds import VIDEO
+from energon_packed.records.media.video import FrameSelection
 
 MAX_VIDEO_FRAMES = 1 << 22
 """Frames of the longest video: 38 hours at 30 frames per second, of which the index of an mp4 needs 100 MB."""

@@ -23,7 +23,7 @@ from energon_packed.inspection.verify.check import Check
 from energon_packed.inspection.verify.names import UInt64, joined, name_hashes
 from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.metadatasets import NV_META, read_split
-from energon_packed.pipeline.run_reports import read_rejects
+from energon_packed.pipeline.output.run_reports import read_rejects
 from energon_packed.shards import PackingManifest
 from energon_packed.shards.counts import shard_counts
 from energon_packed.shards.index import open_sqlite_index
@@ -283,9 +283,9 @@ def energon_loads(folder: PackedFolder) -> Check:
 
     from megatron.energon import Cooker, DefaultTaskEncoder, WorkerConfig, get_loader, get_val_dataset
 
+    from energon_packed.loading.datasets.trust import check_trusted
     from energon_packed.loading.energon.faults import own_error
     from energon_packed.loading.energon.task_encoder import cook_pack
-    from energon_packed.loading.trust import check_trusted
 
     try:
         # Energon imports code from these files; `check_trusted` looks for references to other code.

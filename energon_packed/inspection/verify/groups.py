@@ -15,7 +15,7 @@ from energon_packed.errors import FormatError
 from energon_packed.files import DiskList
 from energon_packed.inspection.verify.check import MAX_LISTED, Check
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, with_values
-from energon_packed.pipeline.run_reports import open_lengths, read_lengths
+from energon_packed.pipeline.output.run_reports import open_lengths, read_lengths
 
 Int64 = npt.NDArray[np.int64]
 

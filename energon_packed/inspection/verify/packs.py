@@ -36,8 +36,8 @@ from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.inspection.verify.groups import group_hashes, groups_whole
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, with_values
 from energon_packed.libraries import has_energon
-from energon_packed.pipeline.chunks import FRAGMENT, PACKED, TRUNCATED
-from energon_packed.pipeline.run_reports import open_lengths, read_lengths
+from energon_packed.pipeline.measured.chunks import FRAGMENT, PACKED, TRUNCATED
+from energon_packed.pipeline.output.run_reports import open_lengths, read_lengths
 from energon_packed.records import AudioReference, Conversation, VideoReference
 from energon_packed.seqlens import round_up
 from energon_packed.shards import PackingManifest

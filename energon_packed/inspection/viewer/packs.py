@@ -28,7 +28,7 @@ from energon_packed.inspection.viewer.pages import (
     index_in,
     number_in,
 )
-from energon_packed.pipeline.run_reports import read_rejects
+from energon_packed.pipeline.output.run_reports import read_rejects
 from energon_packed.shards.reader import ShardReader
 
 _PACKS = 20  # on a page

@@ -19,7 +19,7 @@ from energon_packed.keywords import ProviderKeywords
 from energon_packed.loading.collation.collator import Collator
 from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.energon.packed_loader import get_packed_loader
 from energon_packed.loading.monitoring.metrics import ThroughputMetrics

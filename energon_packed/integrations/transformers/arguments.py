@@ -11,7 +11,7 @@ from energon_packed.errors import ConfigError
 from energon_packed.integrations.isolation import MROPE_REMEDY, has_mrope, not_mrope
 from energon_packed.integrations.transformers.patches import saves_own_names
 from energon_packed.integrations.transformers.stream import TrainerStream
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 from energon_packed.loading.loaders import Loader
 from energon_packed.loading.ranks import all_gather_object
 from energon_packed.loading.state import refuse_as_dataset

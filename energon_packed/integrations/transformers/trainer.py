@@ -49,7 +49,7 @@ from energon_packed.loading.collation.features import packs_of
 from energon_packed.loading.costs.model import Balance
 from energon_packed.loading.dataflow.loader import DataflowLoader
 from energon_packed.loading.dataflow.raw_records import PlannedDataset
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.loading.even_ranks import without_targets
 

@@ -48,8 +48,8 @@ from energon_packed.loading.state import (
     states_of,
 )
 from energon_packed.options import check_type, make
+from energon_packed.pipeline.output.run_state import digest
 from energon_packed.pipeline.rejects import RejectLimits
-from energon_packed.pipeline.run_state import digest
 
 _log = logging.getLogger(__name__)
 _REFUSED = {

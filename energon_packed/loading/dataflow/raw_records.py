@@ -35,12 +35,12 @@ from energon_packed.options import check_type
 from energon_packed.packing.balance import Int64
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import LocalEngine, Progress
+from energon_packed.pipeline.measured.table import RecordRefs
+from energon_packed.pipeline.output.run_state import compute_fingerprints, digest
 from energon_packed.pipeline.reader import RecordReader, open_reader
 from energon_packed.pipeline.rejects import RejectReport, warning_of
-from energon_packed.pipeline.run_state import compute_fingerprints, digest
 from energon_packed.pipeline.stages.measure import MeasureStage
 from energon_packed.pipeline.stages.plan import plan_rejects
-from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import Conversation
 from energon_packed.records.groups import group_key
 from energon_packed.seqlens import round_up

@@ -16,8 +16,8 @@ import numpy as np
 
 from energon_packed.errors import BatchError, ConfigError
 from energon_packed.loading.costs.model import Balance, cost_model
+from energon_packed.loading.datasets.map_data import map_data
 from energon_packed.loading.distributors.base import Distributor, Item
-from energon_packed.loading.map_data import map_data
 from energon_packed.loading.order import Order, Segment
 from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.ranks import ShardSpec

@@ -10,6 +10,7 @@ from megatron.energon import Sample, SavableDataset, WorkerConfig, edataclass, s
 
 from energon_packed.encoding import Processor, StoredTokens
 from energon_packed.flavors import PackSample
+from energon_packed.loading.datasets.manifests import LoadedSplit, OpenedSplits, loaded_splits, repeats_packs
 from energon_packed.loading.distributors.base import Distributor, Item, LoaderLayout
 from energon_packed.loading.energon.epoch_dataset import epoch_dataset, reading
 from energon_packed.loading.energon.faults import key_and_sources, raise_with_file_name, raise_with_location
@@ -17,7 +18,6 @@ from energon_packed.loading.energon.ranks import packs_of_epoch
 from energon_packed.loading.energon.states import dataset_fingerprint, from_plain, to_plain
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
 from energon_packed.loading.epoch_end import EpochEnd, steps_of_epoch
-from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, loaded_splits, repeats_packs
 from energon_packed.loading.options import PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.process import Failure, PackAt, Packs

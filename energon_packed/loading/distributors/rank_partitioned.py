@@ -8,9 +8,9 @@ from itertools import accumulate
 from typing import Any
 
 from energon_packed.errors import ConfigError
+from energon_packed.loading.datasets.map_data import HasItems
 from energon_packed.loading.distributors.base import Distributor, Item
 from energon_packed.loading.distributors.datasets import IterableDistributor, MapDistributor
-from energon_packed.loading.map_data import HasItems
 from energon_packed.loading.ranks import ShardSpec, resolve_rank
 from energon_packed.options import short
 

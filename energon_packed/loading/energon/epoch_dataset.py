@@ -12,12 +12,12 @@ from megatron.energon import SavableDataset, WorkerConfig, get_train_dataset, ge
 
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.loading.collation.batch import PackedBatch
+from energon_packed.loading.datasets.manifests import OpenedSplits
+from energon_packed.loading.datasets.trust import check_trusted
 from energon_packed.loading.energon.faults import raise_with_file_name
 from energon_packed.loading.energon.pack_reader import read_whole_packs
 from energon_packed.loading.energon.task_encoder import PackedTaskEncoder
-from energon_packed.loading.manifests import OpenedSplits
 from energon_packed.loading.options import PackedLoaderOptions
-from energon_packed.loading.trust import check_trusted
 from energon_packed.metadatasets import NV_META
 from energon_packed.shards.nv_meta import CRUDE, INFO, OLD_INFO
 from energon_packed.storage import as_path, energon_url, map_paths

@@ -24,7 +24,7 @@ from megatron.energon.flavors.webdataset.sample_loader import RawSampleData
 
 from energon_packed.errors import DataChangedError, EnergonPackedError, FormatError, ResourceError
 from energon_packed.flavors.base import FatalDataChangedError, FatalResourceError
-from energon_packed.loading.manifests import LoadedSplit, OpenedSplits, loaded_splits
+from energon_packed.loading.datasets.manifests import LoadedSplit, OpenedSplits, loaded_splits
 from energon_packed.loading.process import PackAt
 from energon_packed.loading.sample_errors import add_location
 from energon_packed.metadatasets import NV_META

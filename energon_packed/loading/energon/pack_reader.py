@@ -16,7 +16,7 @@ from megatron.energon.flavors.webdataset.structs import FilteredSample
 from megatron.energon.source_info import SourceInfo
 
 from energon_packed.libraries import ENERGON, private
-from energon_packed.loading.manifests import OpenedSplits
+from energon_packed.loading.datasets.manifests import OpenedSplits
 from energon_packed.shards.reader import ShardReader
 from energon_packed.storage import ReadAhead
 

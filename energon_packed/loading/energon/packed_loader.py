@@ -10,9 +10,9 @@ from energon_packed.errors import ConfigError
 from energon_packed.keywords import PackedLoaderKeywords
 from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
 from energon_packed.loading.dataflow.loader import DataflowLoader
+from energon_packed.loading.datasets.manifests import LoadedSplit, common_seq_len, loaded_splits, processor_for
 from energon_packed.loading.distributors.energon import EnergonDistributor
 from energon_packed.loading.energon.ranks import check_every_worker_has_packs
-from energon_packed.loading.manifests import LoadedSplit, common_seq_len, loaded_splits, processor_for
 from energon_packed.loading.options import LoaderOptions, PackedLoaderOptions
 from energon_packed.loading.packers.base import Packer
 from energon_packed.loading.packers.pool import BalancedPoolPacker, PoolPacker

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from energon_packed.errors import ConfigError
-from energon_packed.loading.manifests import LoadedSplit
+from energon_packed.loading.datasets.manifests import LoadedSplit
 from energon_packed.loading.options import PackedLoaderOptions
 
 

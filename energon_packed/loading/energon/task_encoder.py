@@ -36,7 +36,7 @@ from energon_packed.formats import codec_for, codec_of
 from energon_packed.formats.references import set_media_root
 from energon_packed.loading.collation.batch import PackedBatch
 from energon_packed.loading.collation.collator import Collator, PaddingFreeCollator
-from energon_packed.loading.manifests import OpenedSplits
+from energon_packed.loading.datasets.manifests import OpenedSplits
 from energon_packed.loading.packers.base import Packer, Sizes, kind_of, unfit
 from energon_packed.loading.process import encode_pack
 from energon_packed.records import Conversation

@@ -11,7 +11,7 @@ from energon_packed.encoding import StoredTokens
 from energon_packed.files import DiskList
 from energon_packed.loading.dataflow.config import DataflowConfig, is_dataflow_config
 from energon_packed.loading.dataflow.raw_records import PlannedDataset, plan_in_memory
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 from energon_packed.loading.monitoring.order_epoch import MAX_NAMED, Epoch, Int64
 from energon_packed.records import Conversation
 

@@ -20,7 +20,7 @@ from energon_packed.loading.dataflow.config import DataflowConfig
 from energon_packed.loading.dataflow.raw_records import PackedIterableDataset, PlannedDataset, plan_in_memory
 from energon_packed.loading.dataflow.steps import StreamSteps
 from energon_packed.loading.dataflow.worker_stream import LoaderParts
-from energon_packed.loading.dataset import PackedDataset
+from energon_packed.loading.datasets.dataset import PackedDataset
 from energon_packed.loading.distributors.base import LoaderLayout
 from energon_packed.loading.distributors.datasets import MapDistributor
 from energon_packed.options import as_integer

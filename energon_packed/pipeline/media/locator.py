@@ -24,8 +24,8 @@ from energon_packed.encoding.vision.images import read_header, sniff_extension
 from energon_packed.errors import Reason, RecordError
 from energon_packed.formats.references import FILES, STORED, TARS
 from energon_packed.records import MediaReference
-from energon_packed.records.file_types import SIGNATURE_BYTES, stored_extension, video_extension
-from energon_packed.records.media import Locator, media_digest
+from energon_packed.records.media.file_types import SIGNATURE_BYTES, stored_extension, video_extension
+from energon_packed.records.media.reference import Locator, media_digest
 from energon_packed.shards.tar import ShardSummary
 from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
 

@@ -29,17 +29,17 @@ from energon_packed.encoding.vision.images import sniff_extension
 from energon_packed.errors import ConfigError, EnergonPackedError, RecordError
 from energon_packed.files import atomic_path, remove_tree
 from energon_packed.metadatasets import NV_META
-from energon_packed.pipeline.chunks import MEDIA, MEDIA_ENTRY, MediaEntries, read_media
-from energon_packed.pipeline.folder import Folder
+from energon_packed.pipeline.measured.chunks import MEDIA, MEDIA_ENTRY, MediaEntries, read_media
+from energon_packed.pipeline.measured.table import RecordTable
 from energon_packed.pipeline.media.locator import PLACE_BITS, StoredMedia
+from energon_packed.pipeline.output.folder import Folder
+from energon_packed.pipeline.output.run_state import RunState
+from energon_packed.pipeline.output.shard_states import TarTask, finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_states import TarTask, finish_shard, finished_shard, shard_rows, state_file
 from energon_packed.pipeline.stages.plan import Plan, cut_evenly
 from energon_packed.pipeline.stages.samples import changed_record
-from energon_packed.pipeline.table import RecordTable
-from energon_packed.records.file_types import stored_extension
-from energon_packed.records.media import media_digest
+from energon_packed.records.media.file_types import stored_extension
+from energon_packed.records.media.reference import media_digest
 from energon_packed.shards.nv_meta import index_uuid, write_nv_meta
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
 from energon_packed.storage import is_remote

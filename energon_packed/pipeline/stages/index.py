@@ -15,12 +15,12 @@ import numpy as np
 from energon_packed.arrays import blocks
 from energon_packed.encoding import ChatEncoder
 from energon_packed.errors import ConfigError
+from energon_packed.pipeline.measured.table import RecordTable, most_common, reject_counts
 from energon_packed.pipeline.media.locator import StoredMedia
 from energon_packed.pipeline.options import PackOptions
-from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_states import is_stored, shard_rows, state_file
+from energon_packed.pipeline.output.run_state import RunState
+from energon_packed.pipeline.output.shard_states import is_stored, shard_rows, state_file
 from energon_packed.pipeline.stages.plan import Plan
-from energon_packed.pipeline.table import RecordTable, most_common, reject_counts
 from energon_packed.shards import PackingManifest, ShardEntry
 from energon_packed.shards.loading_code import loading_code
 from energon_packed.shards.manifest import SourceEntry

@@ -26,7 +26,9 @@ from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject, RejectLimitError
 from energon_packed.formats.references import MOST_BYTES
-from energon_packed.pipeline.chunks import (
+from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
+from energon_packed.pipeline.engine import Engine, Progress
+from energon_packed.pipeline.measured.chunks import (
     COLUMNS,
     COUNTED,
     FRAMES,
@@ -52,16 +54,14 @@ from energon_packed.pipeline.chunks import (
     write_rows,
     write_tokens,
 )
-from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
-from energon_packed.pipeline.engine import Engine, Progress
+from energon_packed.pipeline.measured.table import RecordTable, load_table
 from energon_packed.pipeline.options import AUTO, InputOptions, PackOptions
+from energon_packed.pipeline.output.run_state import COUNTERS
 from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectedAt, RejectLimits
-from energon_packed.pipeline.run_state import COUNTERS
-from energon_packed.pipeline.table import RecordTable, load_table
 from energon_packed.records import Conversation, FrameSelection, MediaReference
 from energon_packed.records.groups import group_key
-from energon_packed.records.unlisted_media import IMAGE_URL
+from energon_packed.records.media.unlisted import IMAGE_URL
 from energon_packed.sources import SourceRecord
 
 _log = logging.getLogger(__name__)

@@ -21,17 +21,17 @@ from energon_packed.errors import Reason, RecordError, Reject, RejectLimitError
 from energon_packed.files import DiskList
 from energon_packed.packing import PackPlan
 from energon_packed.packing.planner import Assignment, assign, index_type
-from energon_packed.pipeline.chunk_reader import RecordBytes, RecordOffsets, TokenReader
-from energon_packed.pipeline.chunks import COLUMNS, FRAMES, KINDS, STATUSES, TOKEN, TOKENS
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.groups import check_complete, reject_groups
+from energon_packed.pipeline.measured.chunk_reader import RecordBytes, RecordOffsets, TokenReader
+from energon_packed.pipeline.measured.chunks import COLUMNS, FRAMES, KINDS, STATUSES, TOKEN, TOKENS
+from energon_packed.pipeline.measured.table import RecordRefs, RecordTable
 from energon_packed.pipeline.options import PackOptions, RejectOptions
+from energon_packed.pipeline.output.run_state import RunState
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.pipeline.rejects import Details
 from energon_packed.pipeline.reports import SamplePlaces, TableRejects, write_reports
-from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.table import RecordRefs, RecordTable
 from energon_packed.shards.nv_meta import split_ranges
 
 Status = npt.NDArray[np.int8]

@@ -21,14 +21,14 @@ from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.formats import StoredSample
-from energon_packed.pipeline.chunk_reader import RecordOffsets, TokenReader, read_frames
-from energon_packed.pipeline.chunks import MediaFiles
+from energon_packed.pipeline.measured.chunk_reader import RecordOffsets, TokenReader, read_frames
+from energon_packed.pipeline.measured.chunks import MediaFiles
+from energon_packed.pipeline.measured.table import RecordRefs
 from energon_packed.pipeline.media.locator import MediaLocator
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.table import RecordRefs
 from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference, VideoReference
-from energon_packed.records.file_types import stored_extension
 from energon_packed.records.groups import group_key
+from energon_packed.records.media.file_types import stored_extension
 from energon_packed.system import raise_resource_error
 
 _NO_CONTENT = np.zeros(1, dtype=np.int64)

@@ -18,14 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from energon_packed.formats import codec_for
-from energon_packed.pipeline.chunk_reader import RecordOffsets, TokenReader
+from energon_packed.pipeline.measured.chunk_reader import RecordOffsets, TokenReader
+from energon_packed.pipeline.measured.table import IN_REFS, RecordRefs, RecordTable
 from energon_packed.pipeline.media.locator import MediaLocator, StoredMedia
+from energon_packed.pipeline.output.run_state import RunState
+from energon_packed.pipeline.output.shard_states import TarTask, finish_shard, finished_shard, state_file
 from energon_packed.pipeline.reader import RecordReader
-from energon_packed.pipeline.run_state import RunState
-from energon_packed.pipeline.shard_states import TarTask, finish_shard, finished_shard, state_file
 from energon_packed.pipeline.stages.plan import Plan, in_order, kept_frames, kept_tokens
 from energon_packed.pipeline.stages.samples import SampleReader, SampleSettings, records_of
-from energon_packed.pipeline.table import IN_REFS, RecordRefs, RecordTable
 from energon_packed.records.normalize import TIMESTAMPS_WRITTEN
 from energon_packed.shards.tar import ShardSummary, TarShardWriter
 

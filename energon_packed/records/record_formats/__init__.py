@@ -9,6 +9,7 @@ To add a record format, write a subclass of `RecordFormat` with `@register_recor
 import re
 
 from energon_packed.records.fields import OBJECT, Record, given, key_names, missing_field
+from energon_packed.records.media.unlisted import refers_to_media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.caption import (
     Caption,
@@ -35,7 +36,6 @@ from energon_packed.records.record_formats.retrieval import Embedding, Reranker,
 from energon_packed.records.record_formats.speech import LhotseCut, NeMoManifest
 from energon_packed.records.record_formats.trajectory import Branch, CompletionIds, Responses, Rollout
 from energon_packed.records.record_formats.video_datasets import KeyframeCaptions, QuestionList, VideoProblem
-from energon_packed.records.unlisted_media import refers_to_media
 
 # Names of string fields that are metadata, so that the suggested `map` does not contain them.
 _NO_TEXT = re.compile(

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from energon_packed.records.conversation import Message
 from energon_packed.records.fields import COMMON_FIELDS, Record
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
 
 
 @dataclass(slots=True)

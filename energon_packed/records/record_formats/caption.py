@@ -31,9 +31,9 @@ from energon_packed.records.fields import (
     read_objects,
     read_text,
 )
-from energon_packed.records.kinds import IMAGE_PLACEHOLDER, MEDIA_KINDS, VIDEO_PLACEHOLDER
-from energon_packed.records.media import MediaReference
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
+from energon_packed.records.media.kinds import IMAGE_PLACEHOLDER, MEDIA_KINDS, VIDEO_PLACEHOLDER
+from energon_packed.records.media.reference import MediaReference
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
 from energon_packed.records.unused_fields import unsupported
 

@@ -37,8 +37,8 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
-from energon_packed.records.kinds import IMAGE_PLACEHOLDER
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
+from energon_packed.records.media.kinds import IMAGE_PLACEHOLDER
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 
 _FIELDS = ("text", "content", "raw_content")

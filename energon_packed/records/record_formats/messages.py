@@ -38,11 +38,11 @@ from energon_packed.records.fields import (
     read_text,
     unsupported_field,
 )
-from energon_packed.records.kinds import IMAGE, MEDIA_KINDS, VIDEO
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
+from energon_packed.records.media.kinds import IMAGE, MEDIA_KINDS, VIDEO
+from energon_packed.records.media.video_fields import check_video_fields
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating
 from energon_packed.records.turns import FUNCTION_CALL, read_messages, read_role
-from energon_packed.records.video_fields import check_video_fields
 
 _PAIR = ("input", "output")
 _CONTENTS_TURN = frozenset(("role", "parts"))

@@ -53,7 +53,7 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
 from energon_packed.records.record_formats.base import GroupFormat
 from energon_packed.records.record_formats.messages import read_turn_list
 from energon_packed.records.turns import CONTENT_FIELDS, ROLE_FIELDS, ROLE_NAMES, is_turn, read_history

@@ -73,8 +73,8 @@ from energon_packed.records.fields import (
     read_text,
     unsupported_field,
 )
-from energon_packed.records.media import MediaReference
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
+from energon_packed.records.media.reference import MediaReference
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
 from energon_packed.records.turns import read_history, read_messages, read_tool_calls
 from energon_packed.records.unused_fields import unsupported

@@ -36,7 +36,7 @@ from energon_packed.records.fields import (
     read_text,
     unsupported_field,
 )
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
 from energon_packed.records.record_formats.base import GroupFormat
 
 TEXTS = "query and documents of a record in one row"

@@ -11,7 +11,6 @@ start from its folder. A cut of Lhotse is read as `cut.load_audio()` reads it: e
 from typing import Any, ClassVar
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import read_audio
 from energon_packed.records.fields import (
     COMMON_FIELDS,
     OBJECT,
@@ -25,7 +24,8 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.audio import read_audio
+from energon_packed.records.media.fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, question_answer
 from energon_packed.records.unused_fields import unsupported
 

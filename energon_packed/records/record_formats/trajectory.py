@@ -26,7 +26,7 @@ from energon_packed.records.fields import (
     shown,
     unsupported_field,
 )
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat
 from energon_packed.records.record_formats.document import read_flags
 

@@ -29,12 +29,12 @@ from energon_packed.records.fields import (
     read_text,
     unsupported_field,
 )
-from energon_packed.records.media import MediaReference
-from energon_packed.records.media_fields import Media
+from energon_packed.records.media.fields import Media
+from energon_packed.records.media.reference import MediaReference
+from energon_packed.records.media.video_fields import read_videos
 from energon_packed.records.record_formats.base import PartialConversation, RecordFormat, alternating, question_answer
 from energon_packed.records.record_formats.caption import PROMPTS
 from energon_packed.records.unused_fields import unsupported
-from energon_packed.records.video_fields import read_videos
 
 WHOLE_VIDEO = "captions of keyframes not used: the caption of the whole video is the target"
 _CAPTION = frozenset(("idx", "content"))

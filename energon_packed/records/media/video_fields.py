@@ -23,11 +23,11 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import Record, given, is_given, is_number, read_setting, shown, unsupported_field
-from energon_packed.records.file_types import SIGNATURE_BYTES, is_video_content
-from energon_packed.records.kinds import IMAGE, VIDEO
-from energon_packed.records.media import ImageRoot, MediaReference
+from energon_packed.records.media.file_types import SIGNATURE_BYTES, is_video_content
+from energon_packed.records.media.kinds import IMAGE, VIDEO
+from energon_packed.records.media.reference import ImageRoot, MediaReference
+from energon_packed.records.media.video import VideoReference
 from energon_packed.records.unused_fields import unused_fields
-from energon_packed.records.video import VideoReference
 
 Video = VideoReference | list[MediaReference]
 """A video file, or the frames of a video."""

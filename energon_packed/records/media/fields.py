@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from energon_packed.errors import Reason, RecordError
-from energon_packed.records.audio import AudioReference, read_audio
 from energon_packed.records.fields import COMMON_FIELDS, Record, flatten, is_given, unsupported_field
-from energon_packed.records.kinds import (
+from energon_packed.records.media.audio import AudioReference, read_audio
+from energon_packed.records.media.kinds import (
     AUDIO,
     IMAGE,
     IMAGE_PLACEHOLDER,
@@ -22,12 +22,12 @@ from energon_packed.records.kinds import (
     VIDEO_PLACEHOLDER,
     MediaKind,
 )
-from energon_packed.records.media import IMAGE_SETTINGS, ImageRoot, MediaReference
+from energon_packed.records.media.reference import IMAGE_SETTINGS, ImageRoot, MediaReference
+from energon_packed.records.media.unlisted import IMAGE_OBJECT, UnlistedMedia, find_unlisted
+from energon_packed.records.media.video import VideoReference
+from energon_packed.records.media.video_fields import Video, read_video, read_videos, unsupported_media
 from energon_packed.records.objects import BOX_PLACEHOLDER, BOX_REMEDY, REF_PLACEHOLDER
-from energon_packed.records.unlisted_media import IMAGE_OBJECT, UnlistedMedia, find_unlisted
 from energon_packed.records.unused_fields import unused_fields
-from energon_packed.records.video import VideoReference
-from energon_packed.records.video_fields import Video, read_video, read_videos, unsupported_media
 
 _EITHER = re.compile(f"{IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}")
 _TAGGED = {

@@ -14,9 +14,9 @@ import pyarrow.compute as pc
 
 from energon_packed.errors import FormatError
 from energon_packed.files import disk_array
-from energon_packed.loading.manifests import LoadedSplit
+from energon_packed.loading.datasets.manifests import LoadedSplit
 from energon_packed.packing.balance import Int64
-from energon_packed.pipeline.run_reports import FINGERPRINT, open_lengths, read_lengths
+from energon_packed.pipeline.output.run_reports import FINGERPRINT, open_lengths, read_lengths
 from energon_packed.shards.reader import ShardReader
 
 _MEDIA = ("num_images", "num_videos", "num_audios")

@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from energon_packed.errors import Reason, RecordError, ResourceError
-from energon_packed.records.audio import AudioReference
 from energon_packed.records.fields import OBJECT, SCALARS, Record, is_given, shown
-from energon_packed.records.kinds import AUDIO, IMAGE, VIDEO, MediaKind
-from energon_packed.records.media import ImageRoot, MediaReference
-from energon_packed.records.video import VideoReference
+from energon_packed.records.media.audio import AudioReference
+from energon_packed.records.media.kinds import AUDIO, IMAGE, VIDEO, MediaKind
+from energon_packed.records.media.reference import ImageRoot, MediaReference
+from energon_packed.records.media.video import VideoReference
 from energon_packed.storage import as_path
 
 IMAGE_URL = "not fetched: URL of an image in the field"

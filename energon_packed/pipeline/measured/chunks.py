@@ -43,9 +43,9 @@ from energon_packed.errors import Reason
 from energon_packed.files import atomic_path, atomic_write
 from energon_packed.formats.audios import clip_as_dict
 from energon_packed.formats.videos import frames_as_dict
-from energon_packed.pipeline.arrow_columns import as_numpy, numeric_column, string_column
+from energon_packed.pipeline.measured.arrow_columns import as_numpy, numeric_column, string_column
 from energon_packed.records import AudioClip, FrameSelection, MediaReference
-from energon_packed.records.media import media_digest
+from energon_packed.records.media.reference import media_digest
 from energon_packed.storage import as_path, is_remote
 
 Int64 = npt.NDArray[np.int64]

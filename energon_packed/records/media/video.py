@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from energon_packed.records.media import MediaReference
+from energon_packed.records.media.reference import MediaReference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

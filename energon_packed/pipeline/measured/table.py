@@ -18,9 +18,9 @@ from energon_packed.arrays import blocks
 from energon_packed.encoding.fragments import FRAGMENT, Fragments
 from energon_packed.files import disk_array
 from energon_packed.packing.planner import first_of_group
-from energon_packed.pipeline.arrow_columns import as_numpy
-from energon_packed.pipeline.chunk_reader import Read
-from energon_packed.pipeline.chunks import (
+from energon_packed.pipeline.measured.arrow_columns import as_numpy
+from energon_packed.pipeline.measured.chunk_reader import Read
+from energon_packed.pipeline.measured.chunks import (
     COUNTED,
     NUMERIC,
     PACKED,

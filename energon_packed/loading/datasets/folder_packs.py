@@ -19,9 +19,9 @@ from energon_packed.formats.audios import is_audio_part
 from energon_packed.formats.references import MEDIA_PART, emptied, located_names
 from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.costs.model import RowSizes
-from energon_packed.loading.manifests import LoadedSplit, digests_of
+from energon_packed.loading.datasets.manifests import LoadedSplit, digests_of
+from energon_packed.loading.datasets.recorded_lengths import PackSums, recorded_sums
 from energon_packed.loading.permutation import Permutation
-from energon_packed.loading.recorded_lengths import PackSums, recorded_sums
 from energon_packed.packing.balance import Int64
 from energon_packed.shards.nv_meta import shards_in_split
 from energon_packed.shards.reader import ShardReader

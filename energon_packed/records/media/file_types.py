@@ -2,7 +2,7 @@
 
 import re
 
-from energon_packed.records.kinds import AUDIO, VIDEO, MediaKind
+from energon_packed.records.media.kinds import AUDIO, VIDEO, MediaKind
 
 # Brands of ISO base media files that contain images (HEIF, AVIF); all other files of this kind are videos or audio.
 _IMAGE_BRANDS = (b"heic", b"heix", b"hevc", b"hevx", b"heim", b"heis", b"mif1", b"msf1", b"avif", b"avis", b"crx ")

@@ -10,7 +10,7 @@ from typing import Any
 
 from energon_packed.errors import Reason, RecordError
 from energon_packed.records.fields import given, is_given, is_number, shown, unsupported_field
-from energon_packed.records.media import ImageRoot, MediaReference
+from energon_packed.records.media.reference import ImageRoot, MediaReference
 from energon_packed.records.unused_fields import unused_fields
 
 KEYS = ("audio", "audio_url", "bytes", "path", "url")

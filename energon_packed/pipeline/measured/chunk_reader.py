@@ -23,7 +23,7 @@ from energon_packed.files import of_type
 from energon_packed.formats.audios import clip_from_dict
 from energon_packed.formats.videos import frames_from_dict
 from energon_packed.packing.planner import Allocate
-from energon_packed.pipeline.chunks import NUMBER, TOKEN
+from energon_packed.pipeline.measured.chunks import NUMBER, TOKEN
 from energon_packed.records import AudioClip, FrameSelection
 from energon_packed.records.columns import Columns
 from energon_packed.system import most_open

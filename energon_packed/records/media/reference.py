@@ -20,7 +20,7 @@ from blake3 import blake3
 from energon_packed.errors import DataChangedError, Reason, RecordError, ResourceError
 from energon_packed.files import IrregularFile, LinkRefused, open_regular, open_shared, read_range, read_start, status
 from energon_packed.records.fields import read_setting, shown, unsupported_field
-from energon_packed.records.kinds import MEDIA_KINDS, MediaKind
+from energon_packed.records.media.kinds import MEDIA_KINDS, MediaKind
 from energon_packed.storage import RangeStream, RemotePath, RemoteReader, absolute_name, as_path, is_remote
 from energon_packed.system import ABSENT, raise_resource_error
 

@@ -23,9 +23,9 @@ from energon_packed.encoding import ChatEncoder, Processor, StoredTokens
 from energon_packed.errors import ConfigError, FormatError
 from energon_packed.files import DiskList
 from energon_packed.formats import codec_for
+from energon_packed.loading.datasets.trust import check_blend_trusted
 from energon_packed.loading.epoch_end import EpochEnd, check_epoch_end, check_rest, steps_of_epoch
 from energon_packed.loading.permutation import Permutation
-from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.metadatasets import NV_META, SPLIT_FILE, Leaf, SplitFile, read_metadataset, read_split
 from energon_packed.options import as_integer, check_type, short
 from energon_packed.packing.balance import Int64

@@ -23,8 +23,8 @@ from energon_packed.files import DiskList, disk_array
 from energon_packed.flavors import PackSample
 from energon_packed.loading.collation.features import hf_dataset
 from energon_packed.loading.costs.model import RowSizes
-from energon_packed.loading.folder_packs import FolderPacks
-from energon_packed.loading.manifests import (
+from energon_packed.loading.datasets.folder_packs import FolderPacks
+from energon_packed.loading.datasets.manifests import (
     LoadedSplit,
     apportion,
     drawn,
@@ -35,14 +35,14 @@ from energon_packed.loading.manifests import (
     processor_for,
     repeats_packs,
 )
-from energon_packed.loading.map_data import MapData
+from energon_packed.loading.datasets.map_data import MapData
+from energon_packed.loading.datasets.trust import check_blend_trusted
 from energon_packed.loading.notebook import ShownSamples
 from energon_packed.loading.process import encode_pack
 from energon_packed.loading.resharding import refuse_dispatch
 from energon_packed.loading.sample_errors import remedy_of, sendable
-from energon_packed.loading.trust import check_blend_trusted
 from energon_packed.packing.balance import Int64
-from energon_packed.pipeline.run_state import digest
+from energon_packed.pipeline.output.run_state import digest
 from energon_packed.shards.reader import ShardReader
 from energon_packed.storage import ReadAhead, is_remote
 

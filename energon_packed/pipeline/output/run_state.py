@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from energon_packed.pipeline.engine import Engine, Progress
-from energon_packed.pipeline.folder import ENCODER, Folder
 from energon_packed.pipeline.options import InputOptions, PackOptions
+from energon_packed.pipeline.output.folder import ENCODER, Folder
 from energon_packed.pipeline.reader import RecordReader
 from energon_packed.records.mapping import Adapter
 from energon_packed.sources import Source

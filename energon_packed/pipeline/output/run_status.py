@@ -8,9 +8,9 @@ from typing import Literal
 import pyarrow as pa
 
 from energon_packed.errors import ConfigError
-from energon_packed.pipeline.chunks import read_rows
-from energon_packed.pipeline.folder import Folder, work_folder
-from energon_packed.pipeline.locks import lock_holder
+from energon_packed.pipeline.measured.chunks import read_rows
+from energon_packed.pipeline.output.folder import Folder, work_folder
+from energon_packed.pipeline.output.locks import lock_holder
 from energon_packed.shards import PackingManifest
 
 Stage = Literal["nothing", "measured", "written", "done"]

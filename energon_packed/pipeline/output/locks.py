@@ -18,7 +18,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from energon_packed.errors import ConfigError
 from energon_packed.files import atomic_write, error_of_path
-from energon_packed.pipeline.folder import read_json_object, work_folder
+from energon_packed.pipeline.output.folder import read_json_object, work_folder
 from energon_packed.storage import RemotePath, StorageError, is_remote
 
 _log = logging.getLogger(__name__)
