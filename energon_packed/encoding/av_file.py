@@ -8,7 +8,6 @@ import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
@@ -107,7 +106,6 @@ class LimitedStream:
         return self.file.tell()
 
 
-@cache
 def load_av() -> Any:
     """Return the module of PyAV.
 

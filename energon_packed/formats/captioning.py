@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from energon_packed.errors import FormatError, Reason, RecordError
+from energon_packed.files import of_type
 from energon_packed.formats.codec import Codec, Part, RawPack, StoredSample
 from energon_packed.formats.parts import (
     member_names,
@@ -138,7 +139,7 @@ class CaptioningCodec(Codec):
         value = read_json(raw)
         captions = [_turns(turns) for turns in value["captions"]]
         prompts = [_turns(turns) for turns in value.get("prompts") or [[""] * len(turns) for turns in captions]]
-        columns = {name: value.get(name) or [None] * len(captions) for name in _Row._fields}
+        columns = {name: of_type(value.get(name) or [None] * len(captions), list, name) for name in _Row._fields}
         for name, column in [("prompts", prompts), *columns.items()]:
             if len(column) != len(captions):
                 raise FormatError(f"{raw.get('__key__')} has {len(column)} {name} for {len(captions)} captions")

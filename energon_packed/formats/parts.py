@@ -22,7 +22,7 @@ from typing import Any
 
 import orjson
 
-from energon_packed.errors import FormatError, RecordError
+from energon_packed.errors import ConfigError, FormatError, RecordError
 from energon_packed.files import of_type
 from energon_packed.formats.audios import clip_as_dict, clip_from_dict, is_audio_part
 from energon_packed.formats.codec import Part, RawPack
@@ -108,7 +108,7 @@ def write_media(samples: Sequence[Conversation]) -> tuple[list[Part], dict[str, 
         if not (sample.images or sample.patch_positions or sample.videos or sample.audios):  # most samples
             continue
         images, positions, videos, audios, settings = (columns[name][i] for name in MEDIA_COLUMNS)
-        images += [f"img{i}_{j}.{image.extension}" for j, image in enumerate(sample.images)]
+        images += [_part_name(f"img{i}_{j}", image) for j, image in enumerate(sample.images)]
         settings += _settings(sample.images)
         positions += [f"img{i}_{j}.npy" for j in range(len(sample.patch_positions))]
         _add_files(zip(images, sample.images, strict=True), parts, references)
@@ -119,7 +119,7 @@ def write_media(samples: Sequence[Conversation]) -> tuple[list[Part], dict[str, 
             videos.append(entry)
             _add_files(files, parts, references)
         for j, audio in enumerate(sample.audios):
-            part = f"aud{i}_{j}.{audio.file.extension}"
+            part = _part_name(f"aud{i}_{j}", audio.file)
             assert audio.clip is not None  # of every measured record
             audios.append({"part": part, **clip_as_dict(audio.clip)})
             _add_files([(part, audio.file)], parts, references)
@@ -141,6 +141,12 @@ def _add_files(files: Iterable[tuple[str, MediaReference]], parts: list[Part], r
             parts.append((name, file.read()))
 
 
+def _part_name(stem: str, file: MediaReference) -> str:
+    if not file.extension:
+        raise ConfigError(f"{stem} has no extension. Set `extension` of the MediaReference, such as 'jpg'")
+    return f"{stem}.{file.extension}"
+
+
 def _named_video(name: str, video: VideoReference) -> tuple[dict[str, Any], list[tuple[str, MediaReference]]]:
     """Return the entry of `video_files`, and the files by part name."""
     assert video.frames is not None  # of every measured record
@@ -148,9 +154,9 @@ def _named_video(name: str, video: VideoReference) -> tuple[dict[str, Any], list
     if video.images_before is not None:
         frames["images_before"] = video.images_before
     if video.file is not None:
-        part = f"{name}.{video.file.extension}"
+        part = _part_name(name, video.file)
         return {"part": part, **frames}, [(part, video.file)]
-    named = [(f"{name}_{k}.{image.extension}", image) for k, image in enumerate(video.images)]
+    named = [(_part_name(f"{name}_{k}", image), image) for k, image in enumerate(video.images)]
     return {"parts": [part for part, _ in named], **frames}, named
 
 
@@ -176,7 +182,8 @@ def _read_media(
     raw: RawPack, image_names: Any, position_names: Any, videos: Any, audios: Any, settings: Any
 ) -> dict[str, Any]:
     media: dict[str, Any] = {}  # most samples have media of one kind, or none
-    if names := _names(image_names):
+    names = _names(image_names)
+    if names or settings:
         images = [_stored(raw, name) for name in names]
         if settings:
             pairs = zip(images, settings, strict=True)

@@ -45,9 +45,7 @@ packing."""
 _KINDS = {"vid": VIDEO, "aud": AUDIO}  # by the start of a part; all others are images
 _moved: dict[str, str] = {}
 _DIGITS = 32  # hex digits of a digest
-
-
-_REQUIRED, _FIELDS = {"file", "offset", "size"}, set(Locator._fields)
+_REQUIRED, _FIELDS = {"file", "offset", "size"}, set(Locator._fields)  # of a locator
 
 
 def moved_folders(media_root: Mapping[str, str] | None) -> MediaRoot:
@@ -131,7 +129,7 @@ def complete_parts(
         return dict(raw)
     located = read_locators(raw)
     parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
-    paths = _paths_of(raw, located)
+    paths = _paths_of(raw, located, raw.get(MEDIA_ROOT) or moved_here())
     requested = _requested(located, paths)
     for name, locator in located.items():
         if locator is not None:
@@ -215,9 +213,10 @@ def _locator(value: Any) -> Locator:
     return locator
 
 
-def _paths_of(raw: Mapping[str, Any], located: Mapping[str, Locator | None]) -> dict[str, str | RemotePath]:
+def _paths_of(
+    raw: Mapping[str, Any], located: Mapping[str, Locator | None], moved: MediaRoot = ()
+) -> dict[str, str | RemotePath]:
     """Return the path of each located part, after folders have moved."""
-    moved = raw.get(MEDIA_ROOT) or moved_here()
     folder, found = "", {}
     for name, locator in located.items():
         if locator is not None:
@@ -273,6 +272,8 @@ def located_names(raw: Mapping[str, Any]) -> set[str]:
 
 def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
     """Return the images of a pack that are in other files, by part name; `packed` makes readers compare their bytes.
+
+    Their paths are those of the pack: readers of records replace folders that have moved.
 
     Args:
         raw: as for `complete_parts`.

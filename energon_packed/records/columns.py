@@ -28,6 +28,7 @@ FILL = 0
 """Value of tokens for which a record has none: padding, and samples without the column."""
 NUMBERS = ("advantage", "reward")
 """Fields of a turn or of a trajectory with one number for all of its targets."""
+_LARGEST = float(np.finfo(np.float32).max)
 _FLOATS = frozenset(
     (
         *("logprobs", "log_probs", "old_logprobs", "old_log_probs", "ref_logprobs", "ref_log_prob", "ref_log_probs"),
@@ -212,7 +213,7 @@ def read_numbers(fields: Mapping[str, Any], label: str, names: Iterable[str] = N
     for name in names:
         value = fields.get(name)
         if is_number(value):
-            if not np.isfinite(np.float32(value)):
+            if not abs(value) <= _LARGEST:  # also NaN, and integers that no float has
                 raise unsupported_field(f"{name} of {label} is {value!r}; use a finite number")
             numbers[name] = float(value)
     return numbers

@@ -84,7 +84,7 @@ def read_text(value: Any, label: str) -> str:
     """
     if isinstance(value, str):
         return value
-    if is_number(value) and math.isfinite(value):
+    if is_number(value) and (isinstance(value, int) or math.isfinite(value)):
         return str(value)
     kind = "null" if value is None else "NaN" if isinstance(value, float) else type(value).__name__
     raise missing_field(f"{label} must be text, not {kind}")

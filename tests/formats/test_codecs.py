@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from energon_packed import (
+    ConfigError,
     Conversation,
     FormatError,
     FrameSelection,
@@ -19,6 +20,7 @@ from energon_packed import (
     RecordError,
     StoredSample,
     VideoReference,
+    normalize,
 )
 from tests.internals import CODECS, codec_for, codec_of, load_pack
 
@@ -146,6 +148,12 @@ def test_equality_notices_every_field() -> None:
     assert made() != made(label=-100)
     assert made() != made(length=3)
     assert made(is_truncated=True) != made()
+
+
+def test_a_file_without_an_extension_is_not_written() -> None:
+    sample = StoredSample(normalize({"text": "<image>.", "images": [b"x"]}), length=3)
+    with pytest.raises(ConfigError, match="img0_0 has no extension. Set `extension` of the MediaReference"):
+        codec_for("PackedMultiMixQASample").write([sample])
 
 
 @pytest.mark.parametrize("name", sorted(CODECS))

@@ -83,7 +83,7 @@ def test_an_empty_answer_is_rejected_and_an_empty_question_unless_a_turn_or_an_i
 
 
 @pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize(("number", "text"), [(7, "7"), (0, "0"), (-2.5, "-2.5"), (10**30, "1" + "0" * 30)])
+@pytest.mark.parametrize(("number", "text"), [(7, "7"), (0, "0"), (-2.5, "-2.5"), (10**400, "1" + "0" * 400)])
 def test_a_number_is_its_digits(name: str, number: Any, text: str) -> None:
     for place in PLACES[name]:
         found = [message.content for message in read(name, place, number).messages]

@@ -99,6 +99,7 @@ def test_a_removed_sample_of_slime_has_no_target() -> None:
         ("TRL", {"old_per_token_logps": [1.0]}, "old_per_token_logps has 1 entries for 6 tokens or 4 tokens of the"),
         ("TRL", {"prompt_mask": [1, 0, 1]}, "prompt_mask has a 0 after a 1, and padding of a prompt is on its left"),
         ("verifiers", {"advantage": float("inf")}, "advantage of the record is inf; use a finite number"),
+        ("verifiers", {"advantage": 10**39}, "advantage of the record is 10{39}; use a finite number"),
         ("slime", {"response_length": 6}, "response_length is 6 for 5 tokens; use 0 to 5"),
         (
             "slime",

@@ -21,7 +21,7 @@ from energon_packed.system import announced
 from energon_packed.version import FORMAT_VERSION
 
 # Increase it when the same record is read or measured differently: earlier restart state is then not used.
-_MEASURE_VERSION = 2
+_MEASURE_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
