@@ -193,7 +193,10 @@ class ReportData:
 
 def _picked(rng: np.random.Generator, count: int, limit: int) -> list[int]:
     """Draw at most `limit` indices below `count`, in ascending order."""
-    return sorted(rng.permutation(count)[:limit].tolist()) if count > limit else list(range(count))
+    if count <= limit:
+        return list(range(count))
+    # Without `shuffle`, NumPy makes no array of all, if they are many.
+    return sorted(rng.choice(count, limit, replace=False, shuffle=False).tolist())
 
 
 def recorded(reader: ShardReader, pack: int, codec: Codec) -> tuple[str, list[int], list[int]]:

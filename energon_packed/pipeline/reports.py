@@ -64,6 +64,8 @@ _FEW_VALUES = [name for name in _SCHEMA.names if name not in ("row", "line", "id
 ]
 # The dictionary of the column `status` has later statuses only if they occur, so that other files stay the same.
 _ALWAYS_LISTED = STATUSES.index(Reason.AUDIO_COUNT_MISMATCH) + 1
+# A row group needs 17 KB of memory until the file is closed, and its rows until it is written.
+_GROUP_ROWS = 1 << 16
 _DELTAS = {"row": "DELTA_BINARY_PACKED", "line": "DELTA_BINARY_PACKED"}
 
 
@@ -233,14 +235,14 @@ class SamplePlaces(NamedTuple):
         pack: int32 (n,), index of its pack; -1 if it is in none.
         sample: int32 (n,), index of the sample in its pack.
         first_packs: int64 (shards,), index of the first pack of each shard.
-        shards: names of the tars.
+        shards: string column of the names of the tars.
         prefix: prefix of the keys of packs.
     """
 
     pack: npt.NDArray[np.int32]
     sample: npt.NDArray[np.int32]
     first_packs: npt.NDArray[np.int64]
-    shards: list[str]
+    shards: Any
     prefix: str
 
     def columns(self, rows: npt.NDArray[np.int64]) -> list[Any]:
@@ -290,6 +292,7 @@ def write_reports(
     names_of = (*STATUSES[:listed], TRUNCATED, SPLIT, FRAGMENT)
     paths = [str(source.path) for source in reader.sources]
     index_of = {path: index for index, path in enumerate(dict.fromkeys(paths))}  # repeated sources have one path
+    sources, statuses = string_column(list(index_of)), string_column(names_of)
     path_of = np.array([index_of[path] for path in paths], dtype=np.int32)
     more = [name for name in ("num_videos", "num_audios") if getattr(table, name).any()]
     schema = _SCHEMA
@@ -305,7 +308,7 @@ def write_reports(
         pq.ParquetWriter(lengths_file, schema, use_dictionary=_FEW_VALUES, column_encoding=_DELTAS) as writer,
         rejects_file.open("wb") as out,
     ):
-        # A row group per chunk file: the ids of all records need not fit in memory.
+        waiting: list[Any] = []  # rows of chunk files until they are enough for a row group
         for chunk in record_names(table, reader):
             chunk_status, measured = status[chunk.rows], table.length[chunk.rows]
             is_cut = (chunk_status == 0) & (measured > usable_len)
@@ -324,13 +327,13 @@ def write_reports(
                 images = np.append(images, of_chunk["last_image"] - of_chunk["first_image"])
                 shown = np.append(shown, np.full(len(of_chunk), names_of.index(FRAGMENT)))
             columns = [
-                dictionary_column(path_of[source], list(index_of), np.int32),
+                dictionary_column(path_of[source], sources, np.int32),
                 numeric_column(local, np.int64),
                 numeric_column(lines, np.int64, valid=lines > 0),
                 string_column(names),
                 numeric_column(measured, np.int32, valid=measured >= 0),
                 numeric_column(images, np.int32),
-                dictionary_column(shown, names_of, np.int8),
+                dictionary_column(shown, statuses, np.int8),
                 *places.columns(rows),
             ]
             for name in more:
@@ -338,8 +341,13 @@ def write_reports(
                 columns.append(numeric_column(np.append(files, [0] * (len(names) - len(files))), np.int32))
             if groups is not None:
                 columns.append(numeric_column(groups[rows], np.int64, valid=groups[rows] >= 0))
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+            waiting.append(pa.Table.from_arrays(columns, schema=schema))
+            if sum(map(len, waiting)) >= _GROUP_ROWS:
+                writer.write_table(pa.concat_tables(waiting))
+                waiting = []
             for index in np.flatnonzero(chunk_status).tolist():
                 record = int(chunk.rows[index])
                 rejected = rejects.row(record, int(lines[index]), chunk.names[index], chunk.details[index])
                 out.write(orjson.dumps(rejected._asdict(), option=orjson.OPT_APPEND_NEWLINE))
+        if waiting:
+            writer.write_table(pa.concat_tables(waiting))

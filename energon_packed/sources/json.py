@@ -167,20 +167,17 @@ class JsonlSource(Source):
         is_copied = self.data != self.path and self.data.name.endswith(ELEMENTS)
         # In blocks and in place, because a file may have 100 million records.
         blocks = [slice(first, first + _BLOCK) for first in range(0, len(addresses) - 1, _BLOCK)]
-        gaps = [0] if len(addresses) and addresses[0] > 0 else []  # records that are not at the end of the one before
-        for block in blocks:
-            ends = addresses[:-1][block] + sizes[:-1][block]
-            gaps += (np.flatnonzero(addresses[1:][block] > ends) + block.start + 1).tolist()
-        if is_copied or self.share[0] > 0 or (gaps and is_remote(self.data)):
+        first_gap = next(_gaps(addresses, sizes, blocks), None)
+        if is_copied or self.share[0] > 0 or (first_gap is not None and is_remote(self.data)):
             return super().line_numbers(addresses, sizes, out)
         # A longer line has not its whole size in `sizes`; the rest of it, with its end, is a gap.
         lines = np.empty_like(addresses) if out is None else out
         lines[:1] = 1
         for block in blocks:
             lines[1:][block] = (sizes[:-1][block] > 0) & (sizes[:-1][block] < LONGEST_RECORD)
-        if gaps:
+        if first_gap is not None:
             with self.data.open("rb") as stream:
-                for gap in gaps:
+                for gap in _gaps(addresses, sizes, blocks):
                     end = int(addresses[gap - 1]) + int(sizes[gap - 1]) if gap else 0
                     lines[gap] += _line_ends(stream, end, int(addresses[gap]))
         return np.cumsum(lines, out=lines)
@@ -296,6 +293,15 @@ def check_text(path: Path, data: Path) -> None:
     # A single long line is valid, so a CR must also separate two objects.
     if b"\n" not in head and _CR_ENDS.search(head):
         raise SourceError(f"the lines of {path} end in CR alone. Write it with LF: tr '\\r' '\\n'")
+
+
+def _gaps(addresses: npt.NDArray[np.int64], sizes: npt.NDArray[Any], blocks: Sequence[slice]) -> Iterator[int]:
+    """Yield the records that are not at the end of the record before: with blank lines, it may be each."""
+    if len(addresses) and addresses[0] > 0:
+        yield 0
+    for block in blocks:
+        ends = addresses[:-1][block] + sizes[:-1][block]
+        yield from (np.flatnonzero(addresses[1:][block] > ends) + block.start + 1).tolist()
 
 
 def _line_ends(stream: BinaryIO, start: int, stop: int) -> int:

@@ -4,10 +4,12 @@ import json
 import re
 import shutil
 import sys
+import tracemalloc
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import Result
 from PIL import Image
@@ -16,7 +18,7 @@ from energon_packed import ConfigError, pack
 from tests.browser import Browser
 from tests.conftest import FLAVORS, Packer
 from tests.inspection.datasets import METADATASET_V2, damaged, edit_manifest
-from tests.internals import DemoDataset, PackedFolder, ReportData, ShardReader, _zoomed, codec_for
+from tests.internals import DemoDataset, PackedFolder, ReportData, ShardReader, _zoomed, codec_for, report_data
 from tests.printed import invoke
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>"
@@ -394,3 +396,16 @@ def test_compared_settings_are_content_not_paths(tokenizer_dir: Path, tmp_path: 
     lines = run(outputs["first"], outputs["other"], "-o", tmp_path / "r.html").output.splitlines()
     assert any(re.fullmatch(r"images: image_std: \[0\.268.*\] -> \[0\.5, 0\.5, 0\.5\]", line) for line in lines)
     assert f"tokenizer: {tokenizer_dir} -> {tmp_path / 'changed'}" in lines
+
+
+def test_packs_are_drawn_in_memory_that_does_not_grow_with_their_number() -> None:
+    tracemalloc.start()
+    try:
+        drawn = report_data._picked(np.random.default_rng(0), 2_000_000, 20_000)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert drawn == sorted(set(drawn))
+    assert len(drawn) == 20_000
+    assert 0 <= drawn[0] < 1000 < 1_999_000 < drawn[-1] < 2_000_000
+    assert peak < 4_000_000  # an array of all has 16 MB

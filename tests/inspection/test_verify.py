@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import re
 import shutil
 import sqlite3
@@ -433,16 +434,16 @@ def test_memory_does_not_grow_with_the_samples(copy: Path, monkeypatch: pytest.M
             pq.write_table(pa.table({"id": ids, "status": ["packed"] * count}), file, row_group_size=10_000)
         parts = np.array_split(verify_names.name_hashes(ids), count // 5_000)
         tars = [verify_files.CheckedTar(Path(f"{number}.tar"), keys=part) for number, part in enumerate(parts)]
-        contents = [verify_packs.TarContents(tar.path.name, ids=tar.keys, checksums=tar.keys) for tar in tars]
+        each = [verify_packs.TarContents(tar.path.name, ids=tar.keys, checksums=tar.keys) for tar in tars]
         del ids, parts
         tracemalloc.start()
         try:
-            keys, hashes = files.DiskList(np.uint64), verify_packs.SampleHashes()
-            for tar, content in zip(tars, contents, strict=True):
+            keys, contents = files.DiskList(np.uint64), verify_packs.JoinedContents()
+            for tar, content in zip(tars, each, strict=True):
                 tar.move(keys)
-                hashes.move(content)
+                contents.add(content)
             assert verify_files.keys_are_unique(tars, keys.values, "").summary == f"{count:,} keys"
-            checks = verify_packs.contents_checks(folder, checker, contents, hashes, "", "")
+            checks = verify_packs.contents_checks(folder, checker, contents, "", "")
             check = next(check for check in checks if check.name == "every sample is packed exactly once")
             assert (check.count, check.summary) == (0, f"{count:,} samples")
             peaks.append(tracemalloc.get_traced_memory()[1])
@@ -450,3 +451,20 @@ def test_memory_does_not_grow_with_the_samples(copy: Path, monkeypatch: pytest.M
             tracemalloc.stop()
     assert peaks[2] - peaks[1] < 40_000
     assert peaks[5] - peaks[4] < 40_000
+
+
+def test_little_memory_is_kept_of_each_tar() -> None:
+    counts = {name: 1_000_000 for name in ("packs", "samples", "images", "tokens", "supervised tokens", "weights")}
+    tars, contents = 1000, verify_packs.JoinedContents()
+    tracemalloc.start()
+    try:
+        for number in range(tars):
+            tar = verify_packs.TarContents(f"out-{number:06d}.tar", Counter(counts), shortest={"any": [700, 800]})
+            contents.add(pickle.loads(pickle.dumps(tar)))  # of a process
+            del tar
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert contents.counts["tokens"] == tars * counts["tokens"]
+    assert contents.shortest == {"any": [700, 700]}
+    assert held < 700 * tars

@@ -121,6 +121,24 @@ def test_any_cut_into_ranges_gives_every_line_once(
     assert source.line_numbers(*places[:0].T).tolist() == []
 
 
+def test_lines_are_counted_in_memory_that_does_not_grow_with_blank_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_source, "_BLOCK", 1 << 12)
+    count = 50_000
+    (tmp_path / "a.jsonl").write_text("{}\n\n" * count)
+    source = JsonlSource(tmp_path / "a.jsonl")
+    addresses, lines = 4 * np.arange(count), np.zeros(count, dtype=np.int64)
+    tracemalloc.start()
+    try:
+        source.line_numbers(addresses, np.full(count, 3, dtype=np.int32), lines)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert lines.tolist() == (2 * np.arange(count) + 1).tolist()
+    assert peak < 10 * count
+
+
 def bytes_read() -> int:
     """Bytes that this process has read from files so far, by all system calls."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])

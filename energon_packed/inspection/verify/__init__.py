@@ -30,7 +30,7 @@ from energon_packed.inspection.verify.files import (
     tar_file_ids,
     utilization_is_at_least,
 )
-from energon_packed.inspection.verify.packs import PackChecker, SampleHashes, contents_checks
+from energon_packed.inspection.verify.packs import JoinedContents, PackChecker, contents_checks
 from energon_packed.pipeline.engine import LocalEngine, Progress
 
 __all__ = ["NO_MANIFEST", "Check", "verify"]
@@ -89,23 +89,23 @@ def verify(
     intact.not_checked = "" if known else "there is no tar"
     yield intact
     # Only intact tars are read further: the others would repeat the problem found above.
-    read = [tar.path for tar in tars if tar.keys is not None]
+    is_intact = {tar.path.name for tar in tars if tar.keys is not None}
+    read = [tar for tar in known if tar.name in is_intact]
     missing = max(len(known), len(entries)) - len(read)
     unread = f"{missing:,} tars are missing or damaged" if missing else "" if read else "there is no tar"
     yield indexes_match(folder, tars, unread)
     yield keys_are_unique(tars, keys.values, unread)
+    del tars, keys, is_intact
 
     progress.start("packs", len(read), "tars")
-    contents, hashes = [], SampleHashes()
+    contents = JoinedContents()
     checker = PackChecker(folder.codec, encoder, manifest)
     with closing(engine.run(checker, read)) as results:
         for result in results:
-            hashes.move(result)
-            contents.append(result)
+            contents.add(result)
             progress.advance(1)
     progress.stop()
-    contents.sort(key=lambda tar: tar.name)
-    yield from contents_checks(folder, checker, contents, hashes, unread, not_encoded)
+    yield from contents_checks(folder, checker, contents, unread, not_encoded)
     yield rejects_match(folder)
     if manifest is not None and min_utilization is not None:
         yield utilization_is_at_least(manifest, min_utilization)

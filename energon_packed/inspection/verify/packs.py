@@ -1,7 +1,7 @@
 """Check the contents of the packs: intact tars in, Checks out.
 
 PackChecker is a task for one tar: it decodes samples and images, encodes the samples again, and returns TarContents.
-`contents_checks` joins the TarContents of all tars, and compares them with packing.json and lengths.parquet.
+JoinedContents has the sums of all tars, which `contents_checks` compares with packing.json and lengths.parquet.
 """
 
 import zlib
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +48,17 @@ if _HAS_ENERGON := has_energon():  # otherwise, there is no encoder
     from energon_packed.loading.process import checked_sample
 
 
+_CHECKS = {
+    "packs": "packs are of the flavor",
+    "images": "images decode",
+    "videos": "videos have the selected frames",
+    "audios": "audio files decode to the packed samples",
+    "fit": "packs fit seq_len",
+    "encoded": "samples encode to their recorded length, with a supervised token",
+    "whole": "groups are whole, each in one row",
+}
+
+
 @dataclass(slots=True)
 class TarContents:
     """Contents of a tar.
@@ -56,14 +67,12 @@ class TarContents:
         name: file name of the tar.
         counts: number of packs, samples, images, videos, selected frames, audio files and tokens, and of supervised
             tokens of the encoded samples; and the sum of the checksums of their loss weights.
-        ids: hash of the id of every sample, uint64 (n,), in order, until `SampleHashes` has it.
-        checksums: checksum of its text or tokens, uint32 (n,), until `SampleHashes` has it.
+        ids: hash of the id of every sample, uint64 (n,), in order.
+        checksums: checksum of its text or tokens, uint32 (n,).
         shortest: lengths of the two shortest samples that may share a row, by kind of media.
         changed: packs with a referenced image that changed, by file and change.
-        groups: hash of pack, first sample and size of each group of at least two samples, uint64 (g,), until
-            `SampleHashes` has it.
-        samples: place of its samples in `SampleHashes`.
-        packs, images, videos, audios, fit, encoded, whole: checks of this tar.
+        groups: hash of pack, first sample and size of each group of at least two samples, uint64 (g,).
+        failed: checks of this tar that failed, by their names in `_CHECKS`.
     """
 
     name: str
@@ -73,40 +82,67 @@ class TarContents:
     shortest: dict[str, list[int]] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
     groups: UInt64 = field(default_factory=lambda: np.zeros(0, np.uint64))
-    samples: slice = field(default_factory=lambda: slice(0))
-    whole: Check = field(default_factory=lambda: Check("groups are whole, each in one row"))
-    packs: Check = field(default_factory=lambda: Check("packs are of the flavor"))
-    images: Check = field(default_factory=lambda: Check("images decode"))
-    videos: Check = field(default_factory=lambda: Check("videos have the selected frames"))
-    audios: Check = field(default_factory=lambda: Check("audio files decode to the packed samples"))
-    fit: Check = field(default_factory=lambda: Check("packs fit seq_len"))
-    encoded: Check = field(
-        default_factory=lambda: Check("samples encode to their recorded length, with a supervised token")
-    )
+    failed: dict[str, Check] = field(default_factory=dict)
+
+    def fail(self, check: str, problem: str) -> None:
+        """Record a problem of a check."""
+        self.failed.setdefault(check, Check(_CHECKS[check])).fail(problem)
+
+
+class ReadTar(NamedTuple):
+    """A tar of JoinedContents.
+
+    Attributes:
+        name: file name of the tar.
+        packs, tokens: their numbers.
+        samples: place of its samples among those of all tars.
+        failed: as in TarContents.
+    """
+
+    name: str
+    packs: int
+    tokens: int
+    samples: slice
+    failed: dict[str, Check]
 
 
 @dataclass(frozen=True, slots=True)
-class SampleHashes:
-    """Hashes of the samples of all tars, in files, as TarContents has them of a tar.
+class JoinedContents:
+    """Contents of all tars: hashes in files, sums, and little of each tar, as there may be thousands.
 
     Attributes:
-        ids: uint64 (n,).
-        checksums: uint32 (n,).
-        groups: uint64 (g,).
+        tars: the tars, sorted by name before the checks.
+        ids, checksums, groups: as in TarContents.
+        counts, shortest, changed: as in TarContents, of all tars.
     """
 
+    tars: list[ReadTar] = field(default_factory=list)
     ids: DiskList = field(default_factory=lambda: DiskList(np.uint64))
     checksums: DiskList = field(default_factory=lambda: DiskList(np.uint32))
     groups: DiskList = field(default_factory=lambda: DiskList(np.uint64))
+    counts: Counter[str] = field(default_factory=Counter)
+    shortest: dict[str, list[int]] = field(default_factory=dict)
+    changed: Counter[str] = field(default_factory=Counter)
 
-    def move(self, tar: TarContents) -> None:
-        """Move the hashes of a tar here."""
-        tar.samples = slice(len(self.ids), len(self.ids) + len(tar.ids))
+    def add(self, tar: TarContents) -> None:
+        """Add a tar."""
+        own = slice(len(self.ids), len(self.ids) + len(tar.ids))
+        self.tars.append(ReadTar(tar.name, tar.counts["packs"], tar.counts["tokens"], own, tar.failed))
         self.ids.extend(tar.ids)
         self.checksums.extend(tar.checksums)
         self.groups.extend(tar.groups)
-        empty = TarContents("")
-        tar.ids, tar.checksums, tar.groups = empty.ids, empty.checksums, empty.groups
+        self.counts.update(tar.counts)
+        self.changed.update(tar.changed)
+        for kind, lengths in tar.shortest.items():
+            self.shortest[kind] = sorted([*self.shortest.get(kind, []), *lengths])[:2]
+
+    def check(self, name: str) -> Check:
+        """Join a check of `_CHECKS` of all tars."""
+        check = Check(_CHECKS[name])
+        for tar in self.tars:
+            if name in tar.failed:
+                check.add(tar.failed[name])
+        return check
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +201,7 @@ class PackChecker:
             except (ResourceError, ConfigError):
                 raise
             except EnergonPackedError as error:
-                contents.packs.fail(f"{contents.name}: {key}: {error}")
+                contents.fail("packs", f"{contents.name}: {key}: {error}")
                 continue
             yield key, samples, changes
 
@@ -191,17 +227,17 @@ class PackChecker:
         pack = f"{contents.name}: {key}"
         damaged: set[int] = set()  # samples with damaged media, by index
         for place, sample in enumerate(samples) if has_images else ():
-            media: tuple[tuple[Sequence[Any], Callable[[Any], Any], Check], ...] = (
-                (sample.conversation.images, load_image, contents.images),
-                (sample.conversation.videos, _check_video, contents.videos),
-                (sample.conversation.audios, _check_audio, contents.audios),
+            media: tuple[tuple[Sequence[Any], Callable[[Any], Any], str], ...] = (
+                (sample.conversation.images, load_image, "images"),
+                (sample.conversation.videos, _check_video, "videos"),
+                (sample.conversation.audios, _check_audio, "audios"),
             )
-            for files, check, outcome in media:
+            for files, check, name in media:
                 for file in files:
                     try:
                         check(file)
                     except RecordError as error:
-                        outcome.fail(f"{pack}, sample {sample.conversation.id}: {error}")
+                        contents.fail(name, f"{pack}, sample {sample.conversation.id}: {error}")
                         damaged.add(place)
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None and has_images:
@@ -213,7 +249,7 @@ class PackChecker:
             for place, result in zip(places, results, strict=True):
                 # Only encoding resizes the frames of a video.
                 if isinstance(result, Reject) and result.reason is Reason.CORRUPT_VIDEO and place not in damaged:
-                    contents.videos.fail(f"{pack}, sample {samples[place].conversation.id}: {result}")
+                    contents.fail("videos", f"{pack}, sample {samples[place].conversation.id}: {result}")
                     damaged.add(place)
                 if isinstance(result, Reject) and place in damaged:
                     contents.counts["damaged samples"] += 1
@@ -229,7 +265,7 @@ class PackChecker:
             return
         padded = round_up(known, self.manifest.pad_multiple)
         if padded.sum() > self.manifest.seq_len:
-            contents.fit.fail(f"{pack} has {padded.sum()} tokens, more than seq_len {self.manifest.seq_len}")
+            contents.fail("fit", f"{pack} has {padded.sum()} tokens, more than seq_len {self.manifest.seq_len}")
         for sample, length in zip(samples, padded.tolist(), strict=False):
             # With --group-by media, only samples of the same kind share a row.
             kind = sample.conversation.kind if self.manifest.group_by == "media" else "any"
@@ -246,12 +282,12 @@ class PackChecker:
         try:
             checked = checked_sample(sample, encoded, key, check_lengths=False)
         except EnergonPackedError as error:
-            contents.encoded.fail(f"{name}: {error}")
+            contents.fail("encoded", f"{name}: {error}")
             return recorded
         if recorded >= 0 and len(checked) != recorded:
-            contents.encoded.fail(f"{name} has {len(checked)} tokens, {recorded} are recorded")
+            contents.fail("encoded", f"{name} has {len(checked)} tokens, {recorded} are recorded")
         if checked.num_supervised == 0 and sample.conversation.needs_targets:
-            contents.encoded.fail(f"{name} has no supervised token")
+            contents.fail("encoded", f"{name} has no supervised token")
         contents.counts["supervised tokens"] += checked.num_supervised
         contents.counts["weights"] += checked.weight_checksum
         return len(checked)
@@ -266,7 +302,9 @@ def _groups_of(contents: TarContents, key: str, samples: Sequence[StoredSample])
         places.setdefault(sample.conversation.group, []).append(place)
     for group, own in places.items():
         if own[-1] - own[0] >= len(own):
-            contents.whole.fail(f"{contents.name}: {key}: samples of another group are between those of group {group}")
+            contents.fail(
+                "whole", f"{contents.name}: {key}: samples of another group are between those of group {group}"
+            )
     contents.counts["groups"] += sum([len(own) > 1 for own in places.values()])
     return [(key, own[0], len(own)) for own in places.values() if len(own) > 1]
 
@@ -321,8 +359,7 @@ def _check_audio(audio: AudioReference) -> None:
 def contents_checks(
     folder: PackedFolder,
     checker: PackChecker,
-    contents: list[TarContents],
-    hashes: SampleHashes,
+    contents: JoinedContents,
     unread: str,
     not_encoded: str,
 ) -> Iterator[Check]:
@@ -331,84 +368,76 @@ def contents_checks(
     Args:
         folder: dataset.
         checker: the task that made `contents`.
-        contents: contents of its intact tars, sorted by name.
-        hashes: hashes of their samples.
+        contents: contents of its intact tars.
         unread: which tars are not among the contents, for a message; "" if all are.
         not_encoded: why samples were not encoded again, if any were not.
     """
     manifest = folder.manifest
-    total = sum((tar.counts for tar in contents), Counter[str]())
-    joined = TarContents("")
-    joined.packs.name = f"packs are {folder.codec.sample_class}"
-    summaries = {
-        "packs": f"{total['packs']:,} packs",
-        "images": f"{total['images']:,} images",
-        "videos": f"{total['videos']:,} videos",
-        "audios": f"{total['audios']:,} audio files",
-        "fit": f"{manifest.seq_len:,} tokens" if manifest else "",
-        "encoded": f"{total['encoded samples']:,} of {total['samples']:,} samples",
-    }
-    for name, summary in summaries.items():
-        check: Check = getattr(joined, name)
-        check.summary, check.not_checked = summary, unread
-        for tar in contents:
-            check.add(getattr(tar, name))
+    total = contents.counts
+    contents.tars.sort(key=lambda tar: tar.name)  # processes finish in any order
+    packs, images, videos, audios, fit, encoded = map(contents.check, list(_CHECKS)[:6])
+    packs.name = f"packs are {folder.codec.sample_class}"
+    packs.summary, images.summary = f"{total['packs']:,} packs", f"{total['images']:,} images"
+    videos.summary, audios.summary = f"{total['videos']:,} videos", f"{total['audios']:,} audio files"
+    fit.summary = f"{manifest.seq_len:,} tokens" if manifest else ""
+    encoded.summary = f"{total['encoded samples']:,} of {total['samples']:,} samples"
+    packs.not_checked = images.not_checked = videos.not_checked = audios.not_checked = unread
     # Not every image was decoded while packing, so a bad image in an intact tar was bad in the input.
     if manifest is not None and manifest.images_decoded < manifest.images:
-        joined.images.remedy = "check-media"
+        images.remedy = "check-media"
     if manifest is not None and manifest.check_media != "full":
-        joined.videos.remedy = joined.audios.remedy = "check-media"
+        videos.remedy = audios.remedy = "check-media"
     unknown = f"{total['unknown lengths']:,} samples have no recorded length" if total["unknown lengths"] else ""
     media = "images and videos" if total["videos"] else "images"
     if total["audios"]:
         media = f"{media} and audio files" if total["images"] or total["videos"] else "audio files"
     if changed := total["changed packs"]:
         not_encoded = not_encoded or f"{media} of {changed:,} packs changed"
-        for check in (joined.images, joined.videos, joined.audios):
+        for check in (images, videos, audios):
             check.not_checked = unread or f"{media} of {changed:,} packs changed"
     damaged = ""
     if total["damaged samples"]:
         damaged = f"{media} of {total['damaged samples']:,} samples are damaged"
         not_encoded = not_encoded or damaged
     if total["encoded samples"] == total["samples"]:
-        not_encoded, joined.encoded.summary = "", f"{total['samples']:,} samples"
-    joined.encoded.not_checked = not_encoded or unread
-    joined.fit.not_checked = (NO_MANIFEST if manifest is None else unknown) or unread
-    yield joined.packs
+        not_encoded, encoded.summary = "", f"{total['samples']:,} samples"
+    encoded.not_checked = not_encoded or unread
+    fit.not_checked = (NO_MANIFEST if manifest is None else unknown) or unread
+    yield packs
     if total["references"]:
-        yield _media_unchanged(total["references"], media, contents, unread)
-    yield _every_sample_once(checker, folder, contents, hashes, unread)
-    yield joined.images
+        yield _media_unchanged(total["references"], media, contents.changed, unread)
+    yield _every_sample_once(checker, folder, contents, unread)
+    yield images
     if total["videos"]:
-        yield joined.videos
+        yield videos
     if total["audios"]:
-        yield joined.audios
+        yield audios
     if total["groups"] or (manifest is not None and manifest.groups):
         file = folder.path.parent / "lengths.parquet"
-        yield groups_whole(file, (tar.whole for tar in contents), hashes.groups, total["groups"], unread)
-    yield joined.fit
-    yield joined.encoded
+        yield groups_whole(file, contents.check("whole"), contents.groups, total["groups"], unread)
+    yield fit
+    yield encoded
     if manifest is None:
         yield Check("sums match packing.json", not_checked=NO_MANIFEST)
     else:
-        sums = _sums(manifest, contents, total, unknown, not_encoded)
+        sums = _sums(manifest, contents, unknown, not_encoded)
         sums.not_checked = sums.not_checked or damaged
         yield sums
     if folder.codec.packed:
-        yield _samples_share_rows(folder, contents, total, unknown or unread)
+        yield _samples_share_rows(folder, contents, unknown or unread)
 
 
-def _media_unchanged(files: int, media: str, contents: list[TarContents], unread: str) -> Check:
+def _media_unchanged(files: int, media: str, changed: Counter[str], unread: str) -> Check:
     """Check that no referenced image or video changed; each file is listed once, with the number of its packs."""
-    packs = sum((tar.changed for tar in contents), Counter[str]())
     check = Check(f"referenced {media} are unchanged", summary=f"{files:,} {media}", not_checked=unread)
-    for change, count in sorted(packs.items()):
+    for change, count in sorted(changed.items()):
         check.fail(f"{change} ({count:,} packs)")
     return check
 
 
-def _samples_share_rows(folder: PackedFolder, contents: list[TarContents], total: Counter[str], unknown: str) -> Check:
+def _samples_share_rows(folder: PackedFolder, contents: JoinedContents, unknown: str) -> Check:
     """Check that packs contain more than one sample, if two samples would fit a row; `unknown` names other samples."""
+    total = contents.counts
     check = Check("samples share rows", summary=f"{total['samples'] / max(total['packs'], 1):.2f} samples a pack")
     manifest = folder.manifest
     if total["samples"] > total["packs"] or (manifest is not None and manifest.max_samples_per_pack == 1):
@@ -424,8 +453,7 @@ def _samples_share_rows(folder: PackedFolder, contents: list[TarContents], total
     if manifest is None or check.not_checked:
         return check
     # If the two shortest samples of a kind do not fit one row together, no two samples do.
-    for kind in {kind for tar in contents for kind in tar.shortest}:
-        shortest = sorted(length for tar in contents for length in tar.shortest.get(kind, []))[:2]
+    for shortest in contents.shortest.values():
         if len(shortest) == 2 and sum(shortest) <= manifest.seq_len:
             check.fail(
                 f"{total['samples']:,} samples in {total['packs']:,} packs: nothing was packed, and two of "
@@ -436,9 +464,7 @@ def _samples_share_rows(folder: PackedFolder, contents: list[TarContents], total
     return check
 
 
-def _every_sample_once(
-    checker: PackChecker, folder: PackedFolder, contents: list[TarContents], hashes: SampleHashes, unread: str
-) -> Check:
+def _every_sample_once(checker: PackChecker, folder: PackedFolder, contents: JoinedContents, unread: str) -> Check:
     """Check that each sample id is packed as often as lengths.parquet lists it as packed.
 
     Hashes of the ids are compared. Only samples whose hash occurs too often or too rarely are read again, for their
@@ -448,7 +474,7 @@ def _every_sample_once(
     if folder.manifest is None:
         check.not_checked = NO_MANIFEST
         return check
-    ids, checksums = hashes.ids.values, hashes.checksums.values
+    ids, checksums = contents.ids.values, contents.checksums.values
     check.summary = f"{len(ids):,} samples"
     # The file is not needed for training, and may not be copied with the shards.
     is_listed = (folder.path.parent / "lengths.parquet").exists()
@@ -461,10 +487,10 @@ def _every_sample_once(
                 recorded.update(name for name, wanted in zip(names, is_suspect, strict=True) if wanted)
         else:
             # Records may share an id. Without lengths.parquet, only an equal id and an equal text are one sample.
-            pairs = joined(with_values(ids[tar.samples], checksums[tar.samples]) for tar in contents).repeated()
+            pairs = joined(with_values(ids[tar.samples], checksums[tar.samples]) for tar in contents.tars).repeated()
             suspects = joined(
                 ids[tar.samples][np.isin(with_values(ids[tar.samples], checksums[tar.samples]), pairs)]
-                for tar in (contents if len(pairs) else ())
+                for tar in (contents.tars if len(pairs) else ())
             ).sorted()
     except FormatError as error:
         check.fail(str(error))
@@ -472,7 +498,7 @@ def _every_sample_once(
     packs: dict[str, str] = {}  # the last pack of each sample id
     times: Counter[str] = Counter()
     contents_seen: Counter[tuple[str, int]] = Counter()
-    for tar in contents if len(suspects) else ():
+    for tar in contents.tars if len(suspects) else ():
         for ident, checksum, key in checker.named(folder.path / tar.name, ids[tar.samples], suspects):
             times[ident] += 1
             pack = f"{tar.name}: {key}"
@@ -499,21 +525,21 @@ def _checksum(conversation: Conversation) -> int:
     return zlib.crc32("\0".join(strings).encode(errors="replace"))
 
 
-def _sums(
-    manifest: PackingManifest, contents: list[TarContents], total: Counter[str], unknown: str, not_encoded: str
-) -> Check:
+def _sums(manifest: PackingManifest, contents: JoinedContents, unknown: str, not_encoded: str) -> Check:
     """Check that the counts of the packs match packing.json, for each shard and in total.
 
     Sums of tokens are not compared if samples have an `unknown` length, and of targets and their loss weights if they
     are `not_encoded`.
     """
+    total = contents.counts
     check = Check("sums match packing.json", summary=f"{total['tokens']:,} tokens", not_checked=unknown)
     entries: dict[str, Any] = {shard.name: shard for shard in manifest.shards}
-    for tar in contents:
-        for name in ("packs", "samples") if unknown else ("packs", "samples", "tokens"):
+    for tar in contents.tars:
+        counts = {"packs": tar.packs, "samples": tar.samples.stop - tar.samples.start}
+        for name, count in (counts if unknown else counts | {"tokens": tar.tokens}).items():
             recorded = getattr(entries[tar.name], name)
-            if tar.counts[name] != recorded:
-                check.fail(f"{tar.name} has {tar.counts[name]} {name}, packing.json has {recorded}")
+            if count != recorded:
+                check.fail(f"{tar.name} has {count} {name}, packing.json has {recorded}")
     # Totals are compared as well: a shard that is missing changes only them.
     totals = {"packs": manifest.packs, "samples": manifest.packed, "images": manifest.images}
     totals |= {"videos": manifest.videos, "frames": manifest.frames, "audios": manifest.audios}

@@ -38,17 +38,17 @@ def string_column(values: Sequence[str | None]) -> Any:
 
 
 def dictionary_column(
-    codes: npt.NDArray[Any], names: Sequence[str], dtype: Any, valid: npt.NDArray[np.bool_] | None = None
+    codes: npt.NDArray[Any], names: Any, dtype: Any, valid: npt.NDArray[np.bool_] | None = None
 ) -> Any:
     """Build a dictionary column: `names[code]` for each code.
 
     Args:
         codes: shape (n,).
-        names: strings.
+        names: string column.
         dtype: numpy type in which the codes are stored.
         valid: as in `numeric_column`.
     """
-    return pa.DictionaryArray.from_arrays(numeric_column(codes, dtype, valid), string_column(names))
+    return pa.DictionaryArray.from_arrays(numeric_column(codes, dtype, valid), names)
 
 
 def as_numpy(column: Any, dtype: Any) -> npt.NDArray[Any]:

@@ -24,6 +24,7 @@ from energon_packed.packing.planner import Assignment, assign, index_type
 from energon_packed.pipeline.encoders import EncoderLoader
 from energon_packed.pipeline.engine import Engine
 from energon_packed.pipeline.groups import check_complete, reject_groups
+from energon_packed.pipeline.measured.arrow_columns import string_column
 from energon_packed.pipeline.measured.chunk_reader import RecordBytes, RecordOffsets, TokenReader
 from energon_packed.pipeline.measured.chunks import COLUMNS, FRAMES, KINDS, STATUSES, TOKEN, TOKENS
 from energon_packed.pipeline.measured.table import RecordRefs, RecordTable
@@ -480,7 +481,7 @@ def sample_places(pack: Int32, place: Int32, shards: Sequence[ShardPlan], option
         pack=pack,
         sample=place,
         first_packs=np.array([shard.first_pack for shard in shards], dtype=np.int64),
-        shards=[shard.name(options.prefix) for shard in shards],
+        shards=string_column([shard.name(options.prefix) for shard in shards]),
         prefix=options.prefix,
     )
 
