@@ -1,4 +1,4 @@
-"""Check: the result of verifying one condition of a dataset, as `verify` yields it. FailedChecks: those of a tar."""
+"""Check: the result of verifying one condition of a dataset, as `verify` yields it. FailedChecks: of a tar."""
 
 from dataclasses import dataclass, field
 

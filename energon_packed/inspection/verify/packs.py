@@ -91,7 +91,7 @@ class ReadTar(NamedTuple):
     Attributes:
         name: file name of the tar.
         packs, tokens: their numbers.
-        samples: place of its samples among those of all tars.
+        samples: place of its samples in the arrays of all tars.
         failed: as in TarContents.
     """
 
