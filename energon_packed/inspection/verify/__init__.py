@@ -84,7 +84,7 @@ def verify(
     # Processes finish in any order: results are sorted, so that the output does not depend on it.
     tars.sort(key=lambda tar: tar.path)
     for tar in tars:
-        intact.add(tar.intact)
+        intact.add(tar.failed.get("intact"))
     intact.summary = f"{sum(tar.stat().st_size for tar in known):,} bytes"
     intact.not_checked = "" if known else "there is no tar"
     yield intact

@@ -1,4 +1,4 @@
-"""Check: the result of verifying one condition of a dataset, as `verify` yields it."""
+"""Check: the result of verifying one condition of a dataset, as `verify` yields it. FailedChecks: of a tar."""
 
 from dataclasses import dataclass, field
 
@@ -31,8 +31,10 @@ class Check:
         if self.count <= MAX_LISTED:
             self.problems.append(problem)
 
-    def add(self, other: "Check") -> None:
-        """Add the problems of the same check of another file."""
+    def add(self, other: "Check | None") -> None:
+        """Add the problems of the same check of a file; None if it passed."""
+        if other is None:
+            return
         self.count += other.count
         self.problems = (self.problems + other.problems)[:MAX_LISTED]
 
@@ -40,3 +42,11 @@ class Check:
     def passed(self) -> bool | None:
         """False with violations; None without violations if the condition was not checked; else True."""
         return False if self.count else None if self.not_checked else True
+
+
+class FailedChecks(dict[str, Check]):
+    """Checks of a tar that failed, by their names: there may be thousands of tars, and most pass all checks."""
+
+    def fail(self, name: str, problem: str) -> None:
+        """Record a problem of a check."""
+        self.setdefault(name, Check(name)).fail(problem)

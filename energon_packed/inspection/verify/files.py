@@ -19,7 +19,7 @@ import numpy as np
 from energon_packed.errors import EnergonPackedError, FormatError
 from energon_packed.files import DiskList
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.verify.check import Check
+from energon_packed.inspection.verify.check import Check, FailedChecks
 from energon_packed.inspection.verify.names import UInt64, joined, name_hashes
 from energon_packed.libraries import NO_ENERGON, has_energon
 from energon_packed.metadatasets import NV_META, read_split
@@ -69,18 +69,14 @@ class CheckedTar:
 
     Attributes:
         path: the tar.
-        intact: check of the tar.
-        index: check of its `.tar.idx`.
-        rows: check of its rows in index.sqlite.
+        failed: the checks that failed: `intact` of the tar, `index` of its `.tar.idx`, and `rows` of index.sqlite.
         unreadable: why index.sqlite cannot be read; "" if it was read.
         keys: hashes of the keys of its packs, in order, until `move` stores them; None if the tar is damaged.
         packs: place of its keys among the keys of all tars.
     """
 
     path: Path
-    intact: Check = field(default_factory=lambda: Check(""))
-    index: Check = field(default_factory=lambda: Check(""))
-    rows: Check = field(default_factory=lambda: Check(""))
+    failed: FailedChecks = field(default_factory=FailedChecks)
     unreadable: str = ""
     keys: UInt64 | None = None
     packs: slice = field(default_factory=lambda: slice(0))
@@ -102,36 +98,36 @@ def check_tar(tar: Path, entries: Mapping[str, ShardEntry], tar_file_ids: Mappin
         tar_file_ids: `tar_file_id` of index.sqlite by name; empty without this file.
     """
     result = CheckedTar(tar)
-    check = result.intact
+    failed = result.failed
     if entry := entries.get(tar.name):
         size = tar.stat().st_size
         with tar.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         if size != entry.bytes:
-            check.fail(f"{tar.name} has {size} bytes, packing.json has {entry.bytes}")
+            failed.fail("intact", f"{tar.name} has {size} bytes, packing.json has {entry.bytes}")
         elif digest != entry.sha256:
-            check.fail(f"{tar.name} has sha256 {digest[:12]}.., packing.json has {entry.sha256[:12]}..")
+            failed.fail("intact", f"{tar.name} has sha256 {digest[:12]}.., packing.json has {entry.sha256[:12]}..")
     # A wrong hash does not end the check: the headers show which members are damaged.
     try:
         scan = scan_tar(tar)
     except FormatError as error:
-        check.fail(str(error))
+        failed.fail("intact", str(error))
         return result
     for problem in scan.problems:
-        check.fail(f"{tar.name}: {problem}")
+        failed.fail("intact", f"{tar.name}: {problem}")
     if scan.problems:
         return result  # the rows of a damaged tar cannot be compared
     rows = scan.rows()
     result.keys = name_hashes(rows.keys)
     index = tar.with_suffix(".tar.idx")
     if not index.is_file():
-        result.index.fail(f"{index.name} is missing")
+        failed.fail("index", f"{index.name} is missing")
     elif index.read_bytes() != np.array(rows.offsets, dtype="<u8").tobytes():
-        result.index.fail(f"{index.name} does not match {tar.name}")
+        failed.fail("index", f"{index.name} does not match {tar.name}")
     if tar.name in tar_file_ids:
         try:
             with closing(open_sqlite_index(tar.parent / NV_META / _DATABASE)) as connection:
-                _compare_rows(result.rows, connection, tar_file_ids[tar.name], rows)
+                _compare_rows(failed, connection, tar_file_ids[tar.name], rows)
         except (sqlite3.Error, UnicodeError) as error:
             result.unreadable = f"{_DATABASE} cannot be read: {error}"
     return result
@@ -152,7 +148,7 @@ def indexes_match(folder: PackedFolder, tars: Sequence[CheckedTar], unread: str)
     check = Check(name, not_checked=unread, remedy="nv-meta")
     packs = {tar.path.name: tar.packs.stop - tar.packs.start for tar in tars if tar.keys is not None}
     for tar in tars:
-        check.add(tar.index)
+        check.add(tar.failed.get("index"))
     try:
         counts = shard_counts(folder.path)
         for name, count in packs.items():
@@ -164,7 +160,7 @@ def indexes_match(folder: PackedFolder, tars: Sequence[CheckedTar], unread: str)
         check.fail(f"{_DATABASE} is missing")
         return check
     for tar in tars:
-        check.add(tar.rows)
+        check.add(tar.failed.get("rows"))
     if errors := [tar.unreadable for tar in tars if tar.unreadable]:
         check.fail(errors[0])
     else:
@@ -172,7 +168,7 @@ def indexes_match(folder: PackedFolder, tars: Sequence[CheckedTar], unread: str)
     return check
 
 
-def _compare_rows(check: Check, connection: sqlite3.Connection, tar_file_id: int, rows: ShardRows) -> None:
+def _compare_rows(failed: FailedChecks, connection: sqlite3.Connection, tar_file_id: int, rows: ShardRows) -> None:
     """Compare the rows of a tar in index.sqlite with its headers."""
     sizes = np.diff(rows.offsets).tolist()
     expected = [
@@ -180,22 +176,22 @@ def _compare_rows(check: Check, connection: sqlite3.Connection, tar_file_id: int
         for index, (key, offset, size) in enumerate(zip(rows.keys, rows.offsets, sizes, strict=False))
     ]
     query = "SELECT sample_key, sample_index, byte_offset, byte_size FROM samples WHERE tar_file_id = ? ORDER BY 2"
-    _compare(check, rows.name, "samples", expected, connection.execute(query, (tar_file_id,)).fetchall())
+    _compare(failed, rows.name, "samples", expected, connection.execute(query, (tar_file_id,)).fetchall())
     query = (
         "SELECT sample_index, part_name, content_byte_offset, content_byte_size FROM sample_parts "
         "WHERE tar_file_id = ? ORDER BY 1, 3"
     )
     expected_parts = sorted(rows.parts, key=lambda part: (part[0], part[2]))  # sample index, offset: ORDER BY 1, 3
-    _compare(check, rows.name, "sample_parts", expected_parts, connection.execute(query, (tar_file_id,)).fetchall())
+    _compare(failed, rows.name, "sample_parts", expected_parts, connection.execute(query, (tar_file_id,)).fetchall())
 
 
-def _compare(check: Check, tar: str, table: str, expected: Sequence[Any], actual: Sequence[Any]) -> None:
+def _compare(failed: FailedChecks, tar: str, table: str, expected: Sequence[Any], actual: Sequence[Any]) -> None:
     if len(expected) != len(actual):
-        check.fail(f"index.sqlite has {len(actual)} rows of {tar} in {table}, the tar has {len(expected)}")
+        failed.fail("rows", f"index.sqlite has {len(actual)} rows of {tar} in {table}, the tar has {len(expected)}")
         return
     for right, row in zip(expected, actual, strict=True):
         if tuple(right) != tuple(row):
-            check.fail(f"index.sqlite, {table} of {tar}: the row {tuple(row)} should be {tuple(right)}")
+            failed.fail("rows", f"index.sqlite, {table} of {tar}: the row {tuple(row)} should be {tuple(right)}")
             return  # one shifted row shifts all later rows
 
 

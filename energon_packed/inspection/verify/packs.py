@@ -31,7 +31,7 @@ from energon_packed.files import DiskList
 from energon_packed.formats import Codec, StoredSample
 from energon_packed.formats.references import complete_parts, located_names
 from energon_packed.inspection.folder import PackedFolder
-from energon_packed.inspection.verify.check import Check
+from energon_packed.inspection.verify.check import Check, FailedChecks
 from energon_packed.inspection.verify.files import NO_MANIFEST
 from energon_packed.inspection.verify.groups import group_hashes, groups_whole
 from energon_packed.inspection.verify.names import UInt64, differing, joined, name_hashes, with_values
@@ -82,11 +82,7 @@ class TarContents:
     shortest: dict[str, list[int]] = field(default_factory=dict)
     changed: Counter[str] = field(default_factory=Counter)
     groups: UInt64 = field(default_factory=lambda: np.zeros(0, np.uint64))
-    failed: dict[str, Check] = field(default_factory=dict)
-
-    def fail(self, check: str, problem: str) -> None:
-        """Record a problem of a check."""
-        self.failed.setdefault(check, Check(_CHECKS[check])).fail(problem)
+    failed: FailedChecks = field(default_factory=FailedChecks)
 
 
 class ReadTar(NamedTuple):
@@ -95,7 +91,7 @@ class ReadTar(NamedTuple):
     Attributes:
         name: file name of the tar.
         packs, tokens: their numbers.
-        samples: place of its samples among those of all tars.
+        samples: place of its samples in the arrays of all tars.
         failed: as in TarContents.
     """
 
@@ -103,7 +99,7 @@ class ReadTar(NamedTuple):
     packs: int
     tokens: int
     samples: slice
-    failed: dict[str, Check]
+    failed: FailedChecks
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,8 +136,7 @@ class JoinedContents:
         """Join a check of `_CHECKS` of all tars."""
         check = Check(_CHECKS[name])
         for tar in self.tars:
-            if name in tar.failed:
-                check.add(tar.failed[name])
+            check.add(tar.failed.get(name))
         return check
 
 
@@ -201,7 +196,7 @@ class PackChecker:
             except (ResourceError, ConfigError):
                 raise
             except EnergonPackedError as error:
-                contents.fail("packs", f"{contents.name}: {key}: {error}")
+                contents.failed.fail("packs", f"{contents.name}: {key}: {error}")
                 continue
             yield key, samples, changes
 
@@ -237,7 +232,7 @@ class PackChecker:
                     try:
                         check(file)
                     except RecordError as error:
-                        contents.fail(name, f"{pack}, sample {sample.conversation.id}: {error}")
+                        contents.failed.fail(name, f"{pack}, sample {sample.conversation.id}: {error}")
                         damaged.add(place)
         encoded: list[EncodedSample | Reject | None] = [None] * len(samples)
         if self.encoder is not None and has_images:
@@ -249,7 +244,7 @@ class PackChecker:
             for place, result in zip(places, results, strict=True):
                 # Only encoding resizes the frames of a video.
                 if isinstance(result, Reject) and result.reason is Reason.CORRUPT_VIDEO and place not in damaged:
-                    contents.fail("videos", f"{pack}, sample {samples[place].conversation.id}: {result}")
+                    contents.failed.fail("videos", f"{pack}, sample {samples[place].conversation.id}: {result}")
                     damaged.add(place)
                 if isinstance(result, Reject) and place in damaged:
                     contents.counts["damaged samples"] += 1
@@ -265,7 +260,7 @@ class PackChecker:
             return
         padded = round_up(known, self.manifest.pad_multiple)
         if padded.sum() > self.manifest.seq_len:
-            contents.fail("fit", f"{pack} has {padded.sum()} tokens, more than seq_len {self.manifest.seq_len}")
+            contents.failed.fail("fit", f"{pack} has {padded.sum()} tokens, more than seq_len {self.manifest.seq_len}")
         for sample, length in zip(samples, padded.tolist(), strict=False):
             # With --group-by media, only samples of the same kind share a row.
             kind = sample.conversation.kind if self.manifest.group_by == "media" else "any"
@@ -282,12 +277,12 @@ class PackChecker:
         try:
             checked = checked_sample(sample, encoded, key, check_lengths=False)
         except EnergonPackedError as error:
-            contents.fail("encoded", f"{name}: {error}")
+            contents.failed.fail("encoded", f"{name}: {error}")
             return recorded
         if recorded >= 0 and len(checked) != recorded:
-            contents.fail("encoded", f"{name} has {len(checked)} tokens, {recorded} are recorded")
+            contents.failed.fail("encoded", f"{name} has {len(checked)} tokens, {recorded} are recorded")
         if checked.num_supervised == 0 and sample.conversation.needs_targets:
-            contents.fail("encoded", f"{name} has no supervised token")
+            contents.failed.fail("encoded", f"{name} has no supervised token")
         contents.counts["supervised tokens"] += checked.num_supervised
         contents.counts["weights"] += checked.weight_checksum
         return len(checked)
@@ -302,7 +297,7 @@ def _groups_of(contents: TarContents, key: str, samples: Sequence[StoredSample])
         places.setdefault(sample.conversation.group, []).append(place)
     for group, own in places.items():
         if own[-1] - own[0] >= len(own):
-            contents.fail(
+            contents.failed.fail(
                 "whole", f"{contents.name}: {key}: samples of another group are between those of group {group}"
             )
     contents.counts["groups"] += sum([len(own) > 1 for own in places.values()])
