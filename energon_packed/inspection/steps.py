@@ -108,7 +108,8 @@ def read_sizes(
         if not count:
             continue
         limit = max(1, max_packs * count // total)
-        packs = rng.permutation(len(folder.reader))[:limit]
+        # As a permutation of all packs, without an array of them if they are many.
+        packs = rng.choice(len(folder.reader), min(limit, len(folder.reader)), replace=False)
         note = ""
         if folder.has_media:
             settings = member.manifest.tokenizer_fingerprint if member.manifest else None
