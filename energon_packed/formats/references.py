@@ -273,7 +273,7 @@ def located_names(raw: Mapping[str, Any]) -> set[str]:
 def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
     """Return the images of a pack that are in other files, by part name; `packed` makes readers compare their bytes.
 
-    Their paths are those of the pack: readers of records replace folders that have moved.
+    The paths are as in the pack: readers of records replace folders that have moved.
 
     Args:
         raw: as for `complete_parts`.

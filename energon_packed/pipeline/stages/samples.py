@@ -166,7 +166,7 @@ class SampleReader:
         return replace(sample, conversation=stored)
 
     def _with_images(self, conversation: Conversation) -> Conversation:
-        """Read the images and patch positions of a conversation; those of a group are those of its members."""
+        """Read the images and patch positions of a conversation, or of the members of a group."""
         if conversation.members:
             return replace(conversation, members=tuple(map(self._with_images, conversation.members)))
         return replace(
