@@ -222,7 +222,7 @@ def test_places_are_those_of_the_shards() -> None:
             (None, None, None) if pack is None else (f"some_{pack:08d}", place, names[pack])
         )
     without = plan_stage.sample_places(np.full(3, -1), np.zeros(3), [], options)
-    assert (without.pack.tolist(), without.shards, len(without.first_packs)) == ([-1] * 3, [], 0)
+    assert (without.pack.tolist(), len(without.shards), len(without.first_packs)) == ([-1] * 3, 0, 0)
     assert [column.to_pylist() for column in without.columns(np.arange(3))] == [[None] * 3] * 3
 
 
