@@ -79,7 +79,11 @@ def adapted(record: Mapping[str, Any]) -> Any:
     """The adapter of these tests: a record with `several` is a group of answers."""
     if "several" not in record:
         return record
-    media = {"images": normalize({"text": "<image>", "image": record["image"]}).images} if "image" in record else {}
+    media: dict[str, Any] = {}
+    if "image" in record:
+        files = {name: record[name] for name in ("image", "patch_positions") if name in record}
+        own = normalize({"text": "<image>", **files})
+        media = {"images": own.images, "patch_positions": own.patch_positions}
     prompt = Message("user", ("<image>" if media else "") + record["prompt"])
     members = [
         Conversation(messages=(prompt, Message("assistant", text)), role=role, label=(float(place),), **media)
@@ -630,7 +634,9 @@ def test_members_keep_their_images(
     records = []
     for row in range(6):
         Image.new("RGB", (56 + 28 * row, 56), (40 * row, 0, 0)).save(tmp_path / f"{row}.png")
-        records.append(several(rng, f"m{row}") | ({"image": str(tmp_path / f"{row}.png")} if row % 2 else {}))
+        np.save(tmp_path / f"{row}.npy", np.indices((1, 4, 4 + 2 * row)).reshape(3, -1).T)
+        media = {"image": str(tmp_path / f"{row}.png"), "patch_positions": [str(tmp_path / f"{row}.npy")]}
+        records.append(several(rng, f"m{row}") | (media if row % 2 else {}))
     result = grouped(records, tokenizer=tokenizer_dir, seq_len=512, group_by="media")
     encoder = ChatEncoder.from_pretrained(tokenizer_dir)
     found = {own.id: own for row in PackedDataset(result.shards, encoder) for own in row}
@@ -644,6 +650,10 @@ def test_members_keep_their_images(
                 assert torch.equal(own.pixel_values, expected.pixel_values)
     for _, samples in stored(result):
         assert len({bool(own.conversation.images) for own in samples}) == 1
+        for own in samples:
+            row = int(own.conversation.id[1])  # of m3#0
+            files = [(tmp_path / f"{row}.npy").read_bytes()] if row % 2 else []
+            assert [file.data for file in own.conversation.patch_positions] == files
     assert not any(check.passed is False for check in verify(PackedFolder.open(result.shards), None))
 
 
