@@ -22,6 +22,7 @@ Messages quote arguments in backticks (`seq_len`); the command line prints the o
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -280,3 +281,9 @@ class RecordError(EnergonPackedError):
     # By default, unpickling calls the class with `args`, here the message alone: worker processes send both parts.
     def __reduce__(self) -> tuple[type["RecordError"], tuple[Reason, str]]:
         return (type(self), (self.reject.reason, self.reject.detail))
+
+
+def first_of(problems: Sequence[str], noun: str) -> str:
+    """Return the first of some problems, and the number of the others: `x is missing (and 2 more faults)`."""
+    more = len(problems) - 1
+    return problems[0] + (f" (and {more} more {noun}{'' if more == 1 else 's'})" if more else "")

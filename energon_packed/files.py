@@ -118,7 +118,7 @@ def open_regular(path: str | Path, without_links: str | None = None) -> BinaryIO
 def read_start(path: str | Path, size: int) -> tuple[os.stat_result, bytes]:
     """Return the status of a local file, and its first `size` bytes; b"" if it has fewer.
 
-    For a single read, this needs half of the time that opening a stream, reading and closing need.
+    A stream would need 4 us more for each file: nearly half of the time to open and close one.
 
     Raises:
         OSError, IrregularFile: as `open_regular`.

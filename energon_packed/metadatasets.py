@@ -31,7 +31,7 @@ from typing import Any, Literal
 
 import yaml
 
-from energon_packed.errors import ConfigError, FormatError
+from energon_packed.errors import ConfigError, FormatError, first_of
 from energon_packed.files import inner_names, of_type, read_yaml
 from energon_packed.options import short
 from energon_packed.records.fields import is_number
@@ -161,8 +161,7 @@ class Metadataset:
             ConfigError: the message has the first fault, and counts the other faults.
         """
         if faults := [entry.fault for entry in self.entries() if entry.fault is not None]:
-            more = len(faults) - 1
-            raise ConfigError(faults[0] + (f" (and {more} more {'fault' if more == 1 else 'faults'})" if more else ""))
+            raise ConfigError(first_of(faults, "fault"))
 
     def leaves(self, split: str) -> list[Leaf]:
         """Return the datasets of `split`, nested Metadatasets resolved, in the order of Energon.

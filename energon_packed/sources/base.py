@@ -45,7 +45,8 @@ class SourceRecord(NamedTuple):
 class Source(ABC):
     """An input file. Objects are small and picklable; each reading process opens the file itself.
 
-    A file format is a subclass with `@register_source`. By default, addresses are table row indices.
+    A file format is a subclass with `@register_source`, whose constructor takes `path`, `data` and `image_root`. By
+    default, addresses are table row indices.
 
     Attributes:
         suffixes: file extensions that this class reads, lower case.

@@ -15,7 +15,7 @@ from rich.text import Text
 from energon_packed.cli.display import shown_path, turn_text
 from energon_packed.cli.options import InputPath, as_options, media_root_option
 from energon_packed.cli.terminal import SafeConsole, echo_json
-from energon_packed.errors import ConfigError, FormatError
+from energon_packed.errors import ConfigError, FormatError, first_of
 from energon_packed.files import format_bytes, visible
 from energon_packed.formats import codec_for
 from energon_packed.inspection.blend import BlendEntry, read_blend
@@ -123,11 +123,7 @@ def command(
     if len(found) > len(shown):
         console.print(f"and {len(found) - len(shown):,} more samples")
     if problems:
-        raise FormatError(_first_of(problems))
-
-
-def _first_of(problems: Sequence[str]) -> str:
-    return problems[0] + (f" (and {len(problems) - 1} more problems)" if problems[1:] else "")
+        raise FormatError(first_of(problems, "problem"))
 
 
 def _show_tar(console: Console, tar: Path, as_json: bool) -> list[str]:
@@ -283,7 +279,7 @@ def _show_blend(console: Console, path: Path, as_json: bool) -> None:
         _show_entries(console, entries)
     # The entries that can be read are shown before the error.
     if problems := metadataset.all_leaves()[1] or [entry.problem for entry in entries if entry.problem]:
-        raise ConfigError(_first_of(problems))
+        raise ConfigError(first_of(problems, "problem"))
 
 
 def _show_entries(console: Console, entries: Sequence[BlendEntry]) -> None:
