@@ -33,7 +33,7 @@ import time
 import zlib
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -51,11 +51,12 @@ READ_AHEAD = 1 << 20
 """Bytes that a sequential reader requests at once."""
 _SCHEMES = ("s3:/", "gs:/", "msc:/")  # with one slash, as Path collapses `//`
 _MAGIC = re.compile(r"[*?\[]")
+_STATUS = re.compile(r"status code: (\d{3})")  # errors of the client in Rust have it in their text only
 _FRESH = 60.0  # seconds for which an open stream trusts the status of its object: a request for each read costs more
 _MOST_RECENT = 1 << 14
 _FEW = 3  # objects of a folder that are not worth a listing, which needs a second request to check one of them
 _CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
-_THREADS = 64  # requests of a process at a time, one per referenced image; the client keeps 128 connections
+_REQUESTS = 64  # of a process at a time, one per referenced image; the client keeps 128 connections
 _MOST_BETWEEN, _BETWEEN_MEMBERS = 256 << 10, 4 << 10  # bytes between two ranges of a request
 T = TypeVar("T")
 K = TypeVar("K")
@@ -180,24 +181,25 @@ class RemotePath(PosixPath):
 
     def read_bytes(self) -> bytes:
         """Request the whole object."""
-        client, key = self._client()
-        with _converted_errors(self):
-            return bytes(client.read(key))
+        return self._read(None)
 
     def read_range(self, at: int, size: int) -> bytes:
         """Request bytes [at, at + size); fewer at the end of the object."""
-        if size <= 0:
-            return b""
-        from multistorageclient.types import Range
-
-        client, key = self._client()
         try:
-            with _converted_errors(self):
-                return bytes(client.read(key, byte_range=Range(at, size)))
+            return self._read(_range(at, size)) if size > 0 else b""
         except StorageError as error:
             if error.errno == errno.ERANGE:
                 return b""
             raise
+
+    def _read(self, wanted: Any) -> bytes:
+        """Request a range of multi-storage-client, or the whole object."""
+        request = _rust_request(self, wanted)
+        if request is not None and (data := _in_loop([request])[0]):
+            return data
+        client, key = self._client()
+        with _converted_errors(self):
+            return bytes(client.read(key, byte_range=wanted))
 
     def iterdir(self) -> Generator["RemotePath", None, None]:
         """List objects and folders."""
@@ -289,8 +291,8 @@ class RemotePath(PosixPath):
         provider: Any = private(client, "_storage_provider", _MSC)
         if "S3StorageProvider" not in [kind.__name__ for kind in type(provider).__mro__]:
             return
-        s3, full_path = private(provider, "_s3_client", _MSC), private(provider, "_prepend_base_path", _MSC)
-        bucket, _, prefix = full_path(f"{key.rstrip('/')}/").lstrip("/").partition("/")
+        s3 = private(provider, "_s3_client", _MSC)
+        bucket, _, prefix = _full_key(provider, f"{key.rstrip('/')}/").partition("/")
         with _converted_errors(self, verb="written"):
             for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
                 for upload in page.get("Uploads", ()):
@@ -626,17 +628,97 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
                 continue
         blocks.append((path, start, stop, [index]))
 
-    def read(block: tuple[RemotePath, int, int, list[int]]) -> bytes:
-        path, start, stop, _ = block
-        return path.read_range(start, stop - start)
-
     results = [b""] * len(ranges)
-    contents = map(read, blocks) if len(blocks) < 2 else _pool("requests").map(read, blocks)
+    contents = _contents([(path, start, stop - start) for path, start, stop, _ in blocks])
     for (_, first, _, members), content in zip(blocks, contents, strict=True):
         for index in members:
             _, start, size = ranges[index]
             results[index] = content[start - first : start - first + size]
     return results
+
+
+def _contents(blocks: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
+    """Read blocks (path, at, size) at the same time: in the event loop, or in threads if their client has none."""
+    if len(blocks) < 2:
+        return [path.read_range(at, size) for path, at, size in blocks]
+    requests = {
+        index: request
+        for index, (path, at, size) in enumerate(blocks)
+        if size > 0 and (request := _rust_request(path, _range(at, size)))
+    }
+    found = {index: data for index, data in zip(requests, _in_loop(requests.values()), strict=True) if data}
+    # Also the blocks whose request failed: this repeats it, and converts its error.
+    others = [index for index in range(len(blocks)) if index not in found]
+    by_threads = _pool("requests").map(lambda index: blocks[index][0].read_range(*blocks[index][1:]), others)
+    found.update(zip(others, by_threads, strict=True))
+    return [found[index] for index in range(len(blocks))]
+
+
+def _range(at: int, size: int) -> Any:
+    from multistorageclient.types import Range
+
+    return Range(at, size)
+
+
+def _rust_request(path: RemotePath, wanted: Any) -> tuple[Any, str, Any] | None:
+    """Return client, key and range of a request for the asynchronous client of a profile with `rust_client`, or None.
+
+    `read` of multi-storage-client starts an event loop for each request to this client, which needs more CPU time than
+    the request (tools/bench_storage.py). It also asks cache, manifest and replicas, so profiles with these keep it.
+    """
+    client, key = path._client()
+    if client.replicas or any(private(client, name, _MSC) for name in ("_cache_manager", "_metadata_provider")):
+        return None
+    if not private(client, "_is_rust_client_enabled", _MSC)():
+        return None
+    provider = private(client, "_storage_provider", _MSC)
+    _, _, name = _full_key(provider, key).partition("/")
+    return private(provider, "_rust_client", _MSC), name, wanted
+
+
+_loops: dict[int, tuple[Any, Any]] = {}  # event loop and limit of requests by process: a fork has no threads
+
+
+def _in_loop(requests: Collection[tuple[Any, str, Any]]) -> list[bytes]:
+    """Send requests of `_rust_request` at the same time; b"" for each that failed.
+
+    A thread of this process runs the event loop, so that notebooks, which have a loop in the main thread, can wait.
+
+    Raises:
+        ConfigError: this process was forked from one that has sent requests. The threads of the client, which it makes
+            once, are not in the fork, so that its requests would wait forever.
+    """
+    if not requests:
+        return []
+    import asyncio
+
+    if _loops and os.getpid() not in _loops:
+        raise ConfigError(
+            "The profile of multi-storage-client must not have `rust_client` in a process that was forked after a "
+            'request. Set `multiprocessing_context="spawn"`, or remove `rust_client`.'
+        )
+
+    if os.getpid() not in _loops:
+        new = asyncio.new_event_loop(), asyncio.Semaphore(_REQUESTS)
+        if _loops.setdefault(os.getpid(), new) is new:  # or another thread has added one
+            threading.Thread(target=new[0].run_forever, name="energon-packed-loop", daemon=True).start()
+    loop, limit = _loops[os.getpid()]
+
+    async def answer(client: Any, key: str, wanted: Any) -> bytes:
+        async with limit:
+            with contextlib.suppress(Exception):
+                return bytes(await client.get(key, wanted))
+        return b""
+
+    async def answers() -> list[bytes]:
+        return await asyncio.gather(*(answer(*request) for request in requests))
+
+    return asyncio.run_coroutine_threadsafe(answers(), loop).result()
+
+
+def _full_key(provider: Any, key: str) -> str:
+    """Return BUCKET/KEY, with the base path of the profile."""
+    return str(private(provider, "_prepend_base_path", _MSC)(key)).lstrip("/")
 
 
 _pools: dict[tuple[int, str], ThreadPoolExecutor] = {}
@@ -646,7 +728,7 @@ def _pool(purpose: str) -> ThreadPoolExecutor:
     """Return the threads of this process for a purpose: a fork has no threads, and tasks wait for other purposes."""
     key = os.getpid(), purpose
     if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(_THREADS, f"energon-packed-{purpose}")
+        _pools[key] = ThreadPoolExecutor(_REQUESTS, f"energon-packed-{purpose}")
     return _pools[key]
 
 
@@ -755,6 +837,8 @@ def _converted(error: Exception, url: str, failure: str, verb: str) -> OSError:
         (cause.response for cause in causes if isinstance(getattr(cause, "response", None), dict)), {}
     )
     code = response.get("ResponseMetadata", {}).get("HTTPStatusCode") or getattr(causes[-1], "code", None)
+    if code is None and (stated := _STATUS.search(str(error))):
+        code = int(stated[1])
     name = response.get("Error", {}).get("Code") or type(causes[-1]).__name__
     detail = f"{code} {name}" if code and str(code) != str(name) else str(name)
     if name == "NoSuchBucket":

@@ -1,8 +1,10 @@
 """Paths of object stores, against moto's S3 server, pathlib and Energon's EPath."""
 
+import asyncio
 import dataclasses
 import hashlib
 import io
+import json
 import multiprocessing
 import os
 import pickle
@@ -21,7 +23,7 @@ from typing import Any
 import pytest
 from megatron.energon.epathlib import EPath
 
-from energon_packed import ResourceError
+from energon_packed import ConfigError, ResourceError
 from tests.internals import (
     RemotePath,
     as_path,
@@ -303,6 +305,107 @@ def test_ranges_of_an_object_that_are_near_are_one_request(
     assert traffic.requests.count("GET /bucket/ranges/a") + traffic.requests.count("GET /bucket/ranges/b") == requests
 
 
+def _with_profile(
+    name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, base_path: str = BUCKET, **settings: Any
+) -> None:
+    """Add a profile to the configuration: the bucket by the client in Rust of multi-storage-client."""
+    config = json.loads(Path(os.environ["MSC_CONFIG"]).read_text())
+    provider = config["profiles"]["store"]["storage_provider"]
+    once = {"attempts": 1, "timeout": 5, "init_backoff_ms": 1, "max_backoff": 1}
+    client = {"allow_http": True, "retry": once}
+    options = provider["options"] | {"base_path": base_path, "rust_client": client}
+    profile = {"storage_provider": provider | {"options": options}, "retry": {"attempts": 1}}
+    config["profiles"][name] = profile | settings.pop("profile", {})
+    (folder / "msc.json").write_text(json.dumps(config | settings))
+    monkeypatch.setenv("MSC_CONFIG", str(folder / "msc.json"))
+
+
+def test_requests_to_the_client_in_rust_share_an_event_loop(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_profile("rust", monkeypatch, tmp_path, f"{BUCKET}/rust")
+    contents = [random.Random(seed).randbytes(100_000) for seed in range(5)]
+    for index, content in enumerate(contents):
+        store.put(f"rust/{index}", content)
+    ranges = [(RemotePath(f"msc://rust/{index}"), 10 * index, 1000) for index in range(5)]
+    empty = RemotePath(store.put("rust/empty", b"").replace("s3://bucket/rust", "msc://rust"))
+    expected = [content[10 * index :][:1000] for index, content in enumerate(contents)]
+    run = asyncio.run
+    monkeypatch.setattr(asyncio, "run", None)  # multi-storage-client starts a loop for each request
+    with store.counted() as traffic:
+        assert storage.read_ranges(ranges) == expected
+        assert ranges[0][0].read_range(*ranges[0][1:]) == expected[0]
+    assert sorted(traffic.requests) == [f"GET /bucket/rust/{index}" for index in (0, *range(5))]
+    monkeypatch.setattr(asyncio, "run", run)
+    assert storage.read_ranges([*ranges, (empty, 0, 10), (ranges[0][0], 100_000, 10)]) == [*expected, b"", b""]
+
+    async def notebook() -> list[bytes]:
+        return storage.read_ranges(ranges)
+
+    assert run(notebook()) == expected
+
+
+def test_a_fork_after_a_request_to_the_client_in_rust_is_refused(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_profile("rust-forked", monkeypatch, tmp_path)
+    path = RemotePath(store.put("forked/a", b"a" * 100).replace("s3://bucket", "msc://rust-forked"))
+    assert path.read_bytes() == b"a" * 100
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        waiting = pool.apply_async(path.read_bytes)
+        with pytest.raises(ConfigError, match=r'forked after a request. Set `multiprocessing_context="spawn"`'):
+            waiting.get(timeout=60)
+
+
+def test_a_failed_request_to_the_client_in_rust_is_repeated_and_named(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_profile("rust-fails", monkeypatch, tmp_path)
+    for name in "ab":
+        store.put(f"failing/{name}", name.encode() * 1000)
+    ranges = [(RemotePath(f"msc://rust-fails/failing/{name}"), 0, 1000) for name in "ab"]
+    failures = iter([503])
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            store, "intercept", lambda request: next(failures, None) if request["PATH_INFO"][-1] == "b" else None
+        )
+        assert storage.read_ranges(ranges) == [b"a" * 1000, b"b" * 1000]
+    with (
+        store.failing(403, "failing/b"),
+        pytest.raises(ResourceError, match=r"rust-fails/failing/b: access is denied"),
+    ):
+        storage.read_ranges(ranges)
+    with pytest.raises(FileNotFoundError, match="failing/c"):
+        storage.read_ranges([*ranges, (RemotePath("msc://rust-fails/failing/c"), 0, 10)])
+
+
+def test_a_cache_of_a_profile_answers_in_place_of_the_client_in_rust(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = {"location": str(tmp_path / "cache"), "size": "100M", "check_source_version": False}
+    _with_profile("rust-cached", monkeypatch, tmp_path, cache=cache, profile={"caching_enabled": True})
+    for name in "ab":
+        store.put(f"cached/{name}", name.encode() * 1000)
+    ranges = [(RemotePath(f"msc://rust-cached/cached/{name}"), 0, 1000) for name in "ab"]
+    assert storage.read_ranges(ranges) == [b"a" * 1000, b"b" * 1000]
+    with store.counted() as traffic:
+        assert storage.read_ranges(ranges) == [b"a" * 1000, b"b" * 1000]
+    assert traffic.requests == []
+
+
+def test_a_replica_of_a_profile_answers_in_place_of_the_client_in_rust(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = {"replicas": [{"replica_profile": "store", "read_priority": 1}]}
+    _with_profile("rust-replica", monkeypatch, tmp_path, f"{BUCKET}/far", profile=replica)
+    paths = [RemotePath(f"msc://rust-replica/near/{name}") for name in "ab"]
+    for name in "ab":
+        store.put(f"near/{name}", name.encode() * 1000)
+    with store.counted() as traffic:
+        assert storage.read_ranges([(path, 1, 1000) for path in paths]) == [b"a" * 999, b"b" * 999]
+    assert not any("/far/" in request for request in traffic.requests if request.startswith("GET"))
+
+
 def test_the_client_is_imported_on_first_use_only() -> None:
     code = (
         "import sys; from tests.internals import as_path; as_path('s3://b/k').parent;"
@@ -444,10 +547,11 @@ def test_objects_are_uploaded_and_deleted(store: Store, tmp_path: Path) -> None:
 @pytest.mark.parametrize("has_conditions", [True, False])
 def test_the_first_writer_creates_an_object(store: Store, monkeypatch: Any, has_conditions: bool) -> None:
     path = as_path(store.url(f"created-{has_conditions}"))
-    if not has_conditions:
-        monkeypatch.setattr(storage, "private", lambda *names: None)
-    assert path.create(b"first")
-    assert not path.create(b"second")
+    with monkeypatch.context() as patch:
+        if not has_conditions:
+            patch.setattr(storage, "private", lambda *names: None)
+        assert path.create(b"first")
+        assert not path.create(b"second")
     assert path.read_bytes() == b"first"
 
 

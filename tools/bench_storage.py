@@ -41,6 +41,7 @@ from megatron.energon import DefaultTaskEncoder, WorkerConfig, get_loader, get_t
 from object_server import ObjectServer
 
 from energon_packed import ChatEncoder, DataflowLoader, MapDistributor, PackedDataset, get_packed_loader, pack
+from energon_packed.formats.references import complete_parts
 from energon_packed.storage import as_path, energon_url
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -260,7 +261,7 @@ def packed_members(path: Any, encoder: ChatEncoder) -> Iterator[bytes]:
     """Images of the members of packs in random order, without conversations."""
     reader = PackedDataset(path, encoder).reader
     for item in np.random.default_rng(0).permutation(len(reader)).tolist():
-        yield from (content for name, content in reader.parts(item).items() if name.endswith(".jpg"))
+        yield from (content for name, content in complete_parts(reader.parts(item)).items() if name.endswith(".jpg"))
 
 
 def litdata_images(path: Any, cache: Path, endpoint: str | None) -> Iterator[bytes]:
@@ -335,19 +336,18 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
             result = pack(inputs=(given,), output_dir=folder, tokenizer=tokenizer, media=media, **_OPTIONS)
             os.rename(result.shards, _emptied(work / media))
         places[media] = work / media, store.put_folder(f"{work.name}/{media}", work / media)
-    for name, check in (("reference", "digest"), ("reference by time", "time")):  # to local files
+    for name, check in (("local reference", "digest"), ("local reference by time", "time")):  # to local files
         with tempfile.TemporaryDirectory(dir=work) as folder:
             options_of = {"media": "reference", "media_check": check, **_OPTIONS}
             result = pack(inputs=(str(jsonl),), output_dir=folder, tokenizer=tokenizer, **options_of)
             os.rename(result.shards, _emptied(work / name))
-        places[name] = work / name, places["reference"][1]
     writer = BinaryWriter(str(_emptied(work / "litdata")), chunk_bytes="64MB")
     for number, record in enumerate(records):
         content = (source / record["images"][0]).read_bytes()
         writer[number] = {"id": record["id"], "messages": json.dumps(record["messages"]), "image": content}
     writer.done()
     writer.merge()
-    places["litdata"] = work / "litdata", store.put_folder(f"{work.name}/litdata", work / "litdata")
+    litdata = work / "litdata", store.put_folder(f"{work.name}/litdata", work / "litdata")
     reader = PackedDataset(places["copy"][0], encoder).reader
     ranges: dict[str, list[tuple[str, int, int]]] = {"copy": [], "reference": []}
     for item in np.random.default_rng(0).permutation(len(reader)).tolist():
@@ -363,19 +363,24 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
     for where, endpoint, latency, bucket in runs:
         store.latency(latency)
         server.latency(latency)
-        is_remote = endpoint is not None
-        names = ("copy", "reference") if is_remote else ("copy", "reference", "reference by time")
         readers: dict[str, Callable[[], Iterator[bytes]]] = {}
-        for client in ("", "rust") if is_remote else ("",):
-            url = bucket if not client else "msc://rust" if bucket == "s3://bucket" else "msc://files-rust"
-            for media in names:
-                path = places[media][1].replace("s3://bucket", url) if is_remote else places[media][0]
-                moved: Any = {"media_root": {raw: raw.replace("s3://bucket", url)}} if is_remote else {}
-                readers[f"{media}, Rust client" if client else media] = partial(packed_images, path, encoder, **moved)
-        if not is_remote:
-            readers["copy, members alone"] = partial(packed_members, places["copy"][0], encoder)
-        readers["LitData"] = partial(litdata_images, places["litdata"][is_remote], work / "cache", endpoint)
-        readers["LitData, files"] = partial(litdata_files, raw if is_remote else str(files), work / "cache", endpoint)
+        if endpoint is not None:
+            for client in ("", "rust"):
+                url = bucket if not client else "msc://rust" if bucket == "s3://bucket" else "msc://files-rust"
+                for media, (_, remote) in places.items():
+                    path, root = remote.replace("s3://bucket", url), {raw: raw.replace("s3://bucket", url)}
+                    name = f"{media}, Rust client" if client else media
+                    readers[name] = partial(packed_images, path, encoder, media_root=root)
+        else:
+            readers["copy"] = partial(packed_images, places["copy"][0], encoder)
+            readers["reference"] = partial(packed_images, work / "local reference", encoder)
+            readers["reference by time"] = partial(packed_images, work / "local reference by time", encoder)
+            for name, packs in (("copy", places["copy"][0]), ("reference by time", work / "local reference by time")):
+                readers[f"{name}, members alone"] = partial(packed_members, packs, encoder)
+        readers["LitData"] = partial(litdata_images, litdata[endpoint is not None], work / "cache", endpoint)
+        readers["LitData, files"] = partial(
+            litdata_files, str(files) if endpoint is None else raw, work / "cache", endpoint
+        )
         if endpoint is not None:
             for media, wanted in ranges.items():
                 readers[f"client alone, {media}"] = partial(ranges_alone, wanted, endpoint)

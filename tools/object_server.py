@@ -112,6 +112,8 @@ def _listing(folder: Path, query: dict[str, str]) -> str:
         if found:
             folders.add(prefix + inner + delimiter)
             continue
+        if len(contents) + len(folders) == int(query.get("max-keys", -1)):
+            break
         status = file.stat()
         changed = time.strftime("%Y-%m-%dT%H:%M:%S.000Z", time.gmtime(status.st_mtime))
         contents.append(

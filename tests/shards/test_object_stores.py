@@ -171,7 +171,7 @@ def test_the_first_dataset_that_cannot_be_opened_is_named(
     store: Store, blend: str, encoder: ChatEncoder, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "_pools", {})
-    monkeypatch.setattr(storage, "_THREADS", threads)  # no thread waits for a task of its own pool
+    monkeypatch.setattr(storage, "_REQUESTS", threads)  # no thread waits for a task of its own pool
     for name in "cb":
         store.put(f"blend/{name}/.nv-meta/packing.json", b"{")
 
