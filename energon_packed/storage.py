@@ -21,6 +21,7 @@ A key is a path: keys with `//`, `/./` or a trailing slash cannot be named.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import itertools
@@ -304,7 +305,9 @@ class RemotePath(PosixPath):
             from multistorageclient import resolve_storage_client
 
             client, key = resolve_storage_client(str(self))
-            return client, key
+        if os.getpid() != _PROCESS:
+            _without_rust(client)
+        return client, key
 
     def _request(self, *, strict: bool) -> os.stat_result:
         """Request the status; without `strict`, folders are not found, which saves a request for missing objects."""
@@ -676,33 +679,41 @@ def _rust_request(path: RemotePath, wanted: Any) -> tuple[Any, str, Any] | None:
     return private(provider, "_rust_client", _MSC), name, wanted
 
 
-_loops: dict[int, tuple[Any, Any]] = {}  # event loop and limit of requests by process: a fork has no threads
+def _without_rust(client: Any) -> None:
+    """Let a forked process send its requests by the client in Python.
+
+    The client in Rust makes its threads once, and a fork does not have them: its requests would wait forever.
+    """
+    for each in (client, *client.replicas):
+        if (provider := private(each, "_storage_provider", _MSC)) and private(each, "_is_rust_client_enabled", _MSC)():
+            provider._rust_client = None
+
+
+_PROCESS = os.getpid()
+_starting = threading.Lock()
+
+
+@functools.cache
+def _event_loop() -> tuple[Any, Any]:
+    """Start the event loop of this process in a thread; return it, and its limit of requests at a time.
+
+    Notebooks, which have an event loop in the main thread, can wait for it.
+    """
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="energon-packed-loop", daemon=True).start()
+    return loop, asyncio.Semaphore(_REQUESTS)
 
 
 def _in_loop(requests: Collection[tuple[Any, str, Any]]) -> list[bytes]:
-    """Send requests of `_rust_request` at the same time; b"" for each that failed.
-
-    A thread of this process runs the event loop, so that notebooks, which have a loop in the main thread, can wait.
-
-    Raises:
-        ConfigError: this process was forked from one that has sent requests. The threads of the client, which it makes
-            once, are not in the fork, so that its requests would wait forever.
-    """
+    """Send requests of `_rust_request` at the same time; b"" for each that failed."""
     if not requests:
         return []
     import asyncio
 
-    if _loops and os.getpid() not in _loops:
-        raise ConfigError(
-            "The profile of multi-storage-client must not have `rust_client` in a process that was forked after a "
-            'request. Set `multiprocessing_context="spawn"`, or remove `rust_client`.'
-        )
-
-    if os.getpid() not in _loops:
-        new = asyncio.new_event_loop(), asyncio.Semaphore(_REQUESTS)
-        if _loops.setdefault(os.getpid(), new) is new:  # or another thread has added one
-            threading.Thread(target=new[0].run_forever, name="energon-packed-loop", daemon=True).start()
-    loop, limit = _loops[os.getpid()]
+    with _starting:
+        loop, limit = _event_loop()
 
     async def answer(client: Any, key: str, wanted: Any) -> bytes:
         async with limit:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from megatron.energon.epathlib import EPath
 
-from energon_packed import ConfigError, ResourceError
+from energon_packed import ResourceError
 from tests.internals import (
     RemotePath,
     as_path,
@@ -345,16 +345,21 @@ def test_requests_to_the_client_in_rust_share_an_event_loop(
     assert run(notebook()) == expected
 
 
-def test_a_fork_after_a_request_to_the_client_in_rust_is_refused(
+def test_a_fork_does_not_wait_for_the_threads_of_the_client_in_rust(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    replica = {"replicas": [{"replica_profile": "rust-forked", "read_priority": 1}]}
+    _with_profile("rust-replicated", monkeypatch, tmp_path, profile=replica)
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
     _with_profile("rust-forked", monkeypatch, tmp_path)
     path = RemotePath(store.put("forked/a", b"a" * 100).replace("s3://bucket", "msc://rust-forked"))
-    assert path.read_bytes() == b"a" * 100
+    replicated = RemotePath("msc://rust-replicated/forked/a")
+    assert path.read_bytes() == replicated.read_bytes() == b"a" * 100
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        waiting = pool.apply_async(path.read_bytes)
-        with pytest.raises(ConfigError, match=r'forked after a request. Set `multiprocessing_context="spawn"`'):
-            waiting.get(timeout=60)
+        for each in (path, replicated):
+            assert pool.apply_async(each.read_bytes).get(timeout=30) == b"a" * 100
+        assert pool.apply_async(path.write_bytes, (b"b",)).get(timeout=30) == 1
+    assert path.read_bytes() == b"b"
 
 
 def test_a_failed_request_to_the_client_in_rust_is_repeated_and_named(
