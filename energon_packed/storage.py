@@ -9,6 +9,7 @@
     map_paths     a function of paths to its results; of objects, several at a time
     statuses      paths to the status of each; of objects, from a listing of their folder
     read_ranges   byte ranges of objects to their bytes, with few requests
+    read_ahead    requests objects at the same time, before each is read
     ReadAhead     reads values in threads before they are needed
 
 Requests are sent by multi-storage-client, as in Megatron-Energon: both use the same configuration (`MSC_CONFIG`, or
@@ -68,10 +69,12 @@ _PACKAGES = {
     "google": "multi-storage-client[google-cloud-storage]", "azure": "multi-storage-client[azure-storage-blob]",
 }  # fmt: skip
 _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
-# The last ranges that this process requested, as (URL and time, offset, bytes): the contents of a key of a tar, such
-# as its images, are read after the headers of several keys. Replaced as a whole, since threads read it.
-_blocks: tuple[tuple[tuple[str, int], int, bytes], ...] = ()
-_MOST_BLOCKS, _BLOCK_BYTES = 64, 16 << 20  # of all blocks
+# The last ranges that this process requested, (offset, bytes) by URL and time: the contents of a key of a tar, such as
+# its images, are read after the headers of several keys. Threads change it, so each change is a single operation.
+_blocks: OrderedDict[tuple[str, int], tuple[tuple[int, bytes], ...]] = OrderedDict()
+_MOST_BLOCKS, _OBJECT_BYTES, _BLOCK_BYTES = 64, 16 << 20, 64 << 20  # of an object, and bytes of all objects
+MOST_AHEAD = _BLOCK_BYTES // READ_AHEAD
+"""Objects of a `read_ahead` whose bytes are certainly kept."""
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
 logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
@@ -364,8 +367,15 @@ class RemoteReader(io.BufferedReader):
     Sequential reads request blocks; `read_range` requests exactly the bytes that it returns.
     """
 
-    def __init__(self, path: RemotePath, buffer_size: int = READ_AHEAD) -> None:
-        self._object = _Object(path)
+    def __init__(self, path: RemotePath, buffer_size: int = READ_AHEAD, *, is_recent: bool = False) -> None:
+        """Open an object.
+
+        Args:
+            path: the object.
+            buffer_size: bytes that are requested at once.
+            is_recent: accept a status that is at most a minute old.
+        """
+        self._object = _Object(path, is_recent=is_recent)
         super().__init__(self._object, buffer_size)
 
     def status(self) -> os.stat_result:
@@ -435,9 +445,10 @@ class RangeStream(io.RawIOBase):
 class _Object(RangeStream):
     """Byte ranges of an object as a raw stream."""
 
-    def __init__(self, path: RemotePath) -> None:
+    def __init__(self, path: RemotePath, *, is_recent: bool = False) -> None:
         self._path = path
-        self._status, self._since = path.stat(), time.monotonic()
+        status = recent_status(path) if is_recent else path.stat()
+        self._since, self._status = _recent.get(str(path), (time.monotonic(), status))
         if stat.S_ISDIR(self._status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
@@ -453,16 +464,18 @@ class _Object(RangeStream):
         return self.status().st_size
 
     def read_range(self, at: int, size: int) -> bytes:
-        global _blocks
         size = min(size, self.end() - at)  # stores refuse ranges after the end
         if size <= 0 or len(data := self._known(at, size)) == size:
             return b"" if size <= 0 else data
         version = self._version()  # before the request: an object that is replaced in the meantime has a newer version
         data = self._path.read_range(at, size)
         if len(data) <= READ_AHEAD:
-            blocks = ((version, at, data), *_blocks)[:_MOST_BLOCKS]
-            ends = itertools.accumulate(len(block[2]) for block in blocks)
-            _blocks = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _BLOCK_BYTES)
+            blocks = ((at, data), *_blocks.pop(version, ()))[:_MOST_BLOCKS]
+            ends = itertools.accumulate(len(block) for _, block in blocks)
+            _blocks[version] = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _OBJECT_BYTES)
+            while sum(len(block) for blocks in list(_blocks.values()) for _, block in blocks) > _BLOCK_BYTES:
+                with contextlib.suppress(KeyError):  # another thread has removed the last one
+                    _blocks.popitem(last=False)
         return data
 
     def readinto(self, buffer: "Buffer") -> int:
@@ -475,9 +488,8 @@ class _Object(RangeStream):
 
     def _known(self, at: int, size: int) -> bytes:
         """Return up to `size` bytes from `at` of a range that was requested before; b"" if there is none."""
-        version = self._version()
-        for of, start, data in _blocks:
-            if of == version and start <= at < start + len(data):
+        for start, data in _blocks.get(self._version(), ()):
+            if start <= at < start + len(data):
                 return data[at - start : at - start + size]
         return b""
 
@@ -509,6 +521,23 @@ def recent_status(path: Path) -> os.stat_result:
     """
     since, status = _recent.get(str(path), (0.0, None))
     return status if status is not None and time.monotonic() - since < _FRESH else path.stat()
+
+
+def read_ahead(paths: Iterable[str], *, whole: bool = False) -> None:
+    """Request the first MiB of objects at the same time, so that reading them at once needs no further requests.
+
+    Args:
+        paths: local files are left out. Objects that cannot be read are, too: their readers have the error.
+        whole: leave out larger objects.
+    """
+
+    def read(path: RemotePath) -> None:
+        with contextlib.suppress(OSError):
+            found = _Object(path, is_recent=True)
+            if not whole or found.end() <= READ_AHEAD:
+                found.read_range(0, READ_AHEAD)
+
+    map_paths(read, [RemotePath(path) for path in dict.fromkeys(paths) if is_remote(path)])
 
 
 def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
@@ -596,7 +625,7 @@ def energon_url(path: Path) -> str:
 
 
 def map_paths(
-    function: Callable[..., T], paths: Sequence[Path], *more: Iterable[Any], purpose: str = "requests"
+    function: Callable[..., T], paths: Sequence[str | Path], *more: Iterable[Any], purpose: str = "requests"
 ) -> list[T]:
     """Return the results of `map`, in order. Objects are requested by threads: a request needs milliseconds.
 

@@ -142,6 +142,9 @@ class Source(ABC):
     def read(self, address: int, size: int) -> SourceRecord:
         """Read a record by the address and size of its `SourceRecord`."""
 
+    def request(self, records: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Request records (address, size) of an object store at the same time, before `read` reads each."""
+
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Read the records with addresses in [start, stop), in order; adjacent ranges never share a record."""
         for address in range(start, stop):

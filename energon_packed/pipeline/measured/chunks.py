@@ -46,7 +46,7 @@ from energon_packed.formats.videos import frames_as_dict
 from energon_packed.pipeline.measured.arrow_columns import as_numpy, numeric_column, string_column
 from energon_packed.records import AudioClip, FrameSelection, MediaReference
 from energon_packed.records.media.reference import media_digest
-from energon_packed.storage import as_path, is_remote
+from energon_packed.storage import as_path, is_remote, map_paths
 
 Int64 = npt.NDArray[np.int64]
 NUMBER = 4
@@ -164,7 +164,7 @@ class Chunk:
 
 
 class MediaFiles:
-    """Size and time of the last change of media files, read once for each path.
+    """Size and time of the last change of media files, read once for each path; of objects, at the same time.
 
     Args:
         paths: files to add.
@@ -172,8 +172,12 @@ class MediaFiles:
 
     def __init__(self, paths: Iterable[str] = ()) -> None:
         self._stamps: dict[str, bytes] = {}
-        for path in paths:
-            self._add(path)
+        self.add(paths)
+
+    def add(self, paths: Iterable[str]) -> None:
+        """Read size and time of more files."""
+        new = [path for path in dict.fromkeys(paths) if path not in self._stamps]
+        self._stamps.update(zip(new, map_paths(_stamp, new), strict=True))
 
     def __len__(self) -> int:
         return len(self._stamps)
@@ -183,18 +187,10 @@ class MediaFiles:
 
         Call it before the content is read: an image that is replaced later has another digest in the next run.
         """
-        files = [self._add(file) for reference in references if (file := reference.file) is not None]
-        return int.from_bytes(_digest(files)[:8], "little", signed=True) if files else 0
-
-    def _add(self, path: str) -> bytes:
-        if (known := self._stamps.get(path)) is not None:
-            return known
-        try:
-            status = as_path(path).stat() if is_remote(path) else os.stat(path)
-            change = f"{status.st_size} {status.st_mtime_ns}"
-        except (OSError, ValueError):  # a missing file, or an impossible name: its record is rejected when it is read
-            change = ""
-        return self._stamps.setdefault(path, f"{path}\0{change}".encode("utf-8", "surrogatepass"))
+        files = [file for reference in references if (file := reference.file) is not None]
+        self.add(files)
+        stamps = [self._stamps[file] for file in files]
+        return int.from_bytes(_digest(stamps)[:8], "little", signed=True) if files else 0
 
     def digest(self) -> bytes:
         """Digest of paths, sizes and times of change of all files; b"" without files."""
@@ -208,6 +204,15 @@ class MediaFiles:
     def load(paths: bytes) -> "MediaFiles":
         """Read size and time of the files that `dump` listed."""
         return MediaFiles(zlib.decompress(paths).decode("utf-8", "surrogatepass").split("\0"))
+
+
+def _stamp(path: str) -> bytes:
+    try:
+        status = as_path(path).stat() if is_remote(path) else os.stat(path)
+        change = f"{status.st_size} {status.st_mtime_ns}"
+    except (OSError, ValueError):  # a missing file, or an impossible name: its record is rejected when it is read
+        change = ""
+    return f"{path}\0{change}".encode("utf-8", "surrogatepass")
 
 
 def _digest(stamps: Iterable[bytes]) -> bytes:

@@ -9,9 +9,10 @@ joined from one file per chunk. Chunks are measured in parallel, and only if no 
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -63,6 +64,7 @@ from energon_packed.records import Conversation, FrameSelection, MediaReference
 from energon_packed.records.groups import group_key
 from energon_packed.records.media.unlisted import IMAGE_URL
 from energon_packed.sources import SourceRecord
+from energon_packed.storage import MOST_AHEAD, read_ahead
 
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
@@ -248,32 +250,40 @@ class Measurer:
         content = _ChunkContent(chunk, encoder)
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         while batch := list(islice(rows, _BATCH)):
-            records = [self._read(chunk.source, row, content.media) for row in batch]
-            if self.keep_groups and not chunk.keep_tokens and any([record.needs_tokens for record in records]):
-                return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch
-            self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
-            content.add(records)
+            for part in _requested(map(partial(self._read, chunk.source), batch), content.media):
+                records = [self._checked(record, content.media) for record in part]
+                if self.keep_groups and not chunk.keep_tokens and any([record.needs_tokens for record in records]):
+                    return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch
+                self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
+                content.add(records)
         content.write()
         return content.report()
 
     def records(self, source: int, rows: Sequence[SourceRecord]) -> list[tuple[Conversation | None, Measurement]]:
         """Read and measure some records, to show them: conversation, if it can be read, and measurement."""
-        records = [self._read(source, row, MediaFiles()) for row in rows]
+        records = [self._checked(self._read(source, row), MediaFiles()) for row in rows]
         self._measure(self.encoder.load(), records, keep_tokens=False)
         return [(record.conversation, record.result) for record in records]
 
-    def _read(self, source: int, row: SourceRecord, media: MediaFiles) -> "_Record":
-        """Read a record as a conversation, and check its images."""
-        stamp = 0
+    def _read(self, source: int, row: SourceRecord) -> "_Record":
+        """Read a record as a conversation."""
         try:
             conversation = self.reader.conversation(source, row)
-            stamp = media.stamp((*conversation.media_files, *conversation.patch_positions))  # before a file is read
-            decoded = check_pixels(conversation, self.check_media)
         except RecordError as error:
             group = _hashed(source, self.reader.group_of(row.record))
-            return _Record(row, None, Measurement.rejected(error.reject), stamp, group=group)
+            return _Record(row, None, Measurement.rejected(error.reject), group=group)
         narrow, group = self.reader.fits_captioning(conversation), _hashed(source, conversation.group)
-        return _Record(row, conversation, Measurement(0, decoded=decoded), stamp, narrow, group)
+        return _Record(row, conversation, Measurement(0), narrow=narrow, group=group)
+
+    def _checked(self, record: "_Record", media: MediaFiles) -> "_Record":
+        """Check the images of a record, after taking the stamp of its files."""
+        if (own := record.conversation) is None:
+            return record
+        record = record._replace(stamp=media.stamp(record.files))
+        try:
+            return record._replace(result=Measurement(0, decoded=check_pixels(own, self.check_media)))
+        except RecordError as error:
+            return record._replace(conversation=None, result=Measurement.rejected(error.reject), narrow=True)
 
     def _measure(self, encoder: Processor, records: list["_Record"], *, keep_tokens: bool) -> None:
         """Set the measurements of the conversations, which are encoded together."""
@@ -345,9 +355,15 @@ class _Record(NamedTuple):
     row: SourceRecord
     conversation: Conversation | None
     result: Measurement
-    stamp: int
+    stamp: int = 0
     narrow: bool = True
     group: int = 0
+
+    @property
+    def files(self) -> tuple[MediaReference, ...]:
+        """Its media and patch positions."""
+        own = self.conversation
+        return () if own is None else (*own.media_files, *own.patch_positions)
 
     @property
     def is_labeled(self) -> bool:
@@ -359,6 +375,24 @@ class _Record(NamedTuple):
     def needs_tokens(self) -> bool:
         """Whether only a flavor of tokens can store it: it is a group, in a group, or has labels."""
         return self.conversation is not None and bool(self.group or self.conversation.members or self.is_labeled)
+
+
+def _requested(records: Iterable[_Record], media: MediaFiles) -> Iterator[list[_Record]]:
+    """Yield records in parts, whose files in object stores are requested together; others are one part."""
+    part: list[_Record] = []
+    paths: list[str] = []
+    for record in records:
+        own = [file.file or "" for file in record.files if file.is_remote]
+        if part and len(paths) + len(own) > MOST_AHEAD:
+            media.add(paths)
+            read_ahead(paths)
+            yield part
+            part, paths = [], []
+        part.append(record)
+        paths += own
+    media.add(paths)
+    read_ahead(paths)
+    yield part
 
 
 class _ChunkContent:

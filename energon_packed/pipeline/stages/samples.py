@@ -8,6 +8,7 @@ media of its record, or a SourceError if the record or its media changed since i
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -29,9 +30,11 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference, VideoReference
 from energon_packed.records.groups import group_key
 from energon_packed.records.media.file_types import stored_extension
+from energon_packed.storage import MOST_AHEAD, READ_AHEAD, is_remote, read_ahead
 from energon_packed.system import raise_resource_error
 
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
+_BATCH_BYTES = MOST_AHEAD * READ_AHEAD // 2  # of the media of a batch, if it has several records
 
 
 class RecordEntry(NamedTuple):
@@ -97,13 +100,47 @@ class SampleReader:
     _split: dict[tuple[int, int], Conversation] = field(default_factory=dict)
     # The last record that is a group, with its media: its samples follow each other.
     _group: dict[tuple[int, int], StoredSample] = field(default_factory=dict)
+    # The records of a batch whose media files were read, and are still to be compared.
+    _to_compare: list[tuple[RecordEntry, tuple[MediaReference, ...]]] = field(default_factory=list)
 
-    def read(self, record: RecordEntry) -> StoredSample:
-        """Read a record or fragment and its media again, and its tokens if the flavor stores tokens.
+    def read_all(self, records: Iterable[RecordEntry]) -> Iterator[StoredSample]:
+        """Read records and fragments and their media again, in order; and their tokens if the flavor stores tokens.
+
+        Objects of an object store are requested together, batch by batch.
 
         Raises:
-            SourceError: the record or its media changed since it was measured.
+            SourceError: a record or its media changed since it was measured.
         """
+        for batch in _batches(records):
+            self._request(batch)
+            samples = list(map(self._read, batch))
+            self._compare()
+            yield from samples
+
+    def _request(self, records: Sequence[RecordEntry]) -> None:
+        """Request the records of a batch, and then their media, that are in object stores."""
+        for number in {record.source for record in records}:
+            own = [(record.address, record.size) for record in records if record.source == number]
+            self.reader.sources[number].request(own)
+        paths: list[str] = []
+        for record in records:
+            if record.media_stamp and is_remote(self.reader.sources[record.source].image_root):
+                with suppress(EnergonPackedError, OSError):  # raised again by reading the record
+                    paths += [file.file or "" for file in _files(self._conversation(record)) if file.is_remote]
+        read_ahead(paths, whole=True)
+
+    def _compare(self) -> None:
+        """Compare size and time of media files, after they were read, so that no change is missed.
+
+        A digest of their content would have to read all media while measuring.
+        """
+        media = MediaFiles([file.file or "" for _, files in self._to_compare for file in files if file.is_remote])
+        for record, files in self._to_compare:
+            if media.stamp(files) != record.media_stamp:
+                raise self._changed(record, "its media was replaced by a file of the same size")
+        self._to_compare.clear()
+
+    def _read(self, record: RecordEntry) -> StoredSample:
         truncate = self.settings.truncate
         try:
             if self.tokens is not None and (group := self._group.get((record.source, record.row))) is not None:
@@ -156,10 +193,7 @@ class SampleReader:
             stored = replace(stored, videos=videos, audios=tuple([audio for audio, _ in audios]))
         if media_bytes != record.media_bytes:
             raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
-        # After the files are read, so that no change is missed. A digest of the content would have to read all media
-        # while measuring.
-        if MediaFiles().stamp((*conversation.media_files, *conversation.patch_positions)) != record.media_stamp:
-            raise self._changed(record, "its media was replaced by a file of the same size")
+        self._to_compare.append((record, _files(conversation)))
         if self.reader.layout and not self.settings.keep_bytes:
             images = [MediaReference(data=as_jpeg(image.read()), extension="jpg") for image in stored.images]
             stored = replace(stored, images=tuple(images))
@@ -259,6 +293,23 @@ class SampleReader:
 
     def _changed(self, record: RecordEntry, change: str) -> EnergonPackedError:
         return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
+
+
+def _batches(records: Iterable[RecordEntry]) -> Iterator[list[RecordEntry]]:
+    """Divide records into batches, whose media is kept in memory."""
+    batch: list[RecordEntry] = []
+    num_bytes = 0
+    for record in records:
+        num_bytes += record.media_bytes
+        if batch and (len(batch) == MOST_AHEAD or num_bytes > _BATCH_BYTES):
+            yield batch
+            batch, num_bytes = [], record.media_bytes
+        batch.append(record)
+    yield batch
+
+
+def _files(conversation: Conversation) -> tuple[MediaReference, ...]:
+    return (*conversation.media_files, *conversation.patch_positions)
 
 
 def _read_bytes(video: VideoReference, stored: VideoReference) -> int:

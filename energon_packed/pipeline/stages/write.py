@@ -86,10 +86,9 @@ def write_shard(reader: RecordReader, settings: SampleSettings, task: ShardTask)
         shard = open_files.enter_context(TarShardWriter(task.tar, task.state.parent))
         tokens = open_files.enter_context(TokenReader(task.tokens)) if task.tokens is not None else None
         samples = SampleReader(reader=reader, settings=settings, tokens=tokens, frames=task.frames)
-        records = records_of(task.records)
+        stored = samples.read_all(records_of(task.records))
         for pack, (start, stop) in enumerate(itertools.pairwise(task.offsets.tolist()), start=task.first_pack):
-            members = map(samples.read, itertools.islice(records, stop - start))
-            shard.add(f"{task.prefix}_{pack:08d}", codec.write(list(members)))
+            shard.add(f"{task.prefix}_{pack:08d}", codec.write(list(itertools.islice(stored, stop - start))))
     seconds = locator.seconds - seconds_before if locator else 0.0
     return replace(finish_shard(task, shard.rows), digest_seconds=seconds)
 

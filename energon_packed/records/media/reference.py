@@ -314,7 +314,7 @@ class MediaReference:
             if not is_object:
                 stream = open_regular(path, self._without_links())
             elif self.offset is None:
-                stream = RemoteReader(RemotePath(path), _REMOTE_BLOCK)
+                stream = RemoteReader(RemotePath(path), _REMOTE_BLOCK, is_recent=True)
             else:
                 stream = open_shared(RemotePath(path))
         except (IrregularFile, IsADirectoryError) as error:
@@ -363,7 +363,7 @@ class MediaReference:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(0)
                 # One byte more shows whether a writer is still appending; objects are complete, and read at once.
-                data = stream.read() if is_remote(self.path or "") else stream.read(size + 1)
+                data = stream.read() if self.is_remote else stream.read(size + 1)
             except (OSError, MemoryError) as error:
                 raise_resource_error(error, self.path)
                 raise
@@ -378,6 +378,12 @@ class MediaReference:
         if self.path is None or self.root is None or "\0" in self.path:
             return self.path
         return _root_of(self.root).find(self.path)[0]
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a file in an object store."""
+        folder = "" if self.root is None else _root_of(self.root).folder
+        return self.path is not None and (is_remote(self.path) or is_remote(folder))
 
     def _without_links(self) -> str | None:
         root = None if self.root is None else _root_of(self.root)
