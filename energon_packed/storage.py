@@ -523,11 +523,11 @@ def recent_status(path: Path) -> os.stat_result:
     return status if status is not None and time.monotonic() - since < _FRESH else path.stat()
 
 
-def read_ahead(paths: Iterable[str], *, whole: bool = False) -> None:
+def read_ahead(urls: Iterable[str], *, whole: bool = False) -> None:
     """Request the first MiB of objects at the same time, so that reading them at once needs no further requests.
 
     Args:
-        paths: local files are left out. Objects that cannot be read are, too: their readers have the error.
+        urls: the objects. Those that cannot be read are left out: their readers have the error.
         whole: leave out larger objects.
     """
 
@@ -537,7 +537,7 @@ def read_ahead(paths: Iterable[str], *, whole: bool = False) -> None:
             if not whole or found.end() <= READ_AHEAD:
                 found.read_range(0, READ_AHEAD)
 
-    map_paths(read, [RemotePath(path) for path in dict.fromkeys(paths) if is_remote(path)])
+    map_paths(read, [*map(RemotePath, dict.fromkeys(urls))])
 
 
 def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:

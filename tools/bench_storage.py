@@ -225,6 +225,9 @@ def bench_traffic(report: Report, store: Store, options: Any) -> None:
                 if name == "JSONL + images":
                     folders[media] = store.put_folder(media, result.shards), work / media
                     os.rename(result.shards, _emptied(work / media))
+                    _bench_pack(
+                        report, store, options.latency, url, str(jsonl), {"tokenizer": tokenizer, "media": media}
+                    )
     for media, (url, local) in folders.items():
         tars = sum(tar.stat().st_size - 1024 for tar in local.glob("*.tar"))
         needed = tars + (images if media == "reference" else 0)
@@ -248,6 +251,21 @@ def bench_traffic(report: Report, store: Store, options: Any) -> None:
                 label = f"{name}, {media}, {latency * 1000:.0f} ms: speed / local files"
                 report.add(label, count / spent / base, rate=count / spent, local_rate=base)
             store.latency(0)
+
+
+def _bench_pack(report: Report, store: Store, latency: float, url: str, local: str, settings: dict[str, Any]) -> None:
+    """Compare the speed of `pack` with that of the same input on the local disk."""
+    rates = []
+    for source, delay in ((local, 0.0), (local, 0.0), (url, 0.0), (url, latency)):  # the first loads the encoder
+        store.latency(delay)
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            result = pack(inputs=(source,), output_dir=folder, **settings, **_OPTIONS)
+            rates.append(result.manifest.records / (time.perf_counter() - start))
+    store.latency(0)
+    for delay, rate in ((0.0, rates[2]), (latency, rates[3])):
+        label = f"pack --media {settings['media']} of JSONL + images, {delay * 1000:.0f} ms: speed / local files"
+        report.add(label, rate / rates[1], rate=rate, local_rate=rates[1])
 
 
 def packed_images(path: Any, encoder: ChatEncoder, **options: Any) -> Iterator[bytes]:

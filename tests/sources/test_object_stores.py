@@ -1,7 +1,11 @@
 """Inputs and images in an object store: the tars are those of the same files on a disk."""
 
 import gzip
+import itertools
 import json
+import random
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from energon_packed import ConfigError, PackResult, ResourceError, SourceError, pack
+from energon_packed import ConfigError, MediaReference, PackResult, Progress, ResourceError, SourceError, pack
+from tests.internals import open_sources, storage
 from tests.processes import energon_packed
 from tests.sources.tars import picture, write_tar
 from tests.storage import Store
@@ -216,3 +221,131 @@ def test_records_of_a_tar_are_downloaded_in_few_requests(store: Store, packed: A
     assert traffic.bytes < 4 * size + (64 << 10)
     assert traffic.count("GET") <= 4 + 2 * 8
     assert traffic.count("HEAD") < 30  # of the run: none for a record
+
+
+def _own_images(folder: Path, count: int) -> Path:
+    """A JSONL file whose records have an image each."""
+    for index in range(count):
+        (folder / "images" / f"{index}.jpg").write_bytes(picture(index, 20 + index))
+    each = [{**record, "image": f"images/{index}.jpg"} for index, record in enumerate(records(count))]
+    (folder / "own.jsonl").write_bytes(lines(each))
+    return folder / "own.jsonl"
+
+
+class _WriteStage(Progress):
+    """Lets the write stage start as in a process that has read none of the objects.
+
+    Attributes:
+        began: whether it has started.
+    """
+
+    began = False
+
+    def start(self, stage: str, total: int, unit: str) -> None:
+        self.began = stage == "write"
+        storage._recent.clear()
+        storage._blocks.clear()
+
+
+def test_records_and_images_of_a_batch_are_requested_at_the_same_time(
+    store: Store, packed: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = packed("local", _own_images(folder, 12))
+    url = store.put_folder("data", folder)
+    stage = _WriteStage()
+    images, written_records = threading.Barrier(12), threading.Barrier(12)  # a request waits for the others
+
+    def wait(environ: dict[str, Any]) -> None:
+        if "/images/" in environ["PATH_INFO"]:
+            images.wait(timeout=20)
+        elif stage.began and environ["REQUEST_METHOD"] == "GET":
+            written_records.wait(timeout=20)
+
+    monkeypatch.setattr(store, "intercept", wait)
+    remote = packed("remote", f"{url}/own.jsonl", progress=stage)
+    assert remote.manifest.packed == 12
+    assert contents(remote) == contents(local)
+
+
+def test_an_image_is_requested_once_and_its_status_before_and_after(store: Store, packed: Any, folder: Path) -> None:
+    _own_images(folder, 66)
+    url = store.put_folder("data", folder)
+    with store.counted() as traffic:
+        packed("remote", f"{url}/own.jsonl", seq_len=4096)
+    methods = [request.split()[0] for request in traffic.requests if "/images/" in request]
+    batches = [(64, "HEAD"), (64, "GET"), (2, "HEAD"), (2, "GET"), (66, "HEAD")]
+    assert methods == [method for count, method in batches for _ in range(count)]
+
+
+@pytest.mark.parametrize("first", [100, 1100])
+def test_images_that_are_larger_than_the_first_request(
+    store: Store, packed: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    local = packed("local", _own_images(folder, 12))
+    url = store.put_folder("data", folder)
+    sizes = [(folder / f"images/{index}.jpg").stat().st_size for index in range(12)]
+    assert sum(size > first for size in sizes) in ((12,) if first == 100 else range(1, 12))
+    stage, requested = _WriteStage(), list[tuple[str, str]]()
+
+    def note(environ: dict[str, Any]) -> None:
+        if stage.began and environ["REQUEST_METHOD"] == "GET" and "/images/" in environ["PATH_INFO"]:
+            requested.append((environ["PATH_INFO"], environ["HTTP_RANGE"]))
+
+    monkeypatch.setattr(storage, "READ_AHEAD", first)
+    monkeypatch.setattr(store, "intercept", note)
+    assert contents(packed("remote", f"{url}/own.jsonl", progress=stage)) == contents(local)
+    ranges = [(f"/bucket/data/images/{index}.jpg", f"bytes=0-{size - 1}") for index, size in enumerate(sizes)]
+    assert sorted(requested) == sorted(ranges)
+
+
+def test_a_file_of_several_blocks_is_read_with_one_request(store: Store) -> None:
+    content = random.Random(0).randbytes(300_000)
+    store.put("data/a.bin", content)
+    with store.counted() as traffic:
+        assert MediaReference(path="a.bin", root=store.url("data")).read() == content
+    assert traffic.requests == ["HEAD /bucket/data/a.bin", "GET /bucket/data/a.bin"]
+
+
+def test_an_image_that_changes_while_it_is_written_is_named(
+    store: Store, packed: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _own_images(folder, 3)
+    url = store.put_folder("data", folder)
+    other = (folder / "images/1.jpg").read_bytes()[:-10] + bytes(10)
+
+    def after_writing(change: Callable[[], int | None]) -> Callable[[dict[str, Any]], int | None]:
+        statuses = itertools.count()  # the first is requested to measure the image
+
+        def intercept(environ: dict[str, Any]) -> int | None:
+            request = environ["REQUEST_METHOD"], environ["PATH_INFO"]
+            is_last = request == ("HEAD", "/bucket/data/images/1.jpg") and next(statuses) == 1
+            return change() if is_last else None
+
+        return intercept
+
+    monkeypatch.setattr(store, "intercept", after_writing(lambda: 403))
+    with pytest.raises(ResourceError, match="images/1.jpg: access is denied"):
+        packed("refused", f"{url}/own.jsonl")
+    monkeypatch.setattr(store, "intercept", after_writing(lambda: store.put("data/images/1.jpg", other) and None))
+    with pytest.raises(SourceError, match=r"record 1 of .*own.jsonl changed .*replaced by a file of the same size"):
+        packed("replaced", f"{url}/own.jsonl")
+
+
+def test_records_of_an_object_are_requested_at_the_same_time(
+    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = store.put_folder("data", folder)
+    (source,) = open_sources([f"{url}/a.jsonl"], work_dir=tmp_path)
+    rows = list(source.scan(0, source.extent()))[2:6]
+    storage._blocks.clear()  # as in a process that has not read the file
+    all_requested = threading.Barrier(4)
+
+    def wait(environ: dict[str, Any]) -> None:
+        if environ["REQUEST_METHOD"] == "GET":
+            all_requested.wait(timeout=20)
+
+    monkeypatch.setattr(store, "intercept", wait)
+    source.request([(row.address, row.size) for row in rows])
+    with store.counted() as traffic:
+        assert [source.read(row.address, row.size).record for row in rows] == [row.record for row in rows]
+    assert traffic.requests == []

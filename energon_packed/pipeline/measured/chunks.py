@@ -46,7 +46,7 @@ from energon_packed.formats.videos import frames_as_dict
 from energon_packed.pipeline.measured.arrow_columns import as_numpy, numeric_column, string_column
 from energon_packed.records import AudioClip, FrameSelection, MediaReference
 from energon_packed.records.media.reference import media_digest
-from energon_packed.storage import as_path, is_remote, map_paths
+from energon_packed.storage import StorageError, as_path, is_remote, map_paths
 
 Int64 = npt.NDArray[np.int64]
 NUMBER = 4
@@ -210,6 +210,8 @@ def _stamp(path: str) -> bytes:
     try:
         status = as_path(path).stat() if is_remote(path) else os.stat(path)
         change = f"{status.st_size} {status.st_mtime_ns}"
+    except StorageError:
+        raise
     except (OSError, ValueError):  # a missing file, or an impossible name: its record is rejected when it is read
         change = ""
     return f"{path}\0{change}".encode("utf-8", "surrogatepass")

@@ -380,18 +380,18 @@ class _Record(NamedTuple):
 def _requested(records: Iterable[_Record], media: MediaFiles) -> Iterator[list[_Record]]:
     """Yield records in parts, whose files in object stores are requested together; others are one part."""
     part: list[_Record] = []
-    paths: list[str] = []
+    urls: list[str] = []
     for record in records:
-        own = [file.file or "" for file in record.files if file.is_remote]
-        if part and len(paths) + len(own) > MOST_AHEAD:
-            media.add(paths)
-            read_ahead(paths)
+        own = [url for file in record.files if (url := file.url)]
+        if part and len(urls) + len(own) > MOST_AHEAD:
+            media.add(urls)
+            read_ahead(urls)
             yield part
-            part, paths = [], []
+            part, urls = [], []
         part.append(record)
-        paths += own
-    media.add(paths)
-    read_ahead(paths)
+        urls += own
+    media.add(urls)
+    read_ahead(urls)
     yield part
 
 

@@ -122,19 +122,19 @@ class SampleReader:
         for number in {record.source for record in records}:
             own = [(record.address, record.size) for record in records if record.source == number]
             self.reader.sources[number].request(own)
-        paths: list[str] = []
+        urls: list[str] = []
         for record in records:
             if record.media_stamp and is_remote(self.reader.sources[record.source].image_root):
                 with suppress(EnergonPackedError, OSError):  # raised again by reading the record
-                    paths += [file.file or "" for file in _files(self._conversation(record)) if file.is_remote]
-        read_ahead(paths, whole=True)
+                    urls += filter(None, [file.url for file in _files(self._conversation(record))])
+        read_ahead(urls, whole=True)
 
     def _compare(self) -> None:
         """Compare size and time of media files, after they were read, so that no change is missed.
 
         A digest of their content would have to read all media while measuring.
         """
-        media = MediaFiles([file.file or "" for _, files in self._to_compare for file in files if file.is_remote])
+        media = MediaFiles(filter(None, [file.url for _, files in self._to_compare for file in files]))
         for record, files in self._to_compare:
             if media.stamp(files) != record.media_stamp:
                 raise self._changed(record, "its media was replaced by a file of the same size")

@@ -363,7 +363,7 @@ class MediaReference:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(0)
                 # One byte more shows whether a writer is still appending; objects are complete, and read at once.
-                data = stream.read() if self.is_remote else stream.read(size + 1)
+                data = stream.read() if self.url else stream.read(size + 1)
             except (OSError, MemoryError) as error:
                 raise_resource_error(error, self.path)
                 raise
@@ -374,16 +374,17 @@ class MediaReference:
 
     @property
     def file(self) -> str | None:
-        """Path of the file, with `root` and with symbolic links; None for bytes in memory."""
+        """Path of the file, with `root` and with symbolic links; None outside `root`, and for bytes in memory."""
         if self.path is None or self.root is None or "\0" in self.path:
             return self.path
-        return _root_of(self.root).find(self.path)[0]
+        found, is_inside = _root_of(self.root).find(self.path)
+        return found if is_inside else None
 
     @property
-    def is_remote(self) -> bool:
-        """Whether it is a file in an object store."""
+    def url(self) -> str | None:
+        """URL of a file in an object store; None for others."""
         folder = "" if self.root is None else _root_of(self.root).folder
-        return self.path is not None and (is_remote(self.path) or is_remote(folder))
+        return self.file if is_remote(self.path or "") or is_remote(folder) else None
 
     def _without_links(self) -> str | None:
         root = None if self.root is None else _root_of(self.root)
