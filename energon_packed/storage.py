@@ -72,7 +72,7 @@ _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `r
 # The last ranges that this process requested, (offset, bytes) by URL and time: the contents of a key of a tar, such as
 # its images, are read after the headers of several keys. Threads change it, so each change is a single operation.
 _blocks: OrderedDict[tuple[str, int], tuple[tuple[int, bytes], ...]] = OrderedDict()
-_MOST_BLOCKS, _OBJECT_BYTES, _BLOCK_BYTES = 64, 16 << 20, 64 << 20  # of an object, and bytes of all objects
+_MOST_BLOCKS, _BLOCK_BYTES = 64, 64 << 20  # of an object, and of all objects
 MOST_AHEAD = _BLOCK_BYTES // READ_AHEAD
 """Objects of a `read_ahead` whose bytes are certainly kept."""
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
@@ -386,6 +386,11 @@ class RemoteReader(io.BufferedReader):
         """Return bytes [at, at + size); fewer at the end of the object."""
         return self._object.read_range(at, size)
 
+    def request(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Request ranges (at, size) of at most 1 MiB at the same time; reading them soon needs no further requests."""
+        small = [(at, size) for at, size in ranges if size <= READ_AHEAD]
+        map_paths(lambda path, own: self._object.read_range(*own), [self._object.path] * len(small), small)
+
 
 class RangeStream(io.RawIOBase):
     """A seekable raw stream over a source of byte ranges.
@@ -446,18 +451,18 @@ class _Object(RangeStream):
     """Byte ranges of an object as a raw stream."""
 
     def __init__(self, path: RemotePath, *, is_recent: bool = False) -> None:
-        self._path = path
+        self.path = path
         status = recent_status(path) if is_recent else path.stat()
         self._since, self._status = _recent.get(str(path), (time.monotonic(), status))
         if stat.S_ISDIR(self._status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
     def status(self) -> os.stat_result:
-        since, status = _recent.get(str(self._path), (self._since, self._status))
+        since, status = _recent.get(str(self.path), (self._since, self._status))
         if since > self._since:  # another reader has requested it in the meantime
             self._since, self._status = since, status
         if time.monotonic() - self._since > _FRESH:
-            self._status, self._since = self._path.stat(), time.monotonic()
+            self._status, self._since = self.path.stat(), time.monotonic()
         return self._status
 
     def end(self) -> int:
@@ -468,11 +473,11 @@ class _Object(RangeStream):
         if size <= 0 or len(data := self._known(at, size)) == size:
             return b"" if size <= 0 else data
         version = self._version()  # before the request: an object that is replaced in the meantime has a newer version
-        data = self._path.read_range(at, size)
+        data = self.path.read_range(at, size)
         if len(data) <= READ_AHEAD:
             blocks = ((at, data), *_blocks.pop(version, ()))[:_MOST_BLOCKS]
             ends = itertools.accumulate(len(block) for _, block in blocks)
-            _blocks[version] = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _OBJECT_BYTES)
+            _blocks[version] = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _BLOCK_BYTES)
             while sum(len(block) for blocks in list(_blocks.values()) for _, block in blocks) > _BLOCK_BYTES:
                 with contextlib.suppress(KeyError):  # another thread has removed the last one
                     _blocks.popitem(last=False)
@@ -494,7 +499,7 @@ class _Object(RangeStream):
         return b""
 
     def _version(self) -> tuple[str, int]:
-        return str(self._path), self.status().st_mtime_ns
+        return str(self.path), self.status().st_mtime_ns
 
 
 def as_path(value: str | Path) -> Path:

@@ -159,8 +159,7 @@ def test_an_open_stream_notices_a_replaced_object(store: Store, monkeypatch: Any
 def test_a_process_keeps_few_bytes_and_statuses(store: Store, monkeypatch: Any) -> None:
     """The newest of each: a range that it keeps is read again without a request."""
     monkeypatch.setattr(storage, "_MOST_BLOCKS", 3)
-    monkeypatch.setattr(storage, "_OBJECT_BYTES", 250)
-    monkeypatch.setattr(storage, "_BLOCK_BYTES", 300)
+    monkeypatch.setattr(storage, "_BLOCK_BYTES", 250)
     monkeypatch.setattr(storage, "READ_AHEAD", 200)
     monkeypatch.setattr(storage, "_MOST_RECENT", 2)
     path = as_path(store.put("kept", bytes(1000)))
@@ -185,16 +184,16 @@ def test_a_process_keeps_few_bytes_and_statuses(store: Store, monkeypatch: Any) 
     assert kept(200, 10) == [True, True]
     assert kept(201, 10) == [False, True]
     storage._blocks.clear()
-    streams = [open_regular(as_path(store.put(f"kept-{size}", bytes(size)))) for size in (120, 100, 80)]
+    streams = [open_regular(as_path(store.put(f"kept-{size}", bytes(size)))) for size in (100, 80, 69)]
     for stream in streams:
         read_range(stream, 0, 200)
     with store.counted() as traffic:
-        assert [len(read_range(stream, 0, 200)) for stream in streams[::-1]] == [80, 100, 120]
+        assert [len(read_range(stream, 0, 200)) for stream in streams[::-1]] == [69, 80, 100]
     assert traffic.requests == []
-    read_range(open_regular(as_path(store.put("kept-1", b"x"))), 0, 1)  # 301 bytes
+    read_range(open_regular(as_path(store.put("kept-2", b"xx"))), 0, 2)  # 251 bytes
     with store.counted() as traffic:
-        assert [len(read_range(stream, 0, 200)) for stream in streams[::-1]] == [80, 100, 120]
-    assert traffic.requests == ["GET /bucket/kept-120"]
+        assert [len(read_range(stream, 0, 200)) for stream in streams[::-1]] == [69, 80, 100]
+    assert traffic.requests == ["GET /bucket/kept-100"]
 
     paths = [as_path(store.put(f"{number}.recent", b"1")) for number in range(3)]
     for each in paths:

@@ -40,7 +40,7 @@ from energon_packed.records.fields import ARRAY_REMEDY
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import LONGEST_RECORD, Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted, local_copy, not_utf8
-from energon_packed.storage import is_remote, map_paths
+from energon_packed.storage import RemoteReader, is_remote
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
 
@@ -188,9 +188,8 @@ class JsonlSource(Source):
 
     def request(self, records: Sequence[tuple[int, int]]) -> None:
         """Request byte ranges of an object; the stream keeps them for `read`."""
-        if is_remote(self.data):
-            stream = self._streams.get(self.data)
-            map_paths(lambda path, record: read_range(stream, *record), [self.data] * len(records), records)
+        if isinstance(stream := self._streams.get(self.data), RemoteReader):
+            stream.request(records)
 
 
 class JsonSource(JsonlSource):

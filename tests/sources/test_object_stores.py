@@ -331,12 +331,13 @@ def test_an_image_that_changes_while_it_is_written_is_named(
         packed("replaced", f"{url}/own.jsonl")
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "g.tar"])
 def test_records_of_an_object_are_requested_at_the_same_time(
-    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     url = store.put_folder("data", folder)
-    (source,) = open_sources([f"{url}/a.jsonl"], work_dir=tmp_path)
-    rows = list(source.scan(0, source.extent()))[2:6]
+    (source,) = open_sources([f"{url}/{name}"], work_dir=tmp_path)
+    scanned = list(source.scan(0, source.extent()))
     storage._blocks.clear()  # as in a process that has not read the file
     all_requested = threading.Barrier(4)
 
@@ -345,7 +346,26 @@ def test_records_of_an_object_are_requested_at_the_same_time(
             all_requested.wait(timeout=20)
 
     monkeypatch.setattr(store, "intercept", wait)
+    rows = scanned[2:6]
     source.request([(row.address, row.size) for row in rows])
     with store.counted() as traffic:
         assert [source.read(row.address, row.size).record for row in rows] == [row.record for row in rows]
     assert traffic.requests == []
+    if name == "g.tar":
+        storage._blocks.clear()
+        with store.counted() as traffic:
+            assert list(source.scan(0, rows[2].address)) == scanned[:4]
+        assert traffic.count("GET") == 4
+
+
+def test_keys_that_are_larger_than_a_request_are_not_requested_in_advance(
+    store: Store, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = store.put_folder("data", folder)
+    (source,) = open_sources([f"{url}/g.tar"], work_dir=tmp_path)
+    expected = list(source.scan(0, source.extent()))
+    storage._blocks.clear()
+    monkeypatch.setattr(storage, "READ_AHEAD", 1000)
+    with store.counted() as traffic:
+        assert list(source.scan(0, source.extent())) == expected
+    assert traffic.count("GET") == 2 * 8  # headers, and contents
