@@ -236,6 +236,7 @@ PLACES = {
     "imbalance": "packing.balance:imbalance",
     "step_imbalances": "packing.balance:step_imbalances",
     # pipeline: stages on their own, for faults and limits that a small run does not meet
+    "batches": "pipeline.batches:batches",
     "FolderLock": "pipeline.output.locks:FolderLock",
     "Folder": "pipeline.output.folder:Folder",
     "run_status": "pipeline.output.run_status:run_status",

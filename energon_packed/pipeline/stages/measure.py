@@ -9,7 +9,7 @@ joined from one file per chunk. Chunks are measured in parallel, and only if no 
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +27,7 @@ from energon_packed.encoding.vision.media import ImageCheck, check_pixels
 from energon_packed.encoding.vision.video_file import check_video, decode_frames
 from energon_packed.errors import REQUESTED_REJECTS, Reason, RecordError, Reject, RejectLimitError
 from energon_packed.formats.references import MOST_BYTES
+from energon_packed.pipeline.batches import batches
 from energon_packed.pipeline.encoders import EncoderLoader, prepare_workers
 from energon_packed.pipeline.engine import Engine, Progress
 from energon_packed.pipeline.measured.chunks import (
@@ -249,13 +250,16 @@ class Measurer:
         encoder = self.encoder.load()
         content = _ChunkContent(chunk, encoder)
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
-        while batch := list(islice(rows, _BATCH)):
-            for part in _requested(map(partial(self._read, chunk.source), batch), content.media):
-                records = [self._checked(record, content.media) for record in part]
-                if self.keep_groups and not chunk.keep_tokens and any([record.needs_tokens for record in records]):
-                    return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch
-                self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
-                content.add(records)
+        all_records = map(partial(self._read, chunk.source), rows)
+        for batch in batches(all_records, _BATCH, _Record.remote_files, MOST_AHEAD):
+            urls = [url for record in batch for file in record.files if (url := file.url)]
+            content.media.add(urls)
+            read_ahead(urls)
+            records = [self._checked(record, content.media) for record in batch]
+            if self.keep_groups and not chunk.keep_tokens and any([record.needs_tokens for record in records]):
+                return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch
+            self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
+            content.add(records)
         content.write()
         return content.report()
 
@@ -365,6 +369,10 @@ class _Record(NamedTuple):
         own = self.conversation
         return () if own is None else (*own.media_files, *own.patch_positions)
 
+    def remote_files(self) -> int:
+        """Number of these that are in object stores."""
+        return sum([file.is_remote for file in self.files])
+
     @property
     def is_labeled(self) -> bool:
         """Whether it is a sample with a role, a label, or per-token values."""
@@ -375,24 +383,6 @@ class _Record(NamedTuple):
     def needs_tokens(self) -> bool:
         """Whether only a flavor of tokens can store it: it is a group, in a group, or has labels."""
         return self.conversation is not None and bool(self.group or self.conversation.members or self.is_labeled)
-
-
-def _requested(records: Iterable[_Record], media: MediaFiles) -> Iterator[list[_Record]]:
-    """Yield records in parts, whose files in object stores are requested together; others are one part."""
-    part: list[_Record] = []
-    urls: list[str] = []
-    for record in records:
-        own = [url for file in record.files if (url := file.url)]
-        if part and len(urls) + len(own) > MOST_AHEAD:
-            media.add(urls)
-            read_ahead(urls)
-            yield part
-            part, urls = [], []
-        part.append(record)
-        urls += own
-    media.add(urls)
-    read_ahead(urls)
-    yield part
 
 
 class _ChunkContent:

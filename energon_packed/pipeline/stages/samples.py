@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from energon_packed.encoding.vision.media import with_image_counts
 from energon_packed.encoding.vision.video_file import decode_frames
 from energon_packed.errors import EnergonPackedError, RecordError, SourceError
 from energon_packed.formats import StoredSample
+from energon_packed.pipeline.batches import batches
 from energon_packed.pipeline.measured.chunk_reader import RecordOffsets, TokenReader, read_frames
 from energon_packed.pipeline.measured.chunks import MediaFiles
 from energon_packed.pipeline.measured.table import RecordRefs
@@ -111,7 +113,7 @@ class SampleReader:
         Raises:
             SourceError: a record or its media changed since it was measured.
         """
-        for batch in _batches(records):
+        for batch in batches(records, MOST_AHEAD, attrgetter("media_bytes"), _BATCH_BYTES):
             self._request(batch)
             samples = list(map(self._read, batch))
             self._compare()
@@ -293,19 +295,6 @@ class SampleReader:
 
     def _changed(self, record: RecordEntry, change: str) -> EnergonPackedError:
         return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
-
-
-def _batches(records: Iterable[RecordEntry]) -> Iterator[list[RecordEntry]]:
-    """Divide records into batches, whose media is kept in memory."""
-    batch: list[RecordEntry] = []
-    num_bytes = 0
-    for record in records:
-        num_bytes += record.media_bytes
-        if batch and (len(batch) == MOST_AHEAD or num_bytes > _BATCH_BYTES):
-            yield batch
-            batch, num_bytes = [], record.media_bytes
-        batch.append(record)
-    yield batch
 
 
 def _files(conversation: Conversation) -> tuple[MediaReference, ...]:

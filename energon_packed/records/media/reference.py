@@ -363,7 +363,7 @@ class MediaReference:
                 size = stream.seek(0, os.SEEK_END)
                 stream.seek(0)
                 # One byte more shows whether a writer is still appending; objects are complete, and read at once.
-                data = stream.read() if self.url else stream.read(size + 1)
+                data = stream.read() if self.is_remote else stream.read(size + 1)
             except (OSError, MemoryError) as error:
                 raise_resource_error(error, self.path)
                 raise
@@ -381,10 +381,14 @@ class MediaReference:
         return found if is_inside else None
 
     @property
+    def is_remote(self) -> bool:
+        """Whether it is in an object store."""
+        return is_remote(self.path or "") or (self.root is not None and is_remote(_root_of(self.root).folder))
+
+    @property
     def url(self) -> str | None:
-        """URL of a file in an object store; None for others."""
-        folder = "" if self.root is None else _root_of(self.root).folder
-        return self.file if is_remote(self.path or "") or is_remote(folder) else None
+        """URL of an object that is this file, and not a tar with it; None for others."""
+        return self.file if self.offset is None and self.is_remote else None
 
     def _without_links(self) -> str | None:
         root = None if self.root is None else _root_of(self.root)
