@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.storage import start_store
 
 _TURNS = 3
-_OPTIONS: dict[str, Any] = {"seq_len": 2048, "workers": 1, "max_packs_per_shard": 16}
+_OPTIONS: dict[str, Any] = {"seq_len": 2048, "workers": 2, "max_packs_per_shard": 16}
 
 
 class _RawSamples(DefaultTaskEncoder):  # type: ignore[misc]

@@ -70,6 +70,7 @@ from energon_packed.storage import MOST_AHEAD, read_ahead
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
 _ENCODED_FRAMES = 4  # at least this many frames of a video, if it has them: encoding all is as slow as decoding
+_NOT_MEASURED = Measurement(0)
 _JSON_OVERHEAD = 60  # bytes of keys and length of a stored sample, beside its id
 
 
@@ -277,17 +278,20 @@ class Measurer:
             group = _hashed(source, self.reader.group_of(row.record))
             return _Record(row, None, Measurement.rejected(error.reject), group=group)
         narrow, group = self.reader.fits_captioning(conversation), _hashed(source, conversation.group)
-        return _Record(row, conversation, Measurement(0), narrow=narrow, group=group)
+        files = (*conversation.media_files, *conversation.patch_positions)
+        return _Record(row, conversation, _NOT_MEASURED, narrow=narrow, group=group, files=files)
 
     def _checked(self, record: "_Record", media: MediaFiles) -> "_Record":
         """Check the images of a record, after taking the stamp of its files."""
-        if (own := record.conversation) is None:
+        if record.conversation is None or not record.files:
             return record
-        record = record._replace(stamp=media.stamp(record.files))
+        stamp = media.stamp(record.files)
         try:
-            return record._replace(result=Measurement(0, decoded=check_pixels(own, self.check_media)))
+            result = Measurement(0, decoded=check_pixels(record.conversation, self.check_media))
+            return record._replace(result=result, stamp=stamp)
         except RecordError as error:
-            return record._replace(conversation=None, result=Measurement.rejected(error.reject), narrow=True)
+            rejected = Measurement.rejected(error.reject)
+            return record._replace(conversation=None, result=rejected, stamp=stamp, narrow=True)
 
     def _measure(self, encoder: Processor, records: list["_Record"], *, keep_tokens: bool) -> None:
         """Set the measurements of the conversations, which are encoded together."""
@@ -354,6 +358,7 @@ class _Record(NamedTuple):
         stamp: of its media files, from before any of them is read.
         narrow: PackedCaptioningSample can store it.
         group: hash of its source and the key of its group; 0 without a group.
+        files: its media and patch positions.
     """
 
     row: SourceRecord
@@ -362,16 +367,11 @@ class _Record(NamedTuple):
     stamp: int = 0
     narrow: bool = True
     group: int = 0
-
-    @property
-    def files(self) -> tuple[MediaReference, ...]:
-        """Its media and patch positions."""
-        own = self.conversation
-        return () if own is None else (*own.media_files, *own.patch_positions)
+    files: tuple[MediaReference, ...] = ()
 
     def remote_files(self) -> int:
-        """Number of these that are in object stores."""
-        return sum([file.is_remote for file in self.files])
+        """Number of the files that are in object stores."""
+        return sum([file.is_remote for file in self.files]) if self.files else 0
 
     @property
     def is_labeled(self) -> bool:
@@ -511,7 +511,7 @@ def _check_size(file: MediaReference, remedy: str = "set `extract_frames`, or cu
 
 def _columns(records: Sequence[_Record]) -> dict[str, list[Any]]:
     """Build the columns of `SCHEMA` and `MORE_COLUMNS`, without sizes of files."""
-    rows, conversations, results, stamps, narrow, groups = map(list, zip(*records, strict=True))
+    rows, conversations, results, stamps, narrow, groups, _ = map(list, zip(*records, strict=True))
     rejects = [result.reject for result in results]
     return {
         "address": [row.address for row in rows],
