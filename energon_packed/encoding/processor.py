@@ -430,7 +430,7 @@ class Processor(ABC):
 
     def _measure(self, conversation: Conversation, keep_tokens: bool) -> Measurement:
         try:
-            media = sum([file.num_bytes() for file in (*conversation.media_files, *conversation.patch_positions)])
+            media = sum([file.num_bytes() for file in conversation.files])
             sample = self._weighted(conversation, self.encode(conversation))
         except RecordError as error:
             return Measurement.rejected(error.reject)

@@ -216,6 +216,11 @@ class Conversation:
         videos = [file for video in self.videos for file in video.files]
         return (*self.images, *videos, *[audio.file for audio in self.audios])
 
+    @property
+    def files(self) -> tuple[MediaReference, ...]:
+        """Its `media_files` and `patch_positions`."""
+        return (*self.media_files, *self.patch_positions)
+
     def _take_media(self) -> None:
         """Take the media of the members.
 

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from energon_packed import (
     pack,
 )
 from tests.conftest import Packer
-from tests.internals import DemoDataset, as_path, make_blend, read_ranges, references, write_metadataset
+from tests.internals import DemoDataset, as_path, make_blend, read_ranges, references, storage, write_metadataset
 from tests.loading.flows import signature
+from tests.sources.tars import picture
 from tests.storage import BUCKET, Store
 
 Places = tuple[Path, str]
@@ -109,6 +111,31 @@ def test_raw_records_are_read_from_the_store(
         batches.append([signature(batch) for batch in loader])
     assert batches[1] == batches[0]
     assert len(batches[0]) > 2
+
+
+@pytest.mark.parametrize(("streaming", "count"), [(True, 24), (False, 6)])
+def test_images_of_raw_records_are_requested_at_the_same_time(
+    store: Store, tokenizer_dir: Path, monkeypatch: pytest.MonkeyPatch, streaming: bool, count: int
+) -> None:
+    """Those of a chunk, of which a worker has four, or of a planned row."""
+    names = [f"{index:02d}" for index in range(count)]
+    for index, name in enumerate(names):
+        store.put(f"raw/{name}.jpg", picture(index, 30))
+    text = {"conversations": [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A."}]}
+    lines = [json.dumps({"id": name, "image": f"{name}.jpg", **text}) + "\n" for name in names]
+    url = store.put("raw/data.jsonl", "".join(lines).encode())
+    settings: dict[str, Any] = {"dataset_path": url, "packing_length": 1024, "tokenizer": tokenizer_dir}
+    loader = get_raw_loader(DataflowConfig(**settings, streaming=streaming), num_workers=0)
+    for known in (storage._recent, storage._blocks):  # of planning
+        known.clear()
+    all_requested = threading.Barrier(6)  # a request waits for those of the other images
+
+    def wait(environ: dict[str, Any]) -> None:
+        if environ["PATH_INFO"].endswith(".jpg"):
+            all_requested.wait(timeout=20)
+
+    monkeypatch.setattr(store, "intercept", wait)
+    assert sum(batch.num_samples for batch in loader) == count
 
 
 def test_loaders_request_each_pack_once(store: Store, packed: Places, encoder: ChatEncoder) -> None:

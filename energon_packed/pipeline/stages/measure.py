@@ -63,6 +63,7 @@ from energon_packed.pipeline.reader import RecordReader, raw_id
 from energon_packed.pipeline.rejects import MOST_DETAIL, RejectedAt, RejectLimits
 from energon_packed.records import Conversation, FrameSelection, MediaReference
 from energon_packed.records.groups import group_key
+from energon_packed.records.media.reference import urls_of
 from energon_packed.records.media.unlisted import IMAGE_URL
 from energon_packed.sources import SourceRecord
 from energon_packed.storage import MOST_AHEAD, read_ahead
@@ -253,7 +254,7 @@ class Measurer:
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         all_records = map(partial(self._read, chunk.source), rows)
         for batch in batches(all_records, _BATCH, _Record.remote_files, MOST_AHEAD):
-            urls = [url for record in batch for file in record.files if (url := file.url)]
+            urls = [url for record in batch for url in urls_of(record.files)]
             content.media.add(urls)
             read_ahead(urls)
             records = [self._checked(record, content.media) for record in batch]
@@ -278,8 +279,7 @@ class Measurer:
             group = _hashed(source, self.reader.group_of(row.record))
             return _Record(row, None, Measurement.rejected(error.reject), group=group)
         narrow, group = self.reader.fits_captioning(conversation), _hashed(source, conversation.group)
-        files = (*conversation.media_files, *conversation.patch_positions)
-        return _Record(row, conversation, _NOT_MEASURED, narrow=narrow, group=group, files=files)
+        return _Record(row, conversation, _NOT_MEASURED, narrow=narrow, group=group, files=conversation.files)
 
     def _checked(self, record: "_Record", media: MediaFiles) -> "_Record":
         """Check the images of a record, after taking the stamp of its files."""

@@ -32,6 +32,7 @@ from energon_packed.pipeline.reader import RecordReader
 from energon_packed.records import AudioClip, AudioReference, Conversation, MediaReference, VideoReference
 from energon_packed.records.groups import group_key
 from energon_packed.records.media.file_types import stored_extension
+from energon_packed.records.media.reference import urls_of
 from energon_packed.storage import MOST_AHEAD, READ_AHEAD, is_remote, read_ahead
 from energon_packed.system import raise_resource_error
 
@@ -128,7 +129,7 @@ class SampleReader:
         for record in records:
             if record.media_stamp and is_remote(self.reader.sources[record.source].image_root):
                 with suppress(EnergonPackedError, OSError):  # raised again by reading the record
-                    urls += filter(None, [file.url for file in _files(self._conversation(record))])
+                    urls += urls_of(self._conversation(record).files)
         read_ahead(urls, whole=True)
 
     def _compare(self) -> None:
@@ -136,7 +137,7 @@ class SampleReader:
 
         A digest of their content would have to read all media while measuring.
         """
-        media = MediaFiles(filter(None, [file.url for _, files in self._to_compare for file in files]))
+        media = MediaFiles([url for _, files in self._to_compare for url in urls_of(files)])
         for record, files in self._to_compare:
             if media.stamp(files) != record.media_stamp:
                 raise self._changed(record, "its media was replaced by a file of the same size")
@@ -195,7 +196,7 @@ class SampleReader:
             stored = replace(stored, videos=videos, audios=tuple([audio for audio, _ in audios]))
         if media_bytes != record.media_bytes:
             raise self._changed(record, f"its media has {media_bytes} bytes, not {record.media_bytes}")
-        self._to_compare.append((record, _files(conversation)))
+        self._to_compare.append((record, conversation.files))
         if self.reader.layout and not self.settings.keep_bytes:
             images = [MediaReference(data=as_jpeg(image.read()), extension="jpg") for image in stored.images]
             stored = replace(stored, images=tuple(images))
@@ -295,10 +296,6 @@ class SampleReader:
 
     def _changed(self, record: RecordEntry, change: str) -> EnergonPackedError:
         return changed_record(self.reader, record.source, record.row, change, has_files=record.media_stamp != 0)
-
-
-def _files(conversation: Conversation) -> tuple[MediaReference, ...]:
-    return (*conversation.media_files, *conversation.patch_positions)
 
 
 def _read_bytes(video: VideoReference, stored: VideoReference) -> int:

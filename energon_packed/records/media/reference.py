@@ -9,7 +9,7 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -398,6 +398,11 @@ class MediaReference:
     def label(self) -> str:
         """Short name for messages."""
         return self.path or self.name or f"<{len(self.data or b'')} bytes>"
+
+
+def urls_of(files: Iterable[MediaReference]) -> list[str]:
+    """Return the URLs of files that are objects, to request them together."""
+    return [url for file in files if (url := file.url)]
 
 
 def read_image_settings(record: Mapping[str, Any], label: str = "an image") -> dict[str, int]:
