@@ -98,6 +98,21 @@ def test_damaged_and_unknown_tars_are_shown_with_the_problem(tmp_path: Path, pac
     assert "got records. Use energon-packed lengths" in str(run(records).exception)
 
 
+def test_a_missing_shard_is_a_problem_of_its_dataset(pack_demo: Packer) -> None:
+    first, *others = sorted(pack_demo(max_packs_per_shard=3).shards.glob("*.tar"))
+    first.unlink()
+    problem = f"{first} cannot be opened: No such file or directory"
+    shown = run(first.parent)
+    assert f"✗ {problem}" in shown.output
+    assert str(shown.exception).startswith(problem)
+    lines = [json.loads(line) for line in run(first.parent, "--json", "--limit", 0).output.splitlines()]
+    assert [(line["tar"], bool(line["problems"])) for line in lines] == [
+        (str(first), True),
+        *[(str(tar), False) for tar in others],
+    ]
+    assert run(others[0]).exit_code == 0  # of this tar
+
+
 def test_control_characters_do_not_reach_the_terminal(tmp_path: Path) -> None:
     value = {"images": [[]], "prompts": [["\x1b[2J[red]hi"]], "captions": [["\x07ok"]], "sample_count": 1}
     write_tar(tmp_path / "x.tar", [("a.json", json.dumps(value).encode())])

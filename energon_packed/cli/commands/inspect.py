@@ -86,10 +86,13 @@ def command(
     found = find_records(folder, ident=ident, location=location) if {"--id", "--source"} & {*chosen} else ()
     problems: list[str] = []
     if not chosen:
-        for tar in folder.tars[:_MAX_TARS]:
+        listed = [folder.path / shard.name for shard in folder.manifest.shards] if folder.manifest else []
+        missing = [] if folder.tar else sorted({*listed} - {*folder.tars})
+        tars = [*missing, *folder.tars]
+        for tar in tars[:_MAX_TARS]:
             problems += _show_tar(console, tar, as_json)
-        if len(folder.tars) > _MAX_TARS:
-            console.print(f"and {len(folder.tars) - _MAX_TARS:,} more tars")
+        if len(tars) > _MAX_TARS:
+            console.print(f"and {len(tars) - _MAX_TARS:,} more tars")
         if not as_json and (folder.path / NV_META).is_dir():
             _show_manifest(console, folder)
     if found:
@@ -167,10 +170,6 @@ def _show_manifest(console: Console, folder: PackedFolder) -> None:
     if manifest is None:
         console.print("no packing.json: packed by a third-party tool; lengths may be unknown\n")
         return
-    existing = {tar.name for tar in folder.path.glob("*.tar")}
-    for shard in manifest.shards:
-        if shard.name not in existing:
-            console.print(f"✗ {shard.name} is missing", style="red")
     rejected = sum(manifest.rejects.values())
     console.print(
         f"{manifest.sample_class}, {manifest.packed:,} samples in {manifest.packs:,} packs of {manifest.seq_len:,} "
