@@ -70,9 +70,10 @@ _PACKAGES = {
 }  # fmt: skip
 _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `recent_status`, by URL
 # The last ranges that this process requested, (offset, bytes) by URL and time: the contents of a key of a tar, such as
-# its images, are read after the headers of several keys. Threads change it, so each change is a single operation.
+# its images, are read after the headers of several keys. If two threads add ranges of an object at the same time, one
+# may be lost, which costs a request.
 _blocks: OrderedDict[tuple[str, int], tuple[tuple[int, bytes], ...]] = OrderedDict()
-_MOST_BLOCKS, _BLOCK_BYTES = 64, 64 << 20  # of an object, and of all objects
+_MOST_BLOCKS, _MOST_OBJECTS, _BLOCK_BYTES = 64, 256, 64 << 20  # ranges of an object, objects, and bytes of all
 MOST_AHEAD = _BLOCK_BYTES // READ_AHEAD
 """Objects of a `read_ahead` whose bytes are certainly kept."""
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
@@ -373,9 +374,12 @@ class RemoteReader(io.BufferedReader):
         Args:
             path: the object.
             buffer_size: bytes that are requested at once.
-            is_recent: accept a status that is at most a minute old.
+            is_recent: accept a status that is at most a minute old, if `read_ahead` has requested the object since.
         """
-        self._object = _Object(path, is_recent=is_recent)
+        since, status = _recent.get(str(path), (0.0, None))
+        is_kept = status is not None and (str(path), status.st_mtime_ns) in _blocks
+        is_fresh = is_recent and is_kept and time.monotonic() - since < _FRESH
+        self._object = _Object(path, status if is_fresh else None)
         super().__init__(self._object, buffer_size)
 
     def status(self) -> os.stat_result:
@@ -388,7 +392,7 @@ class RemoteReader(io.BufferedReader):
 
     def request(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Request ranges (at, size) of at most 1 MiB at the same time; reading them soon needs no further requests."""
-        small = [(at, size) for at, size in ranges if size <= READ_AHEAD]
+        small = [(at, size) for at, size in dict.fromkeys(ranges) if size <= READ_AHEAD]
         map_paths(lambda path, own: self._object.read_range(*own), [self._object.path] * len(small), small)
 
 
@@ -450,9 +454,9 @@ class RangeStream(io.RawIOBase):
 class _Object(RangeStream):
     """Byte ranges of an object as a raw stream."""
 
-    def __init__(self, path: RemotePath, *, is_recent: bool = False) -> None:
+    def __init__(self, path: RemotePath, status: os.stat_result | None = None) -> None:
         self.path = path
-        status = recent_status(path) if is_recent else path.stat()
+        status = status or path.stat()
         self._since, self._status = _recent.get(str(path), (time.monotonic(), status))
         if stat.S_ISDIR(self._status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
@@ -468,17 +472,17 @@ class _Object(RangeStream):
     def end(self) -> int:
         return self.status().st_size
 
-    def read_range(self, at: int, size: int) -> bytes:
+    def read_range(self, at: int, size: int, *, most_kept: int | None = None) -> bytes:
         size = min(size, self.end() - at)  # stores refuse ranges after the end
         if size <= 0 or len(data := self._known(at, size)) == size:
             return b"" if size <= 0 else data
         version = self._version()  # before the request: an object that is replaced in the meantime has a newer version
         data = self.path.read_range(at, size)
-        if len(data) <= READ_AHEAD:
+        if len(data) <= (READ_AHEAD if most_kept is None else most_kept):
             blocks = ((at, data), *_blocks.pop(version, ()))[:_MOST_BLOCKS]
             ends = itertools.accumulate(len(block) for _, block in blocks)
             _blocks[version] = tuple(block for block, end in zip(blocks, ends, strict=True) if end <= _BLOCK_BYTES)
-            while sum(len(block) for blocks in list(_blocks.values()) for _, block in blocks) > _BLOCK_BYTES:
+            while len(_blocks) > _MOST_OBJECTS or _kept_bytes() > _BLOCK_BYTES:
                 with contextlib.suppress(KeyError):  # another thread has removed the last one
                     _blocks.popitem(last=False)
         return data
@@ -500,6 +504,10 @@ class _Object(RangeStream):
 
     def _version(self) -> tuple[str, int]:
         return str(self.path), self.status().st_mtime_ns
+
+
+def _kept_bytes() -> int:
+    return sum(len(block) for blocks in list(_blocks.values()) for _, block in blocks)
 
 
 def as_path(value: str | Path) -> Path:
@@ -533,14 +541,16 @@ def read_ahead(urls: Iterable[str], *, whole: bool = False) -> None:
 
     Args:
         urls: the objects. Those that cannot be read are left out: their readers have the error.
-        whole: leave out larger objects.
+        whole: request objects of up to 32 MiB completely, and leave out larger ones.
     """
 
     def read(path: RemotePath) -> None:
         with contextlib.suppress(OSError):
-            found = _Object(path, is_recent=True)
-            if not whole or found.end() <= READ_AHEAD:
+            found = _Object(path, recent_status(path))
+            if not whole:
                 found.read_range(0, READ_AHEAD)
+            elif found.end() <= _BLOCK_BYTES // 2:
+                found.read_range(0, found.end(), most_kept=found.end())
 
     map_paths(read, [*map(RemotePath, dict.fromkeys(urls))])
 

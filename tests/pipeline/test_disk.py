@@ -199,7 +199,7 @@ def test_a_folder_that_is_removed_while_it_is_listed_has_no_leftovers(
         (r"\.s-000000\.tar", "part1.jsonl", lambda old: old.replace(b"e", b"a"), r"in use \(by its time\)"),
         (r"\.s-000000\.tar", "part1.jsonl", None, r"part1.jsonl cannot be read any more .*; let its writer finish"),
         (r"\.s-000000\.tar", "images", lambda old: old + b"\0", r"changed since it was measured \(its media has"),
-        (r"\.s-000000\.tar", "images", lambda old: old[:-1] + b"\0", r"media was replaced by a file of the same size"),
+        (r"\.s-000000\.tar", "images", lambda old: old[:-1] + b"\0", r"media was replaced"),
         (r"\.s-000000\.tar", "images", None, r"changed since it was measured"),
     ],
 )

@@ -44,6 +44,10 @@ from energon_packed.loading.process import (
     is_divisible,
 )
 from energon_packed.loading.ranks import ShardSpec
+from energon_packed.pipeline.batches import batches
+from energon_packed.records import Conversation, MediaReference
+from energon_packed.records.media.reference import urls_of
+from energon_packed.storage import MOST_AHEAD, read_ahead
 from energon_packed.system import no_collecting
 
 
@@ -368,8 +372,10 @@ class WorkerStream:
     def _encode(self, items: Sequence[Item]) -> list[_EncodedItem]:
         """Encode items; their samples are truncated or split if the packer requests it."""
         roles = self.roles
-        values = [item.value for item in items]
-        results = encode_items(values, roles.processor, check_lengths=roles.check_lengths)
+        results: list[Encoded] = []
+        for values in batches([item.value for item in items], max(1, len(items)), _remote_files, MOST_AHEAD):
+            read_ahead([url for value in values for url in urls_of(_files(value))])
+            results += encode_items(values, roles.processor, check_lengths=roles.check_lengths)
         encoded = []
         for item, result in zip(items, results, strict=True):
             try:
@@ -427,6 +433,16 @@ class WorkerStream:
         groups = [[buffered[number][fragment[0] if fragment else 0] for number, _, *fragment in g] for g in saved]
         self._buffer.waiting = groups.pop()
         self._buffer.ready.extend(groups)
+
+
+def _files(value: Any) -> Sequence[MediaReference]:
+    """Media files of an item that is a conversation."""
+    value = value.value if isinstance(value, WithSource) else value
+    return value.files if isinstance(value, Conversation) else ()
+
+
+def _remote_files(value: Any) -> int:
+    return sum([file.is_remote for file in _files(value)])
 
 
 def failures_of(result: Encoded, value: Any, number: int) -> Sequence[Failure]:

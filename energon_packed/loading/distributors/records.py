@@ -13,11 +13,8 @@ from energon_packed.loading.permutation import Permutation
 from energon_packed.loading.process import RecordAt, WithSource
 from energon_packed.loading.ranks import ShardSpec
 from energon_packed.pipeline.reader import RecordReader, raw_id
-from energon_packed.records import Conversation
-from energon_packed.records.media.reference import urls_of
 from energon_packed.shards.reader import OpenedFiles
 from energon_packed.sources import Source, SourceRecord
-from energon_packed.storage import MOST_AHEAD, is_remote, read_ahead
 
 # Chunks for each worker, at least: with fewer, workers would end an epoch far apart.
 _CHUNKS_PER_SHARD = 4
@@ -44,8 +41,6 @@ class RecordDistributor(Distributor):
         self.shuffle = shuffle
         self.fingerprint = fingerprint
         self._opened = OpenedFiles(source.data for source in reader.sources if source.data.is_file())
-        if any([is_remote(source.image_root) for source in reader.sources]):
-            self.read_ahead = MOST_AHEAD  # they are encoded before the media of other records is requested
         self._sample_sources = [SampleSource(str(source.path), {}) for source in reader.sources]
 
     def items(self, shard: ShardSpec, start: Any) -> Iterator[Item]:
@@ -57,9 +52,9 @@ class RecordDistributor(Distributor):
             part, (source, first, stop) = mine[at]
             skipped = used if at == place else 0
             records = islice(self._records(shard, part, source, first, stop), skipped, None)
-            for after, (record, value) in enumerate(self._values(source, records), skipped + 1):
+            for after, record in enumerate(records, skipped + 1):
                 key, position = [source, record.address, record.size], [at, after, number + 1]
-                yield Item(number, value, key, position)
+                yield Item(number, self._value(source, record), key, position)
                 number += 1
 
     def read_many(self, shard: ShardSpec, keys: Sequence[Any]) -> list[Any]:
@@ -71,14 +66,6 @@ class RecordDistributor(Distributor):
     def identity(self) -> dict[str, Any]:
         """Return the fingerprint of the inputs, and the order."""
         return super().identity() | {"content": self.fingerprint, "shuffle": self.shuffle}
-
-    def _values(self, source: int, records: Iterator[SourceRecord]) -> Iterator[tuple[SourceRecord, WithSource]]:
-        """Yield records with their values, whose media in object stores is requested together."""
-        while batch := list(islice(records, MOST_AHEAD)):
-            values = [self._value(source, record) for record in batch]
-            conversations = [value.value for value in values if isinstance(value.value, Conversation)]
-            read_ahead([url for conversation in conversations for url in urls_of(conversation.files)])
-            yield from zip(batch, values, strict=True)
 
     def _value(self, source: int, record: SourceRecord) -> WithSource:
         origin = self._sample_sources[source]

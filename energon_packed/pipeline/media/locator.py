@@ -96,7 +96,7 @@ class MediaLocator:
             changed = None
             self.seconds += time.perf_counter() - start
         else:
-            status = as_path(file).stat()
+            status = recent_status(as_path(file))  # compared again after the file is read
             extension, size = _type_and_size(reference, is_audio=is_audio)
             digest, changed = None, (status.st_size, status.st_mtime_ns)
         path, offset = file.lstrip("/"), reference.offset or 0

@@ -257,7 +257,7 @@ class Measurer:
             urls = [url for record in batch for url in urls_of(record.files)]
             content.media.add(urls)
             read_ahead(urls)
-            records = [self._checked(record, content.media) for record in batch]
+            records = [self._checked(chunk.source, record, content.media) for record in batch]
             if self.keep_groups and not chunk.keep_tokens and any([record.needs_tokens for record in records]):
                 return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch
             self._measure(encoder, records, keep_tokens=chunk.keep_tokens)
@@ -267,7 +267,7 @@ class Measurer:
 
     def records(self, source: int, rows: Sequence[SourceRecord]) -> list[tuple[Conversation | None, Measurement]]:
         """Read and measure some records, to show them: conversation, if it can be read, and measurement."""
-        records = [self._checked(self._read(source, row), MediaFiles()) for row in rows]
+        records = [self._checked(source, self._read(source, row), MediaFiles()) for row in rows]
         self._measure(self.encoder.load(), records, keep_tokens=False)
         return [(record.conversation, record.result) for record in records]
 
@@ -281,7 +281,7 @@ class Measurer:
         narrow, group = self.reader.fits_captioning(conversation), _hashed(source, conversation.group)
         return _Record(row, conversation, _NOT_MEASURED, narrow=narrow, group=group, files=conversation.files)
 
-    def _checked(self, record: "_Record", media: MediaFiles) -> "_Record":
+    def _checked(self, source: int, record: "_Record", media: MediaFiles) -> "_Record":
         """Check the images of a record, after taking the stamp of its files."""
         if record.conversation is None or not record.files:
             return record
@@ -290,8 +290,8 @@ class Measurer:
             result = Measurement(0, decoded=check_pixels(record.conversation, self.check_media))
             return record._replace(result=result, stamp=stamp)
         except RecordError as error:
-            rejected = Measurement.rejected(error.reject)
-            return record._replace(conversation=None, result=rejected, stamp=stamp, narrow=True)
+            group = _hashed(source, self.reader.group_of(record.row.record))
+            return _Record(record.row, None, Measurement.rejected(error.reject), stamp, group=group)
 
     def _measure(self, encoder: Processor, records: list["_Record"], *, keep_tokens: bool) -> None:
         """Set the measurements of the conversations, which are encoded together."""

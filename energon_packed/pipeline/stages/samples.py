@@ -114,8 +114,14 @@ class SampleReader:
         Raises:
             SourceError: a record or its media changed since it was measured.
         """
-        for batch in batches(records, MOST_AHEAD, attrgetter("media_bytes"), _BATCH_BYTES):
-            self._request(batch)
+        is_remote_input = any(
+            [is_remote(source.image_root) or is_remote(source.data) for source in self.reader.sources]
+        )
+        # Extracted frames need more memory than the bytes of their video.
+        most = MOST_AHEAD if is_remote_input and not self.settings.extract_frames else 1
+        for batch in batches(records, most, attrgetter("media_bytes"), _BATCH_BYTES):
+            if is_remote_input:
+                self._request(batch)
             samples = list(map(self._read, batch))
             self._compare()
             yield from samples
@@ -126,8 +132,9 @@ class SampleReader:
             own = [(record.address, record.size) for record in records if record.source == number]
             self.reader.sources[number].request(own)
         urls: list[str] = []
-        for record in records:
-            if record.media_stamp and is_remote(self.reader.sources[record.source].image_root):
+        for key, record in {(record.source, record.row): record for record in records}.items():
+            is_read = key in self._group or not record.media_stamp
+            if not is_read and is_remote(self.reader.sources[record.source].image_root):
                 with suppress(EnergonPackedError, OSError):  # raised again by reading the record
                     urls += urls_of(self._conversation(record).files)
         read_ahead(urls, whole=True)
@@ -140,7 +147,7 @@ class SampleReader:
         media = MediaFiles([url for _, files in self._to_compare for url in urls_of(files)])
         for record, files in self._to_compare:
             if media.stamp(files) != record.media_stamp:
-                raise self._changed(record, "its media was replaced by a file of the same size")
+                raise self._changed(record, "its media was replaced")
         self._to_compare.clear()
 
     def _read(self, record: RecordEntry) -> StoredSample:
