@@ -122,9 +122,13 @@ class SampleReader:
         for batch in batches(records, most, attrgetter("media_bytes"), _BATCH_BYTES):
             if is_remote_input:
                 self._request(batch)
-            samples = list(map(self._read, batch))
-            self._compare()
-            yield from samples
+            yield from self._read_and_compare(batch)
+
+    def _read_and_compare(self, batch: Sequence[RecordEntry]) -> list[StoredSample]:
+        """Read a batch, which `read_all` does not keep while it reads the next."""
+        samples = list(map(self._read, batch))
+        self._compare()
+        return samples
 
     def _request(self, records: Sequence[RecordEntry]) -> None:
         """Request the records of a batch, and then their media, that are in object stores."""
