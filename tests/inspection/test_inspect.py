@@ -98,8 +98,9 @@ def test_damaged_and_unknown_tars_are_shown_with_the_problem(tmp_path: Path, pac
     assert "got records. Use energon-packed lengths" in str(run(records).exception)
 
 
-def test_a_missing_shard_is_a_problem_of_its_dataset(pack_demo: Packer) -> None:
-    first, *others = sorted(pack_demo(max_packs_per_shard=3).shards.glob("*.tar"))
+def test_a_missing_shard_is_a_problem_of_its_dataset(tmp_path: Path, pack_demo: Packer) -> None:
+    folder = shutil.copytree(pack_demo(max_packs_per_shard=3).shards, tmp_path / "webdataset")
+    first, *others = sorted(folder.glob("*.tar"))
     first.unlink()
     problem = f"{first} cannot be opened: No such file or directory"
     shown = run(first.parent)
