@@ -246,7 +246,7 @@ def flat(draw: st.DrawFn) -> Talk:
     ]  # fmt: skip
     asked, told, beside = draw(st.sampled_from(pairs))
     record: dict[str, Any] = {asked: question, told: answer}
-    if beside and draw(st.booleans()):
+    if beside and (beside != "hint" or question.strip()) and draw(st.booleans()):  # a hint alone is no question
         record[beside] = more
         question = f"{more}\n\n{question}" if beside == "hint" else f"{question}\n\n{more}"
     if asked == "question" and told == "answer" and question.strip() and draw(st.booleans()):
