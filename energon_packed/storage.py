@@ -188,23 +188,26 @@ class RemotePath(PosixPath):
         """Request the whole object."""
         return self._read(None)
 
-    def read_range(self, at: int, size: int) -> bytes:
-        """Request bytes [at, at + size); fewer at the end of the object."""
+    def read_range(self, at: int, size: int, answer: bytes | Exception | None = None) -> bytes:
+        """Request bytes [at, at + size); fewer at the end of the object. `_in_loop` may have the answer already."""
         try:
-            return self._read(_range(at, size)) if size > 0 else b""
+            return self._read(_range(at, size), answer) if size > 0 else b""
         except StorageError as error:
             if error.errno == errno.ERANGE:
                 return b""
             raise
 
-    def _read(self, wanted: Any) -> bytes:
+    def _read(self, wanted: Any, answer: bytes | Exception | None = None) -> bytes:
         """Request a range of multi-storage-client, or the whole object."""
-        request = _rust_request(self, wanted)
-        if request is not None and (data := _in_loop([request])[0]):
-            return data
+        if answer is None and (request := _rust_request(self, wanted)):
+            (answer,) = _in_loop([request])
+        if isinstance(answer, bytes) and answer:
+            return answer
         client, key = self._client()
         with _converted_errors(self):
-            return bytes(client.read(key, byte_range=wanted))
+            if isinstance(answer, Exception):
+                raise answer
+            return bytes(client.read(key, byte_range=wanted))  # also an empty object: it may be a symbolic link
 
     def iterdir(self) -> Generator["RemotePath", None, None]:
         """List objects and folders."""
@@ -693,11 +696,15 @@ def _contents(blocks: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
         for index, (path, at, size) in enumerate(blocks)
         if size > 0 and (request := _rust_request(path, _range(at, size)))
     }
-    found = {index: data for index, data in zip(requests, _in_loop(requests.values()), strict=True) if data}
-    # Also the blocks whose request failed: this repeats it, and converts its error.
+    answers = dict(zip(requests, _in_loop(requests.values()), strict=True))
+    found = {index: answer for index, answer in answers.items() if isinstance(answer, bytes) and answer}
+
+    def read(index: int) -> bytes:
+        path, at, size = blocks[index]
+        return path.read_range(at, size, answers.get(index))
+
     others = [index for index in range(len(blocks)) if index not in found]
-    by_threads = _pool("requests").map(lambda index: blocks[index][0].read_range(*blocks[index][1:]), others)
-    found.update(zip(others, by_threads, strict=True))
+    found.update(zip(others, _pool("requests").map(read, others), strict=True))
     return [found[index] for index in range(len(blocks))]
 
 
@@ -750,8 +757,8 @@ def _event_loop() -> tuple[Any, Any]:
     return loop, asyncio.Semaphore(_REQUESTS)
 
 
-def _in_loop(requests: Collection[tuple[Any, str, Any]]) -> list[bytes]:
-    """Send requests of `_rust_request` at the same time; b"" for each that failed."""
+def _in_loop(requests: Collection[tuple[Any, str, Any]]) -> list[bytes | Exception]:
+    """Send requests of `_rust_request` at the same time; return the bytes or the error of each."""
     if not requests:
         return []
     import asyncio
@@ -759,13 +766,14 @@ def _in_loop(requests: Collection[tuple[Any, str, Any]]) -> list[bytes]:
     with _starting:
         loop, limit = _event_loop()
 
-    async def answer(client: Any, key: str, wanted: Any) -> bytes:
+    async def answer(client: Any, key: str, wanted: Any) -> bytes | Exception:
         async with limit:
-            with contextlib.suppress(Exception):
+            try:
                 return bytes(await client.get(key, wanted))
-        return b""
+            except Exception as error:
+                return error
 
-    async def answers() -> list[bytes]:
+    async def answers() -> list[bytes | Exception]:
         return await asyncio.gather(*(answer(*request) for request in requests))
 
     return asyncio.run_coroutine_threadsafe(answers(), loop).result()
