@@ -9,7 +9,7 @@
     map_paths     a function of paths to its results; of objects, several at a time
     statuses      paths to the status of each; of objects, from a listing of their folder
     read_ranges   byte ranges of objects to their bytes, with few requests
-    read_ahead    requests objects at the same time, before each is read
+    request_objects  requests objects at the same time, before each is read
     ReadAhead     reads values in threads before they are needed
 
 Requests are sent by multi-storage-client, as in Megatron-Energon: both use the same configuration (`MSC_CONFIG`, or
@@ -74,8 +74,8 @@ _recent: OrderedDict[str, tuple[float, os.stat_result]] = OrderedDict()  # of `r
 # may be lost, which costs a request.
 _blocks: OrderedDict[tuple[str, int], tuple[tuple[int, bytes], ...]] = OrderedDict()
 _MOST_BLOCKS, _MOST_OBJECTS, _BLOCK_BYTES = 64, 256, 64 << 20  # ranges of an object, objects, and bytes of all
-MOST_AHEAD = _BLOCK_BYTES // READ_AHEAD
-"""Objects of a `read_ahead` whose bytes are certainly kept."""
+MOST_TOGETHER = _BLOCK_BYTES // READ_AHEAD
+"""Objects of a `request_objects` whose bytes are certainly kept."""
 # Without a handler, Python prints the errors of the client next to the error message. Handlers of users get them.
 logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
@@ -377,7 +377,7 @@ class RemoteReader(io.BufferedReader):
         Args:
             path: the object.
             buffer_size: bytes that are requested at once.
-            is_recent: accept a status that is at most a minute old, if `read_ahead` has requested the object since.
+            is_recent: accept a status of the last minute, if bytes of this version are kept.
         """
         since, status = _recent.get(str(path), (0.0, None))
         is_kept = status is not None and (str(path), status.st_mtime_ns) in _blocks
@@ -539,7 +539,7 @@ def recent_status(path: Path) -> os.stat_result:
     return status if status is not None and time.monotonic() - since < _FRESH else path.stat()
 
 
-def read_ahead(urls: Iterable[str], *, whole: bool = False) -> None:
+def request_objects(urls: Iterable[str], *, whole: bool = False) -> None:
     """Request the first MiB of objects at the same time, so that reading them at once needs no further requests.
 
     Args:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from megatron.energon.epathlib import EPath
 
-from energon_packed import ResourceError
+from energon_packed import ConfigError, ResourceError
 from tests.internals import (
     RemotePath,
     as_path,
@@ -373,7 +373,7 @@ def test_a_fork_does_not_wait_for_the_threads_of_the_client_in_rust(
     assert path.read_bytes() == b"b"
 
 
-def test_a_failed_request_to_the_client_in_rust_is_repeated_and_named(
+def test_a_failed_request_is_repeated_and_named_by_the_client_in_rust_alone(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _with_profile("rust-fails", monkeypatch, tmp_path)
@@ -386,6 +386,10 @@ def test_a_failed_request_to_the_client_in_rust_is_repeated_and_named(
             store, "intercept", lambda request: next(failures, None) if request["PATH_INFO"][-1] == "b" else None
         )
         assert storage.read_ranges(ranges) == [b"a" * 1000, b"b" * 1000]
+    refused = pytest.raises(ResourceError, match=r"rust-fails/failing/b: the object store cannot be read \(503")
+    with store.failing(503, "failing/b"), store.counted() as traffic, refused:
+        storage.read_ranges(ranges)
+    assert traffic.requests.count("GET /bucket/failing/b") == 2  # the client in Rust repeats it once, and nothing else
     with (
         store.failing(403, "failing/b"),
         pytest.raises(ResourceError, match=r"rust-fails/failing/b: access is denied"),
@@ -393,6 +397,23 @@ def test_a_failed_request_to_the_client_in_rust_is_repeated_and_named(
         storage.read_ranges(ranges)
     with pytest.raises(FileNotFoundError, match="failing/c"):
         storage.read_ranges([*ranges, (RemotePath("msc://rust-fails/failing/c"), 0, 10)])
+
+
+def test_a_client_in_rust_with_other_arguments_is_a_fault_of_the_package(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_profile("rust-changed", monkeypatch, tmp_path)
+    paths = [RemotePath(f"msc://rust-changed/{name}") for name in "ab"]
+    client, _ = paths[0]._client()
+
+    class Changed:
+        async def get(self, path: str) -> bytes:
+            return b"x"
+
+    monkeypatch.setattr(client._storage_provider, "_rust_client", Changed())
+    for read in (paths[0].read_bytes, lambda: storage.read_ranges([(path, 0, 1) for path in paths])):
+        with pytest.raises(ConfigError, match="`multi-storage-client` must be a version that energon-packed knows"):
+            read()
 
 
 def test_a_cache_of_a_profile_answers_in_place_of_the_client_in_rust(

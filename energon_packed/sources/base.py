@@ -17,7 +17,7 @@ import numpy.typing as npt
 from energon_packed.errors import Reject
 from energon_packed.records.media.reference import ImageRoot
 from energon_packed.sources.config import Reading
-from energon_packed.storage import absolute_name, as_path, is_remote, recent_status
+from energon_packed.storage import RemotePath, RemoteReader, absolute_name, as_path, is_remote, recent_status
 
 LONGEST_RECORD = 256 << 20  # bytes of a line or of a text part of a tar; more is rejected, and is not read
 
@@ -142,8 +142,14 @@ class Source(ABC):
     def read(self, address: int, size: int) -> SourceRecord:
         """Read a record by the address and size of its `SourceRecord`."""
 
-    def request(self, records: Sequence[tuple[int, int]]) -> None:  # noqa: B027
-        """Request records (address, size) of an object store at the same time, before `read` reads each."""
+    def request(self, records: Sequence[tuple[int, int]]) -> None:
+        """Request records (address, size) at the same time before `read` reads each, if the file is an object."""
+        if isinstance(self.data, RemotePath):
+            RemoteReader(self.data, is_recent=True).request(self.ranges(records))
+
+    def ranges(self, records: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """Return the byte ranges (offset, size) in `data` of records (address, size); none if they have no ranges."""
+        return ()
 
     def scan(self, start: int, stop: int) -> Iterator[SourceRecord]:
         """Read the records with addresses in [start, stop), in order; adjacent ranges never share a record."""

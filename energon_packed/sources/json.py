@@ -40,7 +40,7 @@ from energon_packed.records.fields import ARRAY_REMEDY
 from energon_packed.records.turns import is_turn
 from energon_packed.sources.base import LONGEST_RECORD, Source, SourceRecord, indices_of
 from energon_packed.sources.convert import converted, local_copy, not_utf8
-from energon_packed.storage import RemoteReader, is_remote
+from energon_packed.storage import is_remote
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import MAGICS
 
@@ -186,10 +186,9 @@ class JsonlSource(Source):
         """Read the record in bytes [address, address + size)."""
         return self.row((address, read_range(self._streams.get(self.data), address, size)))
 
-    def request(self, records: Sequence[tuple[int, int]]) -> None:
-        """Request byte ranges of an object; the stream keeps them for `read`."""
-        if isinstance(stream := self._streams.get(self.data), RemoteReader):
-            stream.request(records)
+    def ranges(self, records: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """Return the records: an address is an offset."""
+        return records
 
 
 class JsonSource(JsonlSource):

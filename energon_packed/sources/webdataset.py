@@ -11,7 +11,7 @@ import hashlib
 import itertools
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -25,7 +25,7 @@ from energon_packed.sources.base import Source, SourceRecord, changed_at, indice
 from energon_packed.sources.convert import converted
 from energon_packed.sources.energon_layout import Layout, layout_of
 from energon_packed.sources.tar_records import KeyMembers
-from energon_packed.storage import MOST_AHEAD, RemotePath, RemoteReader, recent_status
+from energon_packed.storage import MOST_TOGETHER, recent_status
 from energon_packed.tarfiles import open_tar
 
 Int64 = npt.NDArray[np.int64]
@@ -204,8 +204,9 @@ class WebDatasetSource(Source):
             first, last = index.bounds(position)
             if first >= stop:
                 return
-            if (position - begin) % MOST_AHEAD == 0:
-                self._request(range(position, min(position + MOST_AHEAD, len(index))), stop)
+            if (position - begin) % MOST_TOGETHER == 0:
+                starts = index.starts[position : position + MOST_TOGETHER]
+                self.request([(start_of_key, 0) for start_of_key in starts[starts < stop].tolist()])
             if last > start:
                 yield from (row for row in self._rows(first, last) if start <= row.address < stop)
 
@@ -218,16 +219,11 @@ class WebDatasetSource(Source):
                 return row
         raise SourceError(f"{self.path} has no record at byte {address}; it changed while it was read")
 
-    def request(self, records: Sequence[tuple[int, int]]) -> None:
-        """Request the keys of records of an object."""
-        self._request(sorted({self._index().find(address) for address, _ in records}), self.extent())
-
-    def _request(self, keys: Iterable[int], stop: int) -> None:
-        """Request keys of an object by their number in the tar, if they start before byte `stop`."""
-        if isinstance(self.data, RemotePath):
-            bounds = map(self._index().bounds, keys)
-            stream = RemoteReader(self.data, is_recent=True)
-            stream.request([(first, last - first) for first, last in bounds if first < stop])
+    def ranges(self, records: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
+        """Return the ranges of the keys of the records."""
+        index = self._index()
+        keys = sorted({index.bounds(index.find(address)) for address, _ in records})
+        return [(first, last - first) for first, last in keys]
 
     def row_numbers(self, addresses: Sequence[int]) -> list[int]:
         """Count the records up to the last address."""

@@ -357,7 +357,8 @@ def test_records_of_an_object_are_requested_at_the_same_time(
     source.request([(row.address, row.size) for row in rows])
     with store.counted() as traffic:
         assert [source.read(row.address, row.size).record for row in rows] == [row.record for row in rows]
-    assert traffic.requests == []
+    opened = ["HEAD /bucket/data/a.jsonl"] if name == "a.jsonl" else []  # its stream, once
+    assert traffic.requests == opened
     if name == "g.tar":
         storage._blocks.clear()
         with store.counted() as traffic:

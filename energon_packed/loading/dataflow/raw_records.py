@@ -45,7 +45,7 @@ from energon_packed.records import Conversation
 from energon_packed.records.groups import group_key
 from energon_packed.records.media.reference import urls_of
 from energon_packed.seqlens import round_up
-from energon_packed.storage import read_ahead
+from energon_packed.storage import request_objects
 
 _log = logging.getLogger(__name__)
 _KEPT_BYTES = 1 << 26  # of encoded documents; the last document is kept whatever its size
@@ -165,7 +165,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
         encoded: dict[int, EncodedSample | Reject] = {key: self._kept[key] for key in documents if key in self._kept}
         missing = {key: record for key, record in zip(documents, records, strict=True) if key not in encoded}
         conversations = [self._read(record) for record in missing.values()]
-        read_ahead([url for conversation in conversations for url in urls_of(conversation.files)])
+        request_objects([url for conversation in conversations for url in urls_of(conversation.files)])
         named = dict(zip(missing, conversations, strict=True))
         encoded |= zip(missing, self._encoder.load().encode_many(conversations), strict=True)
         for key, record in zip(documents, records, strict=True):

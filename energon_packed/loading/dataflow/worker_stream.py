@@ -47,7 +47,7 @@ from energon_packed.loading.ranks import ShardSpec
 from energon_packed.pipeline.batches import batches
 from energon_packed.records import Conversation, MediaReference
 from energon_packed.records.media.reference import urls_of
-from energon_packed.storage import MOST_AHEAD, read_ahead
+from energon_packed.storage import MOST_TOGETHER, request_objects
 from energon_packed.system import no_collecting
 
 
@@ -373,8 +373,8 @@ class WorkerStream:
         """Encode items; their samples are truncated or split if the packer requests it."""
         roles = self.roles
         results: list[Encoded] = []
-        for values in batches([item.value for item in items], max(1, len(items)), _remote_files, MOST_AHEAD):
-            read_ahead([url for value in values for url in urls_of(_files(value))])
+        for values in batches([item.value for item in items], max(1, len(items)), _remote_files, MOST_TOGETHER):
+            request_objects([url for value in values for url in urls_of(_files(value))])
             results += encode_items(values, roles.processor, check_lengths=roles.check_lengths)
         encoded = []
         for item, result in zip(items, results, strict=True):

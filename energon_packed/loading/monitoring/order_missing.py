@@ -20,7 +20,7 @@ import numpy as np
 from energon_packed.loading.monitoring.order_lines import Line, OrderFiles, Process, shown
 from energon_packed.loading.state import Position
 
-_MOST_AHEAD = 64
+_MOST_TOGETHER = 64
 """Batches that a rank can log before another rank: those of an optimizer step, as ranks wait for each other then."""
 
 
@@ -85,7 +85,7 @@ class MissingLines:
             rest = max(0, self._steps[first.rank, at.epoch] - at.step) if is_later else 0  # of the epoch of this rank
             steps = rest + ahead.step if is_later else ahead.step - at.step
             # At the end of an epoch, all ranks have used their last batch.
-            if ahead.epoch > at.epoch + 1 or rest > 1 or steps > _MOST_AHEAD:
+            if ahead.epoch > at.epoch + 1 or rest > 1 or steps > _MOST_TOGETHER:
                 yield (
                     f"{process.file.name} ends after {shown(at)}, and {first.file.name} after {shown(ahead)}: lines "
                     "are missing. Restore the file."

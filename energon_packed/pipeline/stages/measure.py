@@ -66,7 +66,7 @@ from energon_packed.records.groups import group_key
 from energon_packed.records.media.reference import urls_of
 from energon_packed.records.media.unlisted import IMAGE_URL
 from energon_packed.sources import SourceRecord
-from energon_packed.storage import MOST_AHEAD, read_ahead
+from energon_packed.storage import MOST_TOGETHER, request_objects
 
 _log = logging.getLogger(__name__)
 _BATCH = 256  # records in memory at a time, as they may contain images; also the batch size of the tokenizer
@@ -253,10 +253,10 @@ class Measurer:
         content = _ChunkContent(chunk, encoder)
         rows = self.reader.sources[chunk.source].scan(chunk.start, chunk.stop)
         all_records = map(partial(self._read, chunk.source), rows)
-        for batch in batches(all_records, _BATCH, _Record.remote_files, MOST_AHEAD):
+        for batch in batches(all_records, _BATCH, _Record.remote_files, MOST_TOGETHER):
             urls = [url for record in batch for url in urls_of(record.files)]
             content.media.add(urls)
-            read_ahead(urls)
+            request_objects(urls)
             records = [self._checked(chunk.source, record, content.media) for record in batch]
             if self.keep_groups and not chunk.keep_tokens and any([record.needs_tokens for record in records]):
                 return self(replace(chunk, keep_tokens=True))  # from its start; mostly, this is the first batch

@@ -33,11 +33,11 @@ from energon_packed.records import AudioClip, AudioReference, Conversation, Medi
 from energon_packed.records.groups import group_key
 from energon_packed.records.media.file_types import stored_extension
 from energon_packed.records.media.reference import urls_of
-from energon_packed.storage import MOST_AHEAD, READ_AHEAD, is_remote, read_ahead
+from energon_packed.storage import MOST_TOGETHER, READ_AHEAD, is_remote, request_objects
 from energon_packed.system import raise_resource_error
 
 _NO_CONTENT = np.zeros(1, dtype=np.int64)
-_BATCH_BYTES = MOST_AHEAD * READ_AHEAD // 2  # of the media of a batch, if it has several records
+_BATCH_BYTES = MOST_TOGETHER * READ_AHEAD // 2  # of the media of a batch, if it has several records
 
 
 class RecordEntry(NamedTuple):
@@ -118,7 +118,7 @@ class SampleReader:
             [is_remote(source.image_root) or is_remote(source.data) for source in self.reader.sources]
         )
         # Extracted frames need more memory than the bytes of their video.
-        most = MOST_AHEAD if is_remote_input and not self.settings.extract_frames else 1
+        most = MOST_TOGETHER if is_remote_input and not self.settings.extract_frames else 1
         for batch in batches(records, most, attrgetter("media_bytes"), _BATCH_BYTES):
             if is_remote_input:
                 self._request(batch)
@@ -141,7 +141,7 @@ class SampleReader:
             if not is_read and is_remote(self.reader.sources[record.source].image_root):
                 with suppress(EnergonPackedError, OSError):  # raised again by reading the record
                     urls += urls_of(self._conversation(record).files)
-        read_ahead(urls, whole=True)
+        request_objects(urls, whole=True)
 
     def _compare(self) -> None:
         """Compare size and time of media files, after they were read, so that no change is missed.
