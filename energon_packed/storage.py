@@ -113,13 +113,7 @@ class RemotePath(PosixPath):
 
     def resolve(self, strict: bool = False) -> "RemotePath":
         """Return the path without `..`; object stores have no links."""
-        parts: list[str] = []
-        for part in self.parts:
-            if part != "..":
-                parts.append(part)
-            elif len(parts) > 2:  # the bucket stays
-                parts.pop()
-        return type(self)(*parts)
+        return type(self)(absolute_name(self))
 
     def absolute(self) -> "RemotePath":
         """Return the path itself."""
@@ -199,8 +193,8 @@ class RemotePath(PosixPath):
 
     def _read(self, wanted: Any, answer: bytes | Exception | None = None) -> bytes:
         """Request a range of multi-storage-client, or the whole object."""
-        if answer is None and (request := _rust_request(self, wanted)):
-            (answer,) = _in_loop([request])
+        if answer is None and (found := _rust_client(str(self))):
+            (answer,) = _in_loop([(*found, wanted)])
         if isinstance(answer, bytes) and answer:
             return answer
         client, key = self._client()
@@ -307,14 +301,7 @@ class RemotePath(PosixPath):
                     s3.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
 
     def _client(self) -> tuple[Any, str]:
-        """Return the client, one for each process and profile, and the key."""
-        with _converted_errors(self, "cannot be used with this configuration of multi-storage-client"):
-            from multistorageclient import resolve_storage_client
-
-            client, key = resolve_storage_client(str(self))
-        if os.getpid() != _PROCESS:
-            _without_rust(client)
-        return client, key
+        return _client_of(str(self))
 
     def _request(self, *, strict: bool) -> os.stat_result:
         """Request the status; without `strict`, folders are not found, which saves a request for missing objects."""
@@ -522,7 +509,16 @@ def as_path(value: str | Path) -> Path:
 
 def absolute_name(path: str | Path) -> str:
     """Return the absolute path or URL without `..`, as `os.path.abspath`: links are not followed."""
-    return str(as_path(path).resolve()) if is_remote(path) else os.path.abspath(path)
+    if not is_remote(path):
+        return os.path.abspath(path)
+    scheme, *names = str(path).split("/")
+    found: list[str] = []
+    for name in names:
+        if name == "..":
+            found = found[:1] + found[1:-1]  # the bucket stays
+        elif name not in ("", "."):
+            found.append(name)
+    return f"{scheme}//{'/'.join(found)}"
 
 
 def is_remote(path: str | Path) -> bool:
@@ -658,8 +654,8 @@ def map_paths(
     return list(_pool(purpose).map(function, paths, *more))
 
 
-def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
-    """Read bytes [at, at + size) of objects (path, at, size); fewer at the end of an object.
+def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    """Read bytes [at, at + size) of objects (URL, at, size); fewer at the end of an object.
 
     Ranges of an object are read together if the bytes between them are at most 256 KiB and 5% of their bytes (or
     4 KiB, the headers between two members of a tar). Requests are sent by threads.
@@ -667,19 +663,19 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
     Raises:
         FileNotFoundError, StorageError: an object does not exist, or cannot be read.
     """
-    blocks: list[tuple[RemotePath, int, int, list[int]]] = []  # path, start, stop, indices of its ranges
-    for index in sorted(range(len(ranges)), key=lambda index: (str(ranges[index][0]), *ranges[index][1:])):
-        path, start, size = ranges[index]
+    blocks: list[tuple[str, int, int, list[int]]] = []  # URL, start, stop, indices of its ranges
+    for index in sorted(range(len(ranges)), key=ranges.__getitem__):
+        url, start, size = ranges[index]
         stop = start + size
-        if blocks and blocks[-1][0] == path:
+        if blocks and blocks[-1][0] == url:
             _, first, last, members = blocks[-1]
             if start - last <= min(_MOST_BETWEEN, max(_BETWEEN_MEMBERS, (last - first) // 20)):
-                blocks[-1] = (path, first, max(last, stop), [*members, index])
+                blocks[-1] = (url, first, max(last, stop), [*members, index])
                 continue
-        blocks.append((path, start, stop, [index]))
+        blocks.append((url, start, stop, [index]))
 
     results = [b""] * len(ranges)
-    contents = _contents([(path, start, stop - start) for path, start, stop, _ in blocks])
+    contents = _contents([(url, start, stop - start) for url, start, stop, _ in blocks])
     for (_, first, _, members), content in zip(blocks, contents, strict=True):
         for index in members:
             _, start, size = ranges[index]
@@ -687,25 +683,28 @@ def read_ranges(ranges: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
     return results
 
 
-def _contents(blocks: Sequence[tuple[RemotePath, int, int]]) -> list[bytes]:
-    """Read blocks (path, at, size) at the same time: in the event loop, or in threads if their client has none."""
-    if len(blocks) < 2:
-        return [path.read_range(at, size) for path, at, size in blocks]
-    requests = {
-        index: request
-        for index, (path, at, size) in enumerate(blocks)
-        if size > 0 and (request := _rust_request(path, _range(at, size)))
-    }
+def _contents(blocks: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    """Read blocks (URL, at, size) at the same time: in the event loop, or in threads if their client has none."""
+    folders: dict[str, tuple[Any, str] | None] = {}  # the client of an object would need a third of its request
+    requests = {}
+    for index, (url, at, size) in enumerate(blocks):
+        folder, _, name = url.rpartition("/")
+        if folder not in folders:
+            folders[folder] = None
+            with contextlib.suppress(StorageError):  # `read_range` raises it, with the name of the object
+                folders[folder] = _rust_client(f"{folder}/")
+        if size > 0 and (found := folders[folder]):
+            client, prefix = found
+            requests[index] = client, prefix + name, _range(at, size)
     answers = dict(zip(requests, _in_loop(requests.values()), strict=True))
-    found = {index: answer for index, answer in answers.items() if isinstance(answer, bytes) and answer}
+    contents = {index: answer for index, answer in answers.items() if isinstance(answer, bytes) and answer}
+    others = [index for index in range(len(blocks)) if index not in contents]
 
-    def read(index: int) -> bytes:
-        path, at, size = blocks[index]
-        return path.read_range(at, size, answers.get(index))
+    def read(url: str, index: int) -> bytes:
+        return RemotePath(url).read_range(*blocks[index][1:], answers.get(index))
 
-    others = [index for index in range(len(blocks)) if index not in found]
-    found.update(zip(others, _pool("requests").map(read, others), strict=True))
-    return [found[index] for index in range(len(blocks))]
+    contents.update(zip(others, map_paths(read, [blocks[index][0] for index in others], others), strict=True))
+    return [contents[index] for index in range(len(blocks))]
 
 
 def _range(at: int, size: int) -> Any:
@@ -714,20 +713,31 @@ def _range(at: int, size: int) -> Any:
     return Range(at, size)
 
 
-def _rust_request(path: RemotePath, wanted: Any) -> tuple[Any, str, Any] | None:
-    """Return client, key and range of a request for the asynchronous client of a profile with `rust_client`, or None.
+def _client_of(url: str) -> tuple[Any, str]:
+    """Return the client of an object or folder, one for each process and profile, and its key."""
+    with _converted_errors(url, "cannot be used with this configuration of multi-storage-client"):
+        from multistorageclient import resolve_storage_client
+
+        client, key = resolve_storage_client(url)
+    if os.getpid() != _PROCESS:
+        _without_rust(client)
+    return client, key
+
+
+def _rust_client(url: str) -> tuple[Any, str] | None:
+    """Return the asynchronous client of a profile with `rust_client`, and the key of an object or folder; or None.
 
     `read` of multi-storage-client starts an event loop for each request to this client, which needs more CPU time than
     the request (tools/bench_storage.py). It also asks cache, manifest and replicas, so profiles with these keep it.
     """
-    client, key = path._client()
+    client, key = _client_of(url)
     if client.replicas or any(private(client, name, _MSC) for name in ("_cache_manager", "_metadata_provider")):
         return None
     if not private(client, "_is_rust_client_enabled", _MSC)():
         return None
     provider = private(client, "_storage_provider", _MSC)
     _, _, name = _full_key(provider, key).partition("/")
-    return private(provider, "_rust_client", _MSC), name, wanted
+    return private(provider, "_rust_client", _MSC), name
 
 
 def _without_rust(client: Any) -> None:
@@ -872,7 +882,7 @@ def _status(info: Any) -> os.stat_result:
 
 
 @contextmanager
-def _converted_errors(path: RemotePath, failure: str = "", *, verb: str = "read") -> Iterator[None]:
+def _converted_errors(path: str | RemotePath, failure: str = "", *, verb: str = "read") -> Iterator[None]:
     """Convert the exceptions of the client and its libraries.
 
     Their messages are not quoted, as they may contain parts of the configuration.

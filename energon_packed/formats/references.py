@@ -27,7 +27,7 @@ from energon_packed.files import of_type
 from energon_packed.options import short
 from energon_packed.records.media.kinds import AUDIO, IMAGE, VIDEO
 from energon_packed.records.media.reference import ImageChanged, Locator, MediaReference, PackedImage, read_packed
-from energon_packed.storage import RemotePath, absolute_name, as_path, is_remote, read_ranges
+from energon_packed.storage import absolute_name, as_path, is_remote, read_ranges
 
 MEDIA_PART = "media.json"
 FOLDER, MEDIA_ROOT = "__folder__", "__media_root__"
@@ -152,7 +152,7 @@ def complete_parts(
         elif name in raw:
             parts[name] = raw[name]
     if with_paths:
-        parts[PATHS] = {name: str(path) for name, path in paths.items()}
+        parts[PATHS] = paths
     return parts
 
 
@@ -215,8 +215,8 @@ def _locator(value: Any) -> Locator:
 
 def _paths_of(
     raw: Mapping[str, Any], located: Mapping[str, Locator | None], moved: MediaRoot = ()
-) -> dict[str, str | RemotePath]:
-    """Return the path of each located part, after folders have moved."""
+) -> dict[str, str]:
+    """Return the path or URL of each located part, after folders have moved."""
     folder, found = "", {}
     for name, locator in located.items():
         if locator is not None:
@@ -224,9 +224,8 @@ def _paths_of(
             if not is_remote(file) and not os.path.isabs(file):
                 folder = folder or _folder_of(raw)
                 file = os.path.join(folder, file)
-            path = moved_path(absolute_name(file), moved)
-            # A Path of each local file would need a third of the time of its reading.
-            found[name] = RemotePath(path) if is_remote(path) else path
+            # A string: a Path of each file would need a third of the time of its reading.
+            found[name] = moved_path(absolute_name(file), moved)
     return found
 
 
@@ -243,12 +242,12 @@ def moved_here() -> MediaRoot:
     return tuple(sorted(_moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
-def _requested(located: Mapping[str, Locator | None], paths: Mapping[str, str | RemotePath]) -> dict[str, bytes]:
+def _requested(located: Mapping[str, Locator | None], paths: Mapping[str, str]) -> dict[str, bytes]:
     """Request the parts with a digest that are in object stores together; {} if a request fails."""
     ranges = {
         name: (path, locator.offset, locator.size)
         for name, path in paths.items()
-        if isinstance(path, RemotePath) and (locator := located[name]) is not None and locator.digest is not None
+        if is_remote(path) and (locator := located[name]) is not None and locator.digest is not None
     }
     try:
         return dict(zip(ranges, read_ranges(list(ranges.values())), strict=True))
@@ -288,8 +287,7 @@ def located_images(raw: Mapping[str, Any]) -> dict[str, MediaReference]:
     for name, locator in located.items():
         if locator is not None:
             place = _packed(locator, raw, name)
-            path = str(paths[name])
-            images[name] = MediaReference(path=path, offset=locator.offset, size=locator.size, packed=place)
+            images[name] = MediaReference(path=paths[name], offset=locator.offset, size=locator.size, packed=place)
     return images
 
 

@@ -101,7 +101,7 @@ def read_packed(
     end, data, now = offset + size, requested, None
     try:
         if data is None:
-            if offset == 0 and not isinstance(path, RemotePath):
+            if offset == 0 and not is_remote(path):
                 now, data = read_start(path, size)  # the file of a single image would take the place of an open tar
             else:
                 # A tar stays open for its other members, but must be the file that has this name now: a replaced or
