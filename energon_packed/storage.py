@@ -40,7 +40,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from energon_packed.errors import ConfigError, EnergonPackedError, ResourceError
 from energon_packed.libraries import calls, private
@@ -60,6 +60,7 @@ _FEW = 3  # objects of a folder that are not worth a listing, which needs a seco
 _CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
 _REQUESTS = 64  # of a process at a time, one per referenced image; the client keeps 128 connections
 _MOST_BETWEEN, _BETWEEN_MEMBERS = 256 << 10, 4 << 10  # bytes between two ranges of a request
+_MOST_MERGED = 8 << 20  # bytes of ranges of a request: several requests transfer more at the same time
 T = TypeVar("T")
 K = TypeVar("K")
 _MSC = "multi-storage-client"
@@ -657,8 +658,8 @@ def map_paths(
 def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
     """Read bytes [at, at + size) of objects (URL, at, size); fewer at the end of an object.
 
-    Ranges of an object are read together if the bytes between them are at most 256 KiB and 5% of their bytes (or
-    4 KiB, the headers between two members of a tar). Requests are sent by threads.
+    Ranges of an object are read together, up to 8 MiB, if the bytes between them are at most 256 KiB and 5% of their
+    bytes (or 4 KiB, the headers between two members of a tar). Requests are sent at the same time.
 
     Raises:
         FileNotFoundError, StorageError: an object does not exist, or cannot be read.
@@ -669,7 +670,8 @@ def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
         stop = start + size
         if blocks and blocks[-1][0] == url:
             _, first, last, members = blocks[-1]
-            if start - last <= min(_MOST_BETWEEN, max(_BETWEEN_MEMBERS, (last - first) // 20)):
+            is_near = start - last <= min(_MOST_BETWEEN, max(_BETWEEN_MEMBERS, (last - first) // 20))
+            if is_near and max(last, stop) - first <= max(_MOST_MERGED, last - first):
                 blocks[-1] = (url, first, max(last, stop), [*members, index])
                 continue
         blocks.append((url, start, stop, [index]))
@@ -826,40 +828,51 @@ def locked(path: Path) -> Iterator[None]:
 class ReadAhead(Generic[K, T]):
     """Reads values in threads before they are needed, for readers that know their next keys.
 
-    A value is kept until `get` returns it, or until `limit` newer values are requested. Copies of this object, in
-    other processes too, start empty.
+    Keys are read in groups, whose objects are requested together: waking a thread for each key, and for each of its
+    requests, needs as much CPU time as reading it. A value is kept until `get` returns it, or until `limit` newer
+    values are requested. Copies of this object, in other processes too, start empty.
 
     Args:
-        read: returns the value of a key; several threads call it.
+        read: returns the values of a group of keys, in order; several threads call it.
         limit: values that are kept, or are being read.
+        group: most keys of a group.
     """
 
-    def __init__(self, read: Callable[[K], T], limit: int = 32) -> None:
-        self._read, self._limit = read, limit
-        self._futures: OrderedDict[K, Future[T]] = OrderedDict()
+    def __init__(self, read: Callable[[list[K]], list[T]], limit: int = 32, group: int = 8) -> None:
+        self._read, self._limit, self._group = read, limit, group
+        self._futures: OrderedDict[K, tuple[Future[list[T | None]], int]] = OrderedDict()  # and the index in the group
         self._process = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"read": self._read, "limit": self._limit}
+        return {"read": self._read, "limit": self._limit, "group": self._group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     def request(self, keys: Iterable[K]) -> None:
-        """Start to read these values, unless they are being read already."""
+        """Start to read values, unless they are being read already, and the next requests may complete a group."""
         if self._process != os.getpid():  # a fork has no threads
             self._process, self._futures = os.getpid(), OrderedDict()
         keys = list(keys)
-        for key in keys:
-            if key not in self._futures:
-                self._futures[key] = _pool("read-ahead").submit(self._read, key)
-        while len(self._futures) > max(self._limit, len(keys)):  # the first of these keys are needed first
-            self._futures.popitem(last=False)[1].cancel()
+        new = [key for key in dict.fromkeys(keys) if key not in self._futures]
+        if len(new) < self._group and new[:1] != keys[:1]:  # the first of these keys are needed first
+            return
+        for start in range(0, len(new), self._group):
+            members = new[start : start + self._group]
+            future: Future[Any] = _pool("read-ahead").submit(self._read, members)
+            self._futures |= {key: (future, index) for index, key in enumerate(members)}
+        while len(self._futures) > max(self._limit, len(keys)):
+            self._futures.popitem(last=False)
 
     def get(self, key: K) -> T:
         """Return a value, which is read now if it was not requested. Raises the errors of `read`."""
-        future = self._futures.pop(key, None) if self._process == os.getpid() else None
-        return self._read(key) if future is None else future.result()
+        future, index = self._futures.pop(key, (None, 0)) if self._process == os.getpid() else (None, 0)
+        if future is not None:
+            with contextlib.suppress(Exception):  # of any key of the group: reading this key alone raises its own
+                values = future.result()
+                value, values[index] = values[index], None
+                return cast(T, value)
+        return self._read([key])[0]
 
 
 def _fits(names: tuple[str, ...], parts: tuple[str, ...]) -> bool:

@@ -15,6 +15,7 @@ import tarfile
 import threading
 import time
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -254,6 +255,10 @@ def _size(path: Any) -> int:
     return len(path.read_bytes())
 
 
+def _sizes_of(paths: list[Any]) -> list[int]:
+    return [_size(path) for path in paths]
+
+
 def _sizes(path: Any) -> list[int]:
     """Sizes that a fork reads in each way, of a file that its parent has locked."""
     with storage.locked(path):
@@ -261,7 +266,7 @@ def _sizes(path: Any) -> list[int]:
         return [_size(path), _ahead.get(path), *storage.map_paths(_size, [path] * 2)]
 
 
-_ahead: Any = storage.ReadAhead(_size)
+_ahead: Any = storage.ReadAhead(_sizes_of)
 
 
 def test_paths_work_after_a_fork(store: Store) -> None:
@@ -298,6 +303,9 @@ def test_a_locked_file_is_read_once() -> None:
         ([("a", 0, 200_000), ("a", 210_001, 10)], 2),
         ([("a", 0, 6 << 20), ("a", (6 << 20) + (256 << 10), 10)], 1),
         ([("a", 0, 6 << 20), ("a", (6 << 20) + (256 << 10) + 1, 10)], 2),
+        ([("a", 0, 6 << 20), ("a", 6 << 20, 2 << 20)], 1),
+        ([("a", 0, 6 << 20), ("a", 6 << 20, (2 << 20) + 1)], 2),
+        ([("a", 0, 9 << 20), ("a", 1 << 20, 8 << 20)], 1),  # inside
         ([("a", 8000, 10), ("a", 0, 5000), ("a", 10, 10), ("a", 8000, 10)], 1),
         ([("b", 0, 10), ("a", 0, 10), ("b", 5, 10)], 2),
         ([("b", 990, 20), ("a", 5, 0)], 1),
@@ -308,10 +316,10 @@ def test_a_locked_file_is_read_once() -> None:
 def test_ranges_of_an_object_that_are_near_are_one_request(
     store: Store, ranges: list[tuple[str, int, int]], requests: int
 ) -> None:
-    content = {"a": random.Random(2).randbytes(7 << 20), "b": random.Random(3).randbytes(1000)}
-    paths = {name: as_path(store.put(f"ranges/{name}", data)) for name, data in content.items()}
+    content = {"a": random.Random(2).randbytes(10 << 20), "b": random.Random(3).randbytes(1000)}
+    urls = {name: store.put(f"ranges/{name}", data) for name, data in content.items()}
     with store.counted() as traffic:
-        found = storage.read_ranges([(paths[name], at, size) for name, at, size in ranges])
+        found = storage.read_ranges([(urls[name], at, size) for name, at, size in ranges])
     assert found == [content[name][at : at + size] for name, at, size in ranges]
     assert traffic.requests.count("GET /bucket/ranges/a") + traffic.requests.count("GET /bucket/ranges/b") == requests
 
@@ -338,14 +346,14 @@ def test_requests_to_the_client_in_rust_share_an_event_loop(
     contents = [random.Random(seed).randbytes(100_000) for seed in range(5)]
     for index, content in enumerate(contents):
         store.put(f"rust/{index}", content)
-    ranges = [(RemotePath(f"msc://rust/{index}"), 10 * index, 1000) for index in range(5)]
-    empty = RemotePath(store.put("rust/empty", b"").replace("s3://bucket/rust", "msc://rust"))
+    ranges = [(f"msc://rust/{index}", 10 * index, 1000) for index in range(5)]
+    empty = store.put("rust/empty", b"").replace("s3://bucket/rust", "msc://rust")
     expected = [content[10 * index :][:1000] for index, content in enumerate(contents)]
     run = asyncio.run
     monkeypatch.setattr(asyncio, "run", None)  # multi-storage-client starts a loop for each request
     with store.counted() as traffic:
         assert storage.read_ranges(ranges) == expected
-        assert ranges[0][0].read_range(*ranges[0][1:]) == expected[0]
+        assert RemotePath(ranges[0][0]).read_range(*ranges[0][1:]) == expected[0]
     assert sorted(traffic.requests) == [f"GET /bucket/rust/{index}" for index in (0, *range(5))]
     monkeypatch.setattr(asyncio, "run", run)
     assert storage.read_ranges([*ranges, (empty, 0, 10), (ranges[0][0], 100_000, 10)]) == [*expected, b"", b""]
@@ -379,7 +387,7 @@ def test_a_failed_request_is_repeated_and_named_by_the_client_in_rust_alone(
     _with_profile("rust-fails", monkeypatch, tmp_path)
     for name in "ab":
         store.put(f"failing/{name}", name.encode() * 1000)
-    ranges = [(RemotePath(f"msc://rust-fails/failing/{name}"), 0, 1000) for name in "ab"]
+    ranges = [(f"msc://rust-fails/failing/{name}", 0, 1000) for name in "ab"]
     failures = iter([503])
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -396,7 +404,7 @@ def test_a_failed_request_is_repeated_and_named_by_the_client_in_rust_alone(
     ):
         storage.read_ranges(ranges)
     with pytest.raises(FileNotFoundError, match="failing/c"):
-        storage.read_ranges([*ranges, (RemotePath("msc://rust-fails/failing/c"), 0, 10)])
+        storage.read_ranges([*ranges, ("msc://rust-fails/failing/c", 0, 10)])
 
 
 def test_a_client_in_rust_with_other_arguments_is_a_fault_of_the_package(
@@ -411,7 +419,7 @@ def test_a_client_in_rust_with_other_arguments_is_a_fault_of_the_package(
             return b"x"
 
     monkeypatch.setattr(client._storage_provider, "_rust_client", Changed())
-    for read in (paths[0].read_bytes, lambda: storage.read_ranges([(path, 0, 1) for path in paths])):
+    for read in (paths[0].read_bytes, lambda: storage.read_ranges([(str(path), 0, 1) for path in paths])):
         with pytest.raises(ConfigError, match="`multi-storage-client` must be a version that energon-packed knows"):
             read()
 
@@ -423,7 +431,7 @@ def test_a_cache_of_a_profile_answers_in_place_of_the_client_in_rust(
     _with_profile("rust-cached", monkeypatch, tmp_path, cache=cache, profile={"caching_enabled": True})
     for name in "ab":
         store.put(f"cached/{name}", name.encode() * 1000)
-    ranges = [(RemotePath(f"msc://rust-cached/cached/{name}"), 0, 1000) for name in "ab"]
+    ranges = [(f"msc://rust-cached/cached/{name}", 0, 1000) for name in "ab"]
     assert storage.read_ranges(ranges) == [b"a" * 1000, b"b" * 1000]
     with store.counted() as traffic:
         assert storage.read_ranges(ranges) == [b"a" * 1000, b"b" * 1000]
@@ -435,11 +443,11 @@ def test_a_replica_of_a_profile_answers_in_place_of_the_client_in_rust(
 ) -> None:
     replica = {"replicas": [{"replica_profile": "store", "read_priority": 1}]}
     _with_profile("rust-replica", monkeypatch, tmp_path, f"{BUCKET}/far", profile=replica)
-    paths = [RemotePath(f"msc://rust-replica/near/{name}") for name in "ab"]
+    urls = [f"msc://rust-replica/near/{name}" for name in "ab"]
     for name in "ab":
         store.put(f"near/{name}", name.encode() * 1000)
     with store.counted() as traffic:
-        assert storage.read_ranges([(path, 1, 1000) for path in paths]) == [b"a" * 999, b"b" * 999]
+        assert storage.read_ranges([(url, 1, 1000) for url in urls]) == [b"a" * 999, b"b" * 999]
     assert not any("/far/" in request for request in traffic.requests if request.startswith("GET"))
 
 
@@ -602,35 +610,64 @@ def test_uploads_below_a_prefix_are_aborted(store: Store) -> None:
 
 
 def test_values_are_read_ahead_in_the_background() -> None:
-    started: list[int] = []
+    groups: list[list[int]] = []
     gate = threading.Event()
 
-    def read(key: int) -> int:
-        started.append(key)
+    def read(keys: list[int]) -> list[int]:
+        groups.append(keys)
         assert gate.wait(60)
-        if key == 3:
+        if 3 in keys:
             raise ResourceError("3")
-        return key * key
+        return [key * key for key in keys]
 
-    ahead = storage.ReadAhead(read, limit=4)
-    ahead.request(range(4))
+    ahead = storage.ReadAhead(read, limit=4, group=2)
+    ahead.request([0, 1, 2, 2, 3])
     ahead.request(range(4))
     gate.set()
-    assert [ahead.get(key) for key in (1, 0, 2, 9)] == [1, 0, 4, 81]
+    assert [ahead.get(key) for key in (1, 0, 9)] == [1, 0, 81]
+    assert sorted(groups) == [[0, 1], [2, 3], [9]]  # each key once, of both requests
+    assert ahead.get(2) == 4  # of a group that fails
     with pytest.raises(ResourceError, match="3"):
         ahead.get(3)
-    assert sorted(started) == [0, 1, 2, 3, 9]  # each once, of both requests
-    started.clear()
+    assert groups[3:] == [[2], [3]]
+    groups.clear()
     ahead.request(range(10, 20))  # more than the limit, at once
     assert [ahead.get(key) for key in range(10, 20)] == [key * key for key in range(10, 20)]
-    assert sorted(started) == list(range(10, 20))  # each once
+    assert sorted(groups) == [[key, key + 1] for key in range(10, 20, 2)]
+
+
+def test_a_group_of_values_is_complete_before_it_is_read_ahead() -> None:
+    groups: list[list[int]] = []
+
+    def read(keys: list[int]) -> list[int]:
+        groups.append(keys)
+        return list(keys)
+
+    ahead = storage.ReadAhead(read, group=3)
+    for key in range(7):
+        ahead.request(range(key, min(key + 5, 7)))
+        assert ahead.get(key) == key
+    assert sorted(groups) == [[0, 1, 2], [3, 4], [5, 6]]
+    assert not ahead._futures
+
+
+def test_old_values_are_forgotten() -> None:
+    ahead = storage.ReadAhead(list, limit=4)
     for key in range(20, 30):
         ahead.request([key])
-    assert [*ahead._futures] == [26, 27, 28, 29]  # the oldest are forgotten
-    copy = pickle.loads(pickle.dumps(storage.ReadAhead(abs, limit=3)))
+    assert [*ahead._futures] == [26, 27, 28, 29]
+    copy = pickle.loads(pickle.dumps(storage.ReadAhead(list, limit=3, group=2)))
     for key in range(5):
-        copy.request([key])
-    assert [*copy._futures] == [2, 3, 4]
+        copy.request([key, key + 10])
+    assert [*copy._futures] == [13, 4, 14]
+
+
+def test_a_value_is_not_kept_after_it_was_read() -> None:
+    ahead = storage.ReadAhead(lambda keys: [{key} for key in keys], group=2)
+    ahead.request([0, 1])
+    value = weakref.ref(ahead.get(0))  # while the other value of its group is kept
+    assert value() is None
+    assert ahead.get(1) == {1}
 
 
 def test_requests_of_many_paths_overlap_and_keep_their_order(store: Store) -> None:

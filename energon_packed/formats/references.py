@@ -18,7 +18,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -125,17 +125,41 @@ def complete_parts(
         ResourceError: a referenced file cannot be read.
         FormatError: `media.json` is damaged.
     """
-    if MEDIA_PART not in raw:
-        return dict(raw)
-    located = read_locators(raw)
-    parts = {name: content for name, content in raw.items() if name not in located and name != MEDIA_PART}
-    paths = _paths_of(raw, located, raw.get(MEDIA_ROOT) or moved_here())
-    requested = _requested(located, paths)
-    for name, locator in located.items():
+    return complete_packs([raw], changes, with_paths=with_paths)[0]
+
+
+def complete_packs(
+    packs: Sequence[Mapping[str, Any]], changes: set[str] | None = None, *, with_paths: bool = False
+) -> list[dict[str, Any]]:
+    """Return what `complete_parts` returns of several packs, whose media in object stores are requested together."""
+    located = [_located(raw) for raw in packs]
+    requested = _requested(located)
+    return [_completed(pack, found, changes, with_paths) for pack, found in zip(located, requested, strict=True)]
+
+
+class _Located(NamedTuple):
+    """Raw parts of a pack, the locators of its media (None for media in its tar), and the path or URL of each file."""
+
+    raw: Mapping[str, Any]
+    locators: Mapping[str, Locator | None]
+    paths: dict[str, str]
+
+
+def _located(raw: Mapping[str, Any]) -> _Located:
+    locators = read_locators(raw) if MEDIA_PART in raw else {}
+    return _Located(raw, locators, _paths_of(raw, locators, raw.get(MEDIA_ROOT) or moved_here()))
+
+
+def _completed(
+    pack: _Located, requested: Mapping[str, bytes], changes: set[str] | None, with_paths: bool
+) -> dict[str, Any]:
+    raw = pack.raw
+    parts = {name: content for name, content in raw.items() if name not in pack.locators and name != MEDIA_PART}
+    for name, locator in pack.locators.items():
         if locator is not None:
             try:
                 parts[name] = read_packed(
-                    paths[name],
+                    pack.paths[name],
                     locator.offset,
                     locator.size,
                     digest=locator.digest,
@@ -151,8 +175,8 @@ def complete_parts(
                 raise ResourceError(f"{_place(raw, name)}, cannot be read: {error}") from error
         elif name in raw:
             parts[name] = raw[name]
-    if with_paths:
-        parts[PATHS] = paths
+    if with_paths and MEDIA_PART in raw:
+        parts[PATHS] = pack.paths
     return parts
 
 
@@ -213,9 +237,7 @@ def _locator(value: Any) -> Locator:
     return locator
 
 
-def _paths_of(
-    raw: Mapping[str, Any], located: Mapping[str, Locator | None], moved: MediaRoot = ()
-) -> dict[str, str]:
+def _paths_of(raw: Mapping[str, Any], located: Mapping[str, Locator | None], moved: MediaRoot = ()) -> dict[str, str]:
     """Return the path or URL of each located part, after folders have moved."""
     folder, found = "", {}
     for name, locator in located.items():
@@ -242,17 +264,20 @@ def moved_here() -> MediaRoot:
     return tuple(sorted(_moved.items(), key=lambda pair: (-len(pair[0]), pair)))
 
 
-def _requested(located: Mapping[str, Locator | None], paths: Mapping[str, str]) -> dict[str, bytes]:
-    """Request the parts with a digest that are in object stores together; {} if a request fails."""
-    ranges = {
-        name: (path, locator.offset, locator.size)
-        for name, path in paths.items()
-        if is_remote(path) and (locator := located[name]) is not None and locator.digest is not None
-    }
-    try:
-        return dict(zip(ranges, read_ranges(list(ranges.values())), strict=True))
-    except OSError:  # it has no part, which `read_packed` names in its errors
-        return {}
+def _requested(packs: Sequence[_Located]) -> list[dict[str, bytes]]:
+    """Request the parts of packs with a digest that are in object stores together; none if a request fails."""
+    places = [
+        (index, name, (path, locator.offset, locator.size))
+        for index, pack in enumerate(packs)
+        for name, path in pack.paths.items()
+        if is_remote(path) and (locator := pack.locators[name]) is not None and locator.digest is not None
+    ]
+    found: list[dict[str, bytes]] = [{} for _ in packs]
+    with suppress(OSError):  # `read_packed` names the part in its errors
+        contents = read_ranges([wanted for _, _, wanted in places])
+        for (index, name, _), content in zip(places, contents, strict=True):
+            found[index][name] = content
+    return found
 
 
 def moved_path(path: str, moved: MediaRoot) -> str:

@@ -23,7 +23,7 @@ from energon_packed.errors import DataChangedError, FormatError
 from energon_packed.files import IrregularFile, Streams, open_regular, read_range, status
 from energon_packed.formats.references import FOLDER, MEDIA_PART, MEDIA_ROOT, moved_folders
 from energon_packed.shards.manifest import PackingManifest
-from energon_packed.storage import RemotePath, locked, recent_status, stamp_of, statuses
+from energon_packed.storage import RemotePath, locked, read_ranges, recent_status, stamp_of, statuses
 from energon_packed.system import raise_resource_error
 from energon_packed.tarfiles import Member, TarReader, in_blocks, key_faults
 
@@ -86,14 +86,24 @@ class ShardReader:
         """
         return self.parts(pack)
 
-    def parts(self, pack: int, only: Container[str] | None = None) -> dict[str, Any]:
-        """Return what `[pack]` returns; with `only`, the contents of parts with other names are not read, and empty.
+    def packs(self, packs: Sequence[int]) -> list[dict[str, Any]]:
+        """Return what `[pack]` returns of several packs, whose bytes in object stores are requested together."""
+        requested = self._requested(packs)
+        return [self.parts(pack, data=requested.get(pack)) for pack in packs]
+
+    def parts(self, pack: int, only: Container[str] | None = None, data: bytes | None = None) -> dict[str, Any]:
+        """Return what `[pack]` returns.
+
+        Args:
+            pack: index of the pack.
+            only: names of parts; the contents of other parts are not read, and empty.
+            data: the bytes of the pack, if they were read before.
 
         Raises:
             IndexError, FormatError, DataChangedError: as `[pack]`.
         """
         raw: dict[str, Any] = {}
-        for member, content in self.members(pack, only=only):
+        for member, content in self.members(pack, only=only, data=data):
             raw.setdefault("__key__", member.key)
             raw[member.part] = content
         if MEDIA_PART in raw:
@@ -109,14 +119,16 @@ class ShardReader:
                 raw[part] = content
         return raw
 
-    def members(self, pack: int, only: Container[str] | None = None) -> Iterator[tuple[Member, bytes]]:
-        """Yield each member of a pack with its content; with `only`, the contents of other parts are empty.
+    def members(
+        self, pack: int, only: Container[str] | None = None, data: bytes | None = None
+    ) -> Iterator[tuple[Member, bytes]]:
+        """Yield each member of a pack with its content; the arguments are those of `parts`.
 
         Raises:
             IndexError, FormatError: as `[i]`; also for a member that is not a regular file, or occurs twice.
         """
         shard, start, end = self.locate(pack)
-        read = self._window(shard, start, end, whole=only is None)
+        read = self._window(shard, start, end, data) if only is None else self._reads(shard, end)
         members = list(TarReader(self.tars[shard], read, start, end))
         # The index of another tar with equal sizes has offsets in the middle of packs.
         if len(keys := sorted({member.key for member in members})) > 1:
@@ -180,14 +192,34 @@ class ShardReader:
         """Return the index of the first pack of a shard."""
         return int(self._first[shard])
 
-    def _window(self, shard: int, start: int, end: int, *, whole: bool) -> Callable[[int, int], bytes]:
-        """Return a function (start, size) for bytes of a pack, from one read of the whole pack or a read per call."""
-        if not whole:
-            read = partial(self._read, shard)
-            return in_blocks(read, end) if isinstance(self.tars[shard], RemotePath) else read
-        # The parts of a pack are adjacent, so one read is faster than a read per header and content.
-        data = self._read(shard, start, end - start)
-        return lambda at, size: data[at - start : at - start + size]
+    def _window(self, shard: int, start: int, end: int, data: bytes | None) -> Callable[[int, int], bytes]:
+        """Return a function (start, size) for bytes of a pack, from one read of the whole pack.
+
+        The parts of a pack are adjacent, so one read is faster than a read per header and content.
+        """
+        content = self._read(shard, start, end - start) if data is None else data
+        return lambda at, size: content[at - start : at - start + size]
+
+    def _reads(self, shard: int, end: int) -> Callable[[int, int], bytes]:
+        """Return a function (start, size) for bytes of a pack, from a read per call."""
+        read = partial(self._read, shard)
+        return in_blocks(read, end) if isinstance(self.tars[shard], RemotePath) else read
+
+    def _requested(self, packs: Sequence[int]) -> dict[int, bytes]:
+        """Request packs in object stores together; {} if one of them fails, as reading it alone names the cause."""
+        ranges: dict[int, tuple[str, int, int]] = {}
+        for pack in dict.fromkeys(packs):
+            shard, start, end = self.locate(pack)
+            if isinstance(tar := self.tars[shard], RemotePath):
+                self._opened.check(tar, is_recent=True)
+                ranges[pack] = str(tar), start, end - start
+        if len(ranges) < 2:
+            return {}
+        try:
+            contents = dict(zip(ranges, read_ranges(list(ranges.values())), strict=True))
+        except OSError:
+            return {}
+        return {pack: content for pack, content in contents.items() if len(content) == ranges[pack][2]}
 
     def _read(self, shard: int, start: int, size: int) -> bytes:
         tar = self.tars[shard]

@@ -26,7 +26,7 @@ from energon_packed import (
     pack,
 )
 from tests.conftest import Packer
-from tests.internals import DemoDataset, as_path, make_blend, read_ranges, references, storage, write_metadataset
+from tests.internals import DemoDataset, make_blend, read_ranges, references, storage, write_metadataset
 from tests.loading.flows import signature
 from tests.sources.tars import picture
 from tests.storage import BUCKET, Store
@@ -146,7 +146,7 @@ def test_loaders_request_each_pack_once(store: Store, packed: Places, encoder: C
         with store.counted() as traffic:
             assert sum(batch.num_samples for batch in LOADERS[kind](packed[1], encoder, 0)) > packs
         reads = [request for request in traffic.requests if request.startswith("GET") and request.endswith(".tar")]
-        assert len(reads) == packs, kind
+        assert len(reader.tars) <= len(reads) <= packs, kind  # adjacent packs are one request
         # When the dataset is opened and when Energon starts an epoch, and not for each pack.
         checks = [request for request in traffic.requests if request.startswith("HEAD") and request.endswith(".tar")]
         assert len(checks) <= 1 + len(reader.tars) < packs, kind
@@ -187,10 +187,10 @@ def test_referenced_images_are_read_from_the_store(
 
 def test_nearby_ranges_are_read_by_one_request(store: Store) -> None:
     content = bytes(range(256)) * 4000
-    path = as_path(store.put("a", content))
+    url = store.put("a", content)
     ranges = [(700_000, 50), (0, 1000), (2000, 30_000), (33_000, 10), (1_023_990, 100), (2_000_000, 10), (5, 10)]
     with store.counted() as traffic:
-        assert read_ranges([(path, at, size) for at, size in ranges]) == [
+        assert read_ranges([(url, at, size) for at, size in ranges]) == [
             content[at : at + size] for at, size in ranges
         ]
     assert traffic.count("GET") == 4

@@ -14,9 +14,10 @@ from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError
 from energon_packed.files import disk_array
 from energon_packed.flavors import PackSample, load_pack
+from energon_packed.flavors.base import fatal_media_errors
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.audios import is_audio_part
-from energon_packed.formats.references import MEDIA_PART, emptied, located_names
+from energon_packed.formats.references import MEDIA_PART, complete_packs, emptied, located_names
 from energon_packed.formats.videos import is_video_part
 from energon_packed.loading.costs.model import RowSizes
 from energon_packed.loading.datasets.manifests import LoadedSplit, digests_of
@@ -53,9 +54,12 @@ class FolderPacks:
         self._split, self._manifest = split, split.manifest
         self._encoder = encoder
 
-    def sample(self, pack: int) -> PackSample:
-        """The samples of a pack, not encoded."""
-        return load_pack(self._codec, self.reader[pack])
+    def samples(self, packs: Sequence[int]) -> list[PackSample]:
+        """The samples of packs, not encoded; what is in object stores is requested together."""
+        raws = self.reader.packs(packs)
+        with fatal_media_errors():
+            raws = complete_packs(raws, with_paths=True)
+        return [load_pack(self._codec, raw) for raw in raws]
 
     def describe(self, pack: int) -> str:
         """Tar and index of a pack, for error messages."""
@@ -153,7 +157,7 @@ class FolderPacks:
             return [length for length in lengths if length is not None]
         if self._encoder is None:
             raise ConfigError(f"{self.source.dataset} records no lengths, so it needs an encoder. Pass `tokenizer`.")
-        return [self._encoder.length(conversation) for conversation in self.sample(pack).conversations()]
+        return [self._encoder.length(conversation) for conversation in self.samples([pack])[0].conversations()]
 
     def num_media(self, pack: int) -> int:
         """Number of images, videos, stored frames and audio files of a pack, from the names of its members."""

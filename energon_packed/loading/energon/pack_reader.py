@@ -77,9 +77,9 @@ class WholePacks(ITarReader[int]):
         self._is_read: dict[str, bool] = {}  # results of `part_filter`
         self._ahead: ReadAhead[int, dict[str, Any]] | None = None
         if not reader.base_path.is_local():
-            self._ahead = ReadAhead(packs.__getitem__)
             self._bounds = sorted({edge for offsets in loader.workers_slice_offsets for edge in offsets})
             self._next = max(1, _AHEAD // loader.parallel_slice_iters)
+            self._ahead = ReadAhead(packs.packs, group=max(1, self._next // 2))
 
     def __len__(self) -> int:
         return len(self._packs)
