@@ -7,9 +7,10 @@ images    images per second of wall time and of CPU time, as bytes, against LitD
           request the same ranges; needs `pip install --no-deps litdata lightning-utilities obstore tifffile zstd`.
           No reader decodes them. Size and time of each tar are compared, and the hash of each reference (`by time`:
           size and time of its file); LitData compares nothing. Both read the messages; `members alone` are bytes of
-          packs, without conversations. `LitData, files` is its StreamingRawDataset, which requests each image file as
-          references do, and has no messages. Each reader has a process of its own, as a worker of a DataLoader, since
-          memory that another reader has freed changes its speed by half
+          packs, without conversations. `LitData, references` reads messages and file names from its chunks, which are
+          local files, and requests each image file by its StreamingRawDataset, 16 at a time; `LitData, files` is the
+          latter alone. Each reader has a process of its own, as a worker of a DataLoader, since memory that another
+          reader has freed changes its speed by half
 
 The store is moto's S3 server in a process of its own on this machine. It reads a whole object to answer a range, so
 shards are small; `images` has the same rows with a server that answers ranges by sendfile. Each loader reads one
@@ -30,6 +31,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -293,13 +295,28 @@ def litdata_images(path: Any, cache: Path, endpoint: str | None) -> Iterator[byt
 
 def litdata_files(path: str, cache: Path, endpoint: str | None) -> Iterator[bytes]:
     """Image files of a folder by LitData in random order, 16 at a time as in a batch."""
-    litdata = _litdata()
-    options: Any = {} if endpoint is None else {"storage_options": {"endpoint_url": endpoint}}
-    dataset = litdata.StreamingRawDataset(path, cache_dir=str(_emptied(cache)), **options)
-    order = [index for index in range(len(dataset)) if str(dataset.items[index].path).endswith(".jpg")]
-    order = np.random.default_rng(0).permutation(order).tolist()
+    dataset, places = _raw_dataset(path, cache, endpoint)
+    order = np.random.default_rng(0).permutation(sorted(places.values())).tolist()
     for start in range(0, len(order), 16):
         yield from dataset.__getitems__(order[start : start + 16])
+
+
+def litdata_references(rows: Path, path: str, cache: Path, endpoint: str | None) -> Iterator[bytes]:
+    """Image files that the rows of a LitData dataset name, in its random order, with messages."""
+    dataset, places = _raw_dataset(path, cache, endpoint)
+    samples = iter(_litdata().StreamingDataset(str(rows), shuffle=True, seed=0))
+    while batch := list(islice(samples, 16)):
+        for sample in batch:
+            json.loads(sample["messages"])
+        yield from dataset.__getitems__([places[sample["name"]] for sample in batch])
+
+
+def _raw_dataset(path: str, cache: Path, endpoint: str | None) -> tuple[Any, dict[str, int]]:
+    """Return LitData's dataset of the files of a folder, and the index of each image in it by its name."""
+    options: Any = {} if endpoint is None else {"storage_options": {"endpoint_url": endpoint}}
+    dataset = _litdata().StreamingRawDataset(path, cache_dir=str(_emptied(cache)), **options)
+    names = [str(item.path).rpartition("/")[2] for item in dataset.items]
+    return dataset, {name: index for index, name in enumerate(names) if name.endswith(".jpg")}
 
 
 def _litdata() -> Any:
@@ -359,12 +376,14 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
             options_of = {"media": "reference", "media_check": check, **_OPTIONS}
             result = pack(inputs=(str(jsonl),), output_dir=folder, tokenizer=tokenizer, **options_of)
             os.rename(result.shards, _emptied(work / name))
-    writer = BinaryWriter(str(_emptied(work / "litdata")), chunk_bytes="64MB")
-    for number, record in enumerate(records):
-        content = (source / record["images"][0]).read_bytes()
-        writer[number] = {"id": record["id"], "messages": json.dumps(record["messages"]), "image": content}
-    writer.done()
-    writer.merge()
+    for folder, has_images in (("litdata", True), ("litdata references", False)):
+        writer = BinaryWriter(str(_emptied(work / folder)), chunk_bytes="64MB")
+        for number, record in enumerate(records):
+            name = record["images"][0]
+            image = {"image": (source / name).read_bytes()} if has_images else {"name": name}
+            writer[number] = {"id": record["id"], "messages": json.dumps(record["messages"]), **image}
+        writer.done()
+        writer.merge()
     litdata = work / "litdata", store.put_folder(f"{work.name}/litdata", work / "litdata")
     reader = PackedDataset(places["copy"][0], encoder).reader
     ranges: dict[str, list[tuple[str, int, int]]] = {"copy": [], "reference": []}
@@ -396,9 +415,11 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
             for name, packs in (("copy", places["copy"][0]), ("reference by time", work / "local reference by time")):
                 readers[f"{name}, members alone"] = partial(packed_members, packs, encoder)
         readers["LitData"] = partial(litdata_images, litdata[endpoint is not None], work / "cache", endpoint)
-        readers["LitData, files"] = partial(
-            litdata_files, str(files) if endpoint is None else raw, work / "cache", endpoint
+        place = str(files) if endpoint is None else raw
+        readers["LitData, references"] = partial(
+            litdata_references, work / "litdata references", place, work / "cache", endpoint
         )
+        readers["LitData, files"] = partial(litdata_files, place, work / "cache", endpoint)
         if endpoint is not None:
             for media, wanted in ranges.items():
                 readers[f"client alone, {media}"] = partial(ranges_alone, wanted, endpoint)
@@ -416,7 +437,7 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
             process.shutdown()
         for name, measured in rates.items():
             wall, cpu = np.median(measured, axis=0)
-            peer = np.median(rates["LitData, files" if "reference" in name else "LitData"], axis=0)
+            peer = np.median(rates["LitData, references" if "reference" in name else "LitData"], axis=0)
             report.add(
                 f"images, {where}, {name}: per second", wall, "/s", per_cpu_second=cpu, of_litdata=wall / peer[0],
                 cpu_of_litdata=cpu / peer[1],
