@@ -304,8 +304,10 @@ def litdata_files(path: str, cache: Path, endpoint: str | None) -> Iterator[byte
 def litdata_references(rows: Path, path: str, cache: Path, endpoint: str | None) -> Iterator[bytes]:
     """Image files that the rows of a LitData dataset name, in its random order, with messages."""
     dataset, places = _raw_dataset(path, cache, endpoint)
-    samples = iter(_litdata().StreamingDataset(str(rows), shuffle=True, seed=0))
-    while batch := list(islice(samples, 16)):
+    samples = _litdata().StreamingDataset(str(rows), shuffle=True, seed=0)
+    iterator = iter(samples)
+    for _ in range(0, len(samples), 16):
+        batch = list(islice(iterator, 16))
         for sample in batch:
             json.loads(sample["messages"])
         yield from dataset.__getitems__([places[sample["name"]] for sample in batch])
