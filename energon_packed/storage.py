@@ -747,9 +747,11 @@ def _without_rust(client: Any) -> None:
 
     The client in Rust makes its threads once, and a fork does not have them: its requests would wait forever.
     """
-    for each in (client, *client.replicas):
-        if (provider := private(each, "_storage_provider", _MSC)) and private(each, "_is_rust_client_enabled", _MSC)():
-            provider._rust_client = None
+    backends = getattr(getattr(client, "_delegate", None), "_child_clients", {})  # of a profile with several
+    for inner in (*client.replicas, *backends.values()):
+        _without_rust(inner)
+    if (provider := private(client, "_storage_provider", _MSC)) and private(client, "_is_rust_client_enabled", _MSC)():
+        provider._rust_client = None
 
 
 _PROCESS = os.getpid()

@@ -23,6 +23,14 @@ from typing import Any
 
 import pytest
 from megatron.energon.epathlib import EPath
+from multistorageclient.types import (
+    MetadataProvider,
+    ProviderBundleV2,
+    ResolvedPath,
+    ResolvedPathState,
+    StorageBackend,
+    StorageProviderConfig,
+)
 
 from energon_packed import ConfigError, ResourceError
 from tests.internals import (
@@ -379,6 +387,50 @@ def test_a_fork_does_not_wait_for_the_threads_of_the_client_in_rust(
             assert pool.apply_async(each.read_bytes).get(timeout=30) == b"a" * 100
         assert pool.apply_async(path.write_bytes, (b"b",)).get(timeout=30) == 1
     assert path.read_bytes() == b"b"
+
+
+class Routing(MetadataProvider):
+    """Metadata provider of `Several`: the first component of a path is the backend."""
+
+    def realpath(self, logical_path: str) -> ResolvedPath:
+        backend, _, key = logical_path.partition("/")
+        return ResolvedPath(key, ResolvedPathState.EXISTS, backend)
+
+
+# The others are for listings and writes.
+_unused: dict[str, None] = dict.fromkeys(MetadataProvider.__abstractmethods__ - {"realpath"})
+_Routing: Any = type("_Routing", (Routing,), _unused)
+
+
+class Several(ProviderBundleV2):
+    """Profile with two backends, which a user's own Python class defines."""
+
+    metadata_provider = _Routing()
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+
+    @property
+    def storage_backends(self) -> dict[str, StorageBackend]:
+        return {name: StorageBackend(StorageProviderConfig("s3", self._options)) for name in ("near", "far")}
+
+
+def test_a_fork_of_a_profile_with_several_backends_does_not_wait_either(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_profile("rust-backend", monkeypatch, tmp_path)
+    file = tmp_path / "msc.json"
+    config = json.loads(file.read_text())
+    options = config["profiles"]["rust-backend"]["storage_provider"]["options"]
+    config["profiles"]["several"] = {"provider_bundle": {"type": f"{__name__}.Several", "options": options}}
+    file.write_text(json.dumps(config))
+    for name in ("a", "b"):
+        store.put(f"backends/{name}", name.encode() * 100)
+    paths = [RemotePath("msc://several/near/backends/a"), RemotePath("msc://several/far/backends/b")]
+    assert [path.read_bytes() for path in paths] == [b"a" * 100, b"b" * 100]
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        for path, content in zip(paths, (b"a", b"b"), strict=True):
+            assert pool.apply_async(path.read_bytes).get(timeout=30) == content * 100
 
 
 def test_a_failed_request_is_repeated_and_named_by_the_client_in_rust_alone(
