@@ -16,6 +16,7 @@ from typing import Any
 from energon_packed.errors import ConfigError, EnergonPackedError
 
 ENERGON = "megatron-energon"
+MULTI_STORAGE = "multi-storage-client"
 NO_ENERGON = "megatron-energon and torch are not installed"
 _FIRST_UNKNOWN = 8  # renames Metadataset to Recipe, and `subflavors` to `tags`
 

@@ -22,7 +22,6 @@ A key is a path: keys with `//`, `/./` or a trailing slash cannot be named.
 
 import contextlib
 import errno
-import functools
 import hashlib
 import io
 import itertools
@@ -35,7 +34,7 @@ import time
 import zlib
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -43,7 +42,16 @@ from pathlib import Path, PosixPath, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from energon_packed.errors import ConfigError, EnergonPackedError, ResourceError
-from energon_packed.libraries import calls, private
+from energon_packed.libraries import MULTI_STORAGE, calls, private
+from energon_packed.rust_client import (
+    REQUESTS,
+    full_key,
+    is_loop_started,
+    prepare_client,
+    rust_key,
+    send_in_loop,
+    start_loop,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -58,12 +66,10 @@ _FRESH = 60.0  # seconds for which an open stream trusts the status of its objec
 _MOST_RECENT = 1 << 14
 _FEW = 3  # objects of a folder that are not worth a listing, which needs a second request to check one of them
 _CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
-_REQUESTS = 64  # of a process at a time, one per referenced image; the client keeps 128 connections
 _MOST_BETWEEN, _BETWEEN_MEMBERS = 256 << 10, 4 << 10  # bytes between two ranges of a request
 _MOST_MERGED = 8 << 20  # bytes of ranges of a request: several requests transfer more at the same time
 T = TypeVar("T")
 K = TypeVar("K")
-_MSC = "multi-storage-client"
 _PACKAGES = {
     "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
     "multistorageclient": "energon-packed[s3]",
@@ -184,7 +190,7 @@ class RemotePath(PosixPath):
         return self._read(None)
 
     def read_range(self, at: int, size: int, answer: bytes | Exception | None = None) -> bytes:
-        """Request bytes [at, at + size); fewer at the end of the object. `_in_loop` may have the answer already."""
+        """Request bytes [at, at + size); fewer at the end of the object. `answer` is that of `send_in_loop`."""
         try:
             return self._read(_range(at, size), answer) if size > 0 else b""
         except StorageError as error:
@@ -194,8 +200,8 @@ class RemotePath(PosixPath):
 
     def _read(self, wanted: Any, answer: bytes | Exception | None = None) -> bytes:
         """Request a range of multi-storage-client, or the whole object."""
-        if answer is None and (found := _rust_client(str(self))):
-            (answer,) = _in_loop([(*found, wanted)])
+        if answer is None and is_loop_started() and (found := rust_key(*self._client())):
+            (answer,) = send_in_loop([(*found, wanted)])
         if isinstance(answer, bytes) and answer:
             return answer
         client, key = self._client()
@@ -250,7 +256,7 @@ class RemotePath(PosixPath):
         writing: of several writers at the same time, the last writer stores it.
         """
         client, key = self._client()
-        provider = private(client, "_storage_provider", _MSC)  # only providers have conditional requests
+        provider = private(client, "_storage_provider", MULTI_STORAGE)  # only providers have conditional requests
         with _converted_errors(self, verb="written"):
             from multistorageclient.types import PreconditionFailedError
 
@@ -291,11 +297,11 @@ class RemotePath(PosixPath):
         Other stores than S3 delete them by themselves.
         """
         client, key = self._client()
-        provider: Any = private(client, "_storage_provider", _MSC)
+        provider: Any = private(client, "_storage_provider", MULTI_STORAGE)
         if "S3StorageProvider" not in [kind.__name__ for kind in type(provider).__mro__]:
             return
-        s3 = private(provider, "_s3_client", _MSC)
-        bucket, _, prefix = _full_key(provider, f"{key.rstrip('/')}/").partition("/")
+        s3 = private(provider, "_s3_client", MULTI_STORAGE)
+        bucket, _, prefix = full_key(provider, f"{key.rstrip('/')}/").partition("/")
         with _converted_errors(self, verb="written"):
             for page in s3.get_paginator("list_multipart_uploads").paginate(Bucket=bucket, Prefix=prefix):
                 for upload in page.get("Uploads", ()):
@@ -384,7 +390,9 @@ class RemoteReader(io.BufferedReader):
     def request(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Request ranges (at, size) of at most 1 MiB at the same time; reading them soon needs no further requests."""
         small = [(at, size) for at, size in dict.fromkeys(ranges) if size <= READ_AHEAD]
-        map_paths(lambda path, own: self._object.read_range(*own), [self._object.path] * len(small), small)
+        paths = [self._object.path] * len(small)
+        _start_rust(paths)
+        map_paths(lambda path, own: self._object.read_range(*own), paths, small)
 
 
 class RangeStream(io.RawIOBase):
@@ -552,7 +560,9 @@ def request_objects(urls: Iterable[str], *, whole: bool = False) -> None:
             elif found.end() <= _BLOCK_BYTES // 2:
                 found.read_range(0, found.end(), most_kept=found.end())
 
-    map_paths(read, [*map(RemotePath, dict.fromkeys(urls))])
+    paths = [*map(RemotePath, dict.fromkeys(urls))]
+    _start_rust(paths)
+    map_paths(read, paths)
 
 
 def statuses(paths: Iterable[Path]) -> dict[Path, os.stat_result]:
@@ -694,11 +704,11 @@ def _contents(blocks: Sequence[tuple[str, int, int]]) -> list[bytes]:
         if folder not in folders:
             folders[folder] = None
             with contextlib.suppress(StorageError):  # `read_range` raises it, with the name of the object
-                folders[folder] = _rust_client(f"{folder}/")
+                folders[folder] = rust_key(*_client_of(f"{folder}/"))
         if size > 0 and (found := folders[folder]):
             client, prefix = found
             requests[index] = client, prefix + name, _range(at, size)
-    answers = dict(zip(requests, _in_loop(requests.values()), strict=True))
+    answers = dict(zip(requests, send_in_loop(requests.values()), strict=True))
     contents = {index: answer for index, answer in answers.items() if isinstance(answer, bytes) and answer}
     others = [index for index in range(len(blocks)) if index not in contents]
 
@@ -721,81 +731,15 @@ def _client_of(url: str) -> tuple[Any, str]:
         from multistorageclient import resolve_storage_client
 
         client, key = resolve_storage_client(url)
-    if os.getpid() != _PROCESS:
-        _without_rust(client)
+    prepare_client(client)
     return client, key
 
 
-def _rust_client(url: str) -> tuple[Any, str] | None:
-    """Return the asynchronous client of a profile with `rust_client`, and the key of an object or folder; or None.
-
-    `read` of multi-storage-client starts an event loop for each request to this client, which needs more CPU time than
-    the request (tools/bench_storage.py). It also asks cache, manifest and replicas, so profiles with these keep it.
-    """
-    client, key = _client_of(url)
-    if client.replicas or any(private(client, name, _MSC) for name in ("_cache_manager", "_metadata_provider")):
-        return None
-    if not private(client, "_is_rust_client_enabled", _MSC)():
-        return None
-    provider = private(client, "_storage_provider", _MSC)
-    _, _, name = _full_key(provider, key).partition("/")
-    return private(provider, "_rust_client", _MSC), name
-
-
-def _without_rust(client: Any) -> None:
-    """Let a forked process send its requests by the client in Python.
-
-    The client in Rust makes its threads once, and a fork does not have them: its requests would wait forever.
-    """
-    backends = getattr(getattr(client, "_delegate", None), "_child_clients", {})  # of a profile with several
-    for inner in (*client.replicas, *backends.values()):
-        _without_rust(inner)
-    if (provider := private(client, "_storage_provider", _MSC)) and private(client, "_is_rust_client_enabled", _MSC)():
-        provider._rust_client = None
-
-
-_PROCESS = os.getpid()
-_starting = threading.Lock()
-
-
-@functools.cache
-def _event_loop() -> tuple[Any, Any]:
-    """Start the event loop of this process in a thread; return it, and its limit of requests at a time.
-
-    Notebooks, which have an event loop in the main thread, can wait for it.
-    """
-    import asyncio
-
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="energon-packed-loop", daemon=True).start()
-    return loop, asyncio.Semaphore(_REQUESTS)
-
-
-def _in_loop(requests: Collection[tuple[Any, str, Any]]) -> list[bytes | Exception]:
-    """Send requests of `_rust_request` at the same time; return the bytes or the error of each."""
-    if not requests:
-        return []
-    import asyncio
-
-    with _starting:
-        loop, limit = _event_loop()
-
-    async def answer(client: Any, key: str, wanted: Any) -> bytes | Exception:
-        async with limit:
-            try:
-                return bytes(await client.get(key, wanted))
-            except Exception as error:
-                return error
-
-    async def answers() -> list[bytes | Exception]:
-        return await asyncio.gather(*(answer(*request) for request in requests))
-
-    return asyncio.run_coroutine_threadsafe(answers(), loop).result()
-
-
-def _full_key(provider: Any, key: str) -> str:
-    """Return BUCKET/KEY, with the base path of the profile."""
-    return str(private(provider, "_prepend_base_path", _MSC)(key)).lstrip("/")
+def _start_rust(paths: Sequence[RemotePath]) -> None:
+    """Let threads that request several objects, or ranges of an object, use the client in Rust of their profile."""
+    with contextlib.suppress(StorageError):  # each request raises it
+        if len(paths) > 1 and rust_key(*_client_of(str(paths[0]))):
+            start_loop()
 
 
 _pools: dict[tuple[int, str], ThreadPoolExecutor] = {}
@@ -805,7 +749,7 @@ def _pool(purpose: str) -> ThreadPoolExecutor:
     """Return the threads of this process for a purpose: a fork has no threads, and tasks wait for other purposes."""
     key = os.getpid(), purpose
     if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(_REQUESTS, f"energon-packed-{purpose}")
+        _pools[key] = ThreadPoolExecutor(REQUESTS, f"energon-packed-{purpose}")
     return _pools[key]
 
 
@@ -911,7 +855,7 @@ def _converted_errors(path: str | RemotePath, failure: str = "", *, verb: str = 
         FileNotFoundError, StorageError: instead of any exception.
     """
     try:
-        with contextlib.nullcontext() if failure else calls(_MSC):  # or options of the user
+        with contextlib.nullcontext() if failure else calls(MULTI_STORAGE):  # or options of the user
             yield
     except EnergonPackedError:
         raise

@@ -337,6 +337,7 @@ PLACES = {
     "read_ranges": "storage:read_ranges",
     "statuses": "storage:statuses",
     "storage": "storage",
+    "rust_client": "rust_client",
     # tarfiles: the reader itself, against Python's tarfile and GNU tar
     "TarError": "tarfiles:TarError",
     "open_tar": "tarfiles:open_tar",

@@ -41,6 +41,7 @@ from tests.internals import (
     open_tar,
     read_content,
     read_range,
+    rust_client,
     status,
     statuses,
     storage,
@@ -380,13 +381,38 @@ def test_a_fork_does_not_wait_for_the_threads_of_the_client_in_rust(
     monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
     _with_profile("rust-forked", monkeypatch, tmp_path)
     path = RemotePath(store.put("forked/a", b"a" * 100).replace("s3://bucket", "msc://rust-forked"))
+    store.put("forked/a.other", b"c" * 100)
     replicated = RemotePath("msc://rust-replicated/forked/a")
-    assert path.read_bytes() == replicated.read_bytes() == b"a" * 100
+    assert replicated.read_bytes() == b"a" * 100
+    assert _read_several(path) == [b"a" * 10, b"c" * 10]  # starts the threads
     with multiprocessing.get_context("fork").Pool(1) as pool:
         for each in (path, replicated):
             assert pool.apply_async(each.read_bytes).get(timeout=30) == b"a" * 100
-        assert pool.apply_async(path.write_bytes, (b"b",)).get(timeout=30) == 1
-    assert path.read_bytes() == b"b"
+        assert pool.apply_async(path.write_bytes, (b"b" * 20,)).get(timeout=30) == 20
+        assert pool.apply_async(_read_several, (path,)).get(timeout=30) == [b"b" * 10, b"c" * 10]
+    assert path.read_bytes() == b"b" * 20
+
+
+def _read_several(path: RemotePath) -> list[bytes]:
+    """Ranges that are requested together."""
+    return storage.read_ranges([(str(path), 0, 10), (f"{path}.other", 0, 10)])
+
+
+def test_forks_of_a_process_that_only_opened_datasets_use_the_client_in_rust(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork of a process that has used it, which is a fork itself or not, uses the client in Python."""
+    _with_profile("rust-forks", monkeypatch, tmp_path)
+    for name in "ab":
+        store.put(f"forks/{name}", name.encode())
+    urls = [f"msc://rust-forks/forks/{name}" for name in "ab"]
+    command = [sys.executable, "-m", "tests.rust_forks", *urls]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert json.loads(done.stdout) == {
+        "opened": False,
+        "forks": [["a", "b", True], ["a", "b", False]],
+        "parent": [["a", "b", True], ["a", "b", False]],
+    }
 
 
 class Routing(MetadataProvider):
@@ -470,8 +496,8 @@ def test_a_client_in_rust_with_other_arguments_is_a_fault_of_the_package(
         async def get(self, path: str) -> bytes:
             return b"x"
 
-    monkeypatch.setattr(client._storage_provider, "_rust_client", Changed())
-    for read in (paths[0].read_bytes, lambda: storage.read_ranges([(str(path), 0, 1) for path in paths])):
+    monkeypatch.setitem(rust_client._clients, client._storage_provider, Changed())
+    for read in (lambda: storage.read_ranges([(str(path), 0, 1) for path in paths]), paths[0].read_bytes):
         with pytest.raises(ConfigError, match="`multi-storage-client` must be a version that energon-packed knows"):
             read()
 
