@@ -14,7 +14,7 @@ from hypothesis import settings
 
 from energon_packed import ChatEncoder, PackOptions, PackResult, pack
 from tests.frozen import freeze
-from tests.internals import DemoDataset, storage, write_dataset, write_tokenizer
+from tests.internals import DemoDataset, storage_reader, storage_status, write_dataset, write_tokenizer
 from tests.storage import BUCKET, Store, start_store
 from tests.video_demo import VideoDemo
 
@@ -117,6 +117,9 @@ def store(store_server: Store) -> Store:
     keys = store_server.client.list_objects_v2(Bucket=BUCKET).get("Contents", [])
     for key in keys:
         store_server.client.delete_object(Bucket=BUCKET, Key=key["Key"])
-    for known in (storage._recent, storage._blocks):  # of the objects of other tests, at most a minute old
+    for known in (
+        storage_status._recent,
+        storage_reader._blocks,
+    ):  # of other tests, at most a minute old
         known.clear()
     return store_server

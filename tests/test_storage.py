@@ -16,7 +16,7 @@ import threading
 import time
 import tracemalloc
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -41,10 +41,15 @@ from tests.internals import (
     open_tar,
     read_content,
     read_range,
+    request_objects,
     rust_client,
     status,
     statuses,
     storage,
+    storage_path,
+    storage_reader,
+    storage_status,
+    storage_threads,
 )
 from tests.storage import BUCKET, SECRET, Store
 
@@ -161,22 +166,22 @@ def test_an_open_stream_notices_a_replaced_object(store: Store, monkeypatch: Any
     assert status(stream).st_size == 2
     store.put("a", b"333")
     assert storage.recent_status(as_path(store.url("a"))).st_size == 2
-    monkeypatch.setattr(storage, "_FRESH", 0)
+    monkeypatch.setattr(storage_status, "_FRESH", 0)
     assert storage.recent_status(as_path(store.url("a"))).st_size == 3
     assert status(stream).st_size == 3
 
 
 def test_a_process_keeps_few_bytes_and_statuses(store: Store, monkeypatch: Any) -> None:
     """The newest of each: a range that it keeps is read again without a request."""
-    monkeypatch.setattr(storage, "_MOST_BLOCKS", 3)
-    monkeypatch.setattr(storage, "_BLOCK_BYTES", 250)
-    monkeypatch.setattr(storage, "READ_AHEAD", 200)
-    monkeypatch.setattr(storage, "_MOST_RECENT", 2)
+    monkeypatch.setattr(storage_reader, "_MOST_BLOCKS", 3)
+    monkeypatch.setattr(storage_reader, "MOST_KEPT", 250)
+    monkeypatch.setattr(storage_reader, "READ_AHEAD", 200)
+    monkeypatch.setattr(storage_status, "_MOST_RECENT", 2)
     path = as_path(store.put("kept", bytes(1000)))
 
     def kept(*sizes: int) -> list[bool]:
         """Which of these ranges are kept, after all of them are read in this order."""
-        storage._blocks.clear()
+        storage_reader._blocks.clear()
         stream = open_regular(path)
         for index, size in enumerate(sizes):
             read_range(stream, 300 * index, size)
@@ -193,7 +198,7 @@ def test_a_process_keeps_few_bytes_and_statuses(store: Store, monkeypatch: Any) 
     assert kept(101, 150) == [False, True]
     assert kept(200, 10) == [True, True]
     assert kept(201, 10) == [False, True]
-    storage._blocks.clear()
+    storage_reader._blocks.clear()
     streams = [open_regular(as_path(store.put(f"kept-{size}", bytes(size)))) for size in (100, 80, 69)]
     for stream in streams:
         read_range(stream, 0, 200)
@@ -300,7 +305,7 @@ def test_a_locked_file_is_read_once() -> None:
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(read, [Path("a"), Path("b")] * 8))
     assert sorted(reads) == [Path("a"), Path("b")]
-    assert not storage._locks
+    assert not storage_threads._locks
 
 
 @pytest.mark.parametrize(
@@ -388,7 +393,8 @@ def test_a_fork_does_not_wait_for_the_threads_of_the_client_in_rust(
     with multiprocessing.get_context("fork").Pool(1) as pool:
         for each in (path, replicated):
             assert pool.apply_async(each.read_bytes).get(timeout=30) == b"a" * 100
-        assert pool.apply_async(path.write_bytes, (b"b" * 20,)).get(timeout=30) == 20
+        for each in (replicated, path):
+            assert pool.apply_async(each.write_bytes, (b"b" * 20,)).get(timeout=30) == 20
         assert pool.apply_async(_read_several, (path,)).get(timeout=30) == [b"b" * 10, b"c" * 10]
     assert path.read_bytes() == b"b" * 20
 
@@ -413,6 +419,31 @@ def test_forks_of_a_process_that_only_opened_datasets_use_the_client_in_rust(
         "forks": [["a", "b", True], ["a", "b", False]],
         "parent": [["a", "b", True], ["a", "b", False]],
     }
+
+
+def test_several_objects_or_ranges_are_requested_by_the_client_in_rust(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_profile("rust-several", monkeypatch, tmp_path)
+    for name in "ab":
+        store.put(f"several/{name}", name.encode() * 1000)
+    paths = [RemotePath(f"msc://rust-several/several/{name}") for name in "ab"]
+    stream = paths[0].open("rb")
+    urls = [str(path) for path in paths]
+    requests: list[tuple[Callable[..., None], list[Any], bool]] = [
+        (request_objects, urls, True),
+        (request_objects, urls[:1], False),
+        (stream.request, [(0, 10), (20, 10)], True),
+        (stream.request, [(0, 10)], False),
+        (request_objects, [store.url(f"several/{name}") for name in "ab"], False),  # without `rust_client`
+        (request_objects, [f"msc://unknown/{name}" for name in "ab"], False),  # each reader has the error
+    ]
+    for request, wanted, is_started in requests:
+        rust_client._event_loop.cache_clear()
+        request(wanted)
+        assert rust_client.is_loop_started() == is_started, wanted
+    with pytest.raises(ResourceError, match="msc://unknown/a: the profile 'unknown' is not configured"):
+        storage.read_ranges([(f"msc://unknown/{name}", 0, 1) for name in "ab"])
 
 
 class Routing(MetadataProvider):
@@ -672,7 +703,7 @@ def test_the_first_writer_creates_an_object(store: Store, monkeypatch: Any, has_
     path = as_path(store.url(f"created-{has_conditions}"))
     with monkeypatch.context() as patch:
         if not has_conditions:
-            patch.setattr(storage, "private", lambda *names: None)
+            patch.setattr(storage_path, "private", lambda *names: None)
         assert path.create(b"first")
         assert not path.create(b"second")
     assert path.read_bytes() == b"first"
@@ -771,7 +802,7 @@ def test_the_status_of_many_objects_needs_one_listing(store: Store, tmp_path: Pa
     (tmp_path / "local").write_bytes(b"local")
     absent = [paths[0].with_name("absent.tar"), tmp_path / "absent", tmp_path / "local" / "below a file"]
     wanted = {path: stamp(path.stat()) for path in [*paths, alone, tmp_path / "local"]}
-    storage._recent.clear()
+    storage_status._recent.clear()
     with store.counted() as traffic:
         found = statuses([*wanted, *absent])
     assert {path: stamp(status) for path, status in found.items()} == wanted

@@ -26,7 +26,15 @@ from energon_packed import (
     pack,
 )
 from tests.conftest import Packer
-from tests.internals import DemoDataset, make_blend, read_ranges, references, storage, write_metadataset
+from tests.internals import (
+    DemoDataset,
+    make_blend,
+    read_ranges,
+    references,
+    storage_reader,
+    storage_status,
+    write_metadataset,
+)
 from tests.loading.flows import signature
 from tests.sources.tars import picture
 from tests.storage import BUCKET, Store
@@ -126,7 +134,7 @@ def test_images_of_raw_records_are_requested_at_the_same_time(
     url = store.put("raw/data.jsonl", "".join(lines).encode())
     settings: dict[str, Any] = {"dataset_path": url, "packing_length": 1024, "tokenizer": tokenizer_dir}
     loader = get_raw_loader(DataflowConfig(**settings, streaming=streaming), num_workers=0)
-    for known in (storage._recent, storage._blocks):  # of planning
+    for known in (storage_status._recent, storage_reader._blocks):  # of planning
         known.clear()
     all_requested = threading.Barrier(6)  # a request waits for those of the other images
 

@@ -19,7 +19,7 @@ from energon_packed import (
     ResourceError,
     steps_per_epoch,
 )
-from tests.internals import OpenedFiles, ShardReader, as_path, cli, read_metadataset, storage
+from tests.internals import OpenedFiles, ShardReader, as_path, cli, read_metadataset, storage_status, storage_threads
 from tests.storage import Store
 
 
@@ -170,8 +170,8 @@ def test_references_of_an_old_metadataset_are_checked_at_the_same_time(
 def test_the_first_dataset_that_cannot_be_opened_is_named(
     store: Store, blend: str, encoder: ChatEncoder, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_pools", {})
-    monkeypatch.setattr(storage, "_REQUESTS", threads)  # no thread waits for a task of its own pool
+    monkeypatch.setattr(storage_threads, "_pools", {})
+    monkeypatch.setattr(storage_threads, "REQUESTS", threads)  # no thread waits for a task of its own pool
     for name in "cb":
         store.put(f"blend/{name}/.nv-meta/packing.json", b"{")
 
@@ -211,7 +211,7 @@ def test_threads_request_the_index_of_a_shard_once(
             dataset.pack(item)
     indexes = [request for request in traffic.requests if request.endswith(".idx")]
     assert len(indexes) == len(set(indexes)) == len(dataset.reader.tars)
-    assert not storage._locks  # each is dropped after its file is read
+    assert not storage_threads._locks  # each is dropped after its file is read
 
 
 def test_all_opened_files_are_checked_by_a_listing(store: Store) -> None:
@@ -235,7 +235,7 @@ def test_a_replaced_tar_is_noticed(
     tar = dataset.reader.tars[0]
     key = str(tar).removeprefix("s3://bucket/")
     store.put(key, tar.read_bytes() + bytes(512))
-    monkeypatch.setattr(storage, "_FRESH", 0)
+    monkeypatch.setattr(storage_status, "_FRESH", 0)
     with pytest.raises(DataChangedError, match=r"s3://bucket/out/webdataset/.*tar was replaced or changed"):
         _ = dataset[0]
 

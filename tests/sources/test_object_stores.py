@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from energon_packed import ConfigError, MediaReference, PackResult, Progress, ResourceError, SourceError, pack
-from tests.internals import open_sources, storage
+from tests.internals import open_sources, storage, storage_reader, storage_status
 from tests.processes import energon_packed
 from tests.sources.tars import picture, write_tar
 from tests.storage import Store
@@ -243,8 +243,8 @@ class _WriteStage(Progress):
 
     def start(self, stage: str, total: int, unit: str) -> None:
         self.began = stage == "write"
-        storage._recent.clear()
-        storage._blocks.clear()
+        storage_status._recent.clear()
+        storage_reader._blocks.clear()
 
 
 @pytest.mark.parametrize("first", [storage.READ_AHEAD, 100])
@@ -255,7 +255,7 @@ def test_records_and_images_of_a_batch_are_requested_at_the_same_time(
     local = packed("local", _own_images(folder, 12))
     url = store.put_folder("data", folder)
     stage = _WriteStage()
-    monkeypatch.setattr(storage, "READ_AHEAD", first)
+    monkeypatch.setattr(storage_reader, "READ_AHEAD", first)
     images, written_records = threading.Barrier(12), threading.Barrier(12)  # a request waits for the others
 
     def wait(environ: dict[str, Any]) -> None:
@@ -295,7 +295,7 @@ def test_images_that_are_larger_than_the_first_request(
         if stage.began and environ["REQUEST_METHOD"] == "GET" and "/images/" in environ["PATH_INFO"]:
             requested.append((environ["PATH_INFO"], environ["HTTP_RANGE"]))
 
-    monkeypatch.setattr(storage, "READ_AHEAD", first)
+    monkeypatch.setattr(storage_reader, "READ_AHEAD", first)
     monkeypatch.setattr(store, "intercept", note)
     assert contents(packed("remote", f"{url}/own.jsonl", progress=stage)) == contents(local)
     ranges = [(f"/bucket/data/images/{index}.jpg", f"bytes=0-{size - 1}") for index, size in enumerate(sizes)]
@@ -303,7 +303,7 @@ def test_images_that_are_larger_than_the_first_request(
 
 
 def test_a_file_of_several_blocks_is_read_with_one_request(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "READ_AHEAD", 1000)  # its bytes are not kept
+    monkeypatch.setattr(storage_reader, "READ_AHEAD", 1000)  # its bytes are not kept
     reference = MediaReference(path="a.bin", root=store.url("data"))
     for size in (300_000, 400_000):
         content = random.Random(size).randbytes(size)
@@ -345,7 +345,7 @@ def test_records_of_an_object_are_requested_at_the_same_time(
     url = store.put_folder("data", folder)
     (source,) = open_sources([f"{url}/{name}"], work_dir=tmp_path)
     scanned = list(source.scan(0, source.extent()))
-    storage._blocks.clear()  # as in a process that has not read the file
+    storage_reader._blocks.clear()  # as in a process that has not read the file
     all_requested = threading.Barrier(4)
 
     def wait(environ: dict[str, Any]) -> None:
@@ -360,7 +360,7 @@ def test_records_of_an_object_are_requested_at_the_same_time(
     opened = ["HEAD /bucket/data/a.jsonl"] if name == "a.jsonl" else []  # its stream, once
     assert traffic.requests == opened
     if name == "g.tar":
-        storage._blocks.clear()
+        storage_reader._blocks.clear()
         with store.counted() as traffic:
             assert list(source.scan(0, rows[2].address)) == scanned[:4]
         assert traffic.count("GET") == 4
@@ -372,8 +372,8 @@ def test_keys_that_are_larger_than_a_request_are_not_requested_in_advance(
     url = store.put_folder("data", folder)
     (source,) = open_sources([f"{url}/g.tar"], work_dir=tmp_path)
     expected = list(source.scan(0, source.extent()))
-    storage._blocks.clear()
-    monkeypatch.setattr(storage, "READ_AHEAD", 1000)
+    storage_reader._blocks.clear()
+    monkeypatch.setattr(storage_reader, "READ_AHEAD", 1000)
     with store.counted() as traffic:
         assert list(source.scan(0, source.extent())) == expected
     assert traffic.count("GET") == 2 * 8  # headers, and contents

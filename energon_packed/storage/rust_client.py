@@ -9,30 +9,34 @@
 request (tools/bench_storage.py): here, all requests of a process share a loop. `read` also asks cache, manifest and
 replicas, so profiles with these, or with several backends, keep it.
 
-The client in Rust starts threads for its first request. A fork does not have them, and would wait for them forever, so
-a fork of a process with such threads uses the client in Python. A process that only opens datasets, as the parent of
-loader workers does, uses the client in Python, too: the first request of several objects starts the threads.
+The client in Rust starts threads for its first request. A fork does not have them, and even making a client in it may
+wait forever for a lock of such a thread, so clients of a fork of a process with threads have no client in Rust. A
+process that only opens datasets, as the parent of loader workers does, has no threads: the first request of several
+objects starts them.
 """
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from energon_packed.libraries import MULTI_STORAGE, private
 
 REQUESTS = 64
 """Requests of a process at a time, one per referenced image; multi-storage-client keeps 128 connections."""
 _THREAD = "tokio-rt-worker"  # name of the threads
+_PROVIDERS = {
+    "multistorageclient.providers.s3": "S3StorageProvider",
+    "multistorageclient.providers.gcs": "GoogleStorageProvider",
+}
 _clients: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # the client in Rust by storage provider
-_prepared: WeakSet[Any] = WeakSet()
 _starting = threading.Lock()
-_has_threads = False  # of this process, before its last fork
-_are_lost = False  # the process was forked from one with threads
+_has_threads = False  # of this process, or of its parent before the fork
 
 
 def prepare_client(client: Any) -> None:
@@ -41,21 +45,14 @@ def prepare_client(client: Any) -> None:
     Raises:
         ConfigError: multi-storage-client has other private names.
     """
-    if client in _prepared:
-        return
-    backends = getattr(getattr(client, "_delegate", None), "_child_clients", {})  # of a profile with several
-    inner = [*client.replicas, *backends.values()]
-    asks_others = inner or any(
+    asks_others = client.replicas or any(
         private(client, name, MULTI_STORAGE) for name in ("_cache_manager", "_metadata_provider")
     )
-    provider = private(client, "_storage_provider", MULTI_STORAGE)
-    if provider and private(client, "_is_rust_client_enabled", MULTI_STORAGE)() and (_are_lost or not asks_others):
-        if not _are_lost:
-            _clients[provider] = private(provider, "_rust_client", MULTI_STORAGE)
+    if private(client, "_is_rust_client_enabled", MULTI_STORAGE)() and not asks_others:
+        provider = private(client, "_storage_provider", MULTI_STORAGE)
+        private(provider, "_create_rust_client", MULTI_STORAGE)  # forks need the name
+        _clients[provider] = private(provider, "_rust_client", MULTI_STORAGE)
         provider._rust_client = None
-    for each in inner if _are_lost else ():
-        prepare_client(each)
-    _prepared.add(client)
 
 
 def rust_key(client: Any, key: str) -> tuple[Any, str] | None:
@@ -117,24 +114,31 @@ def _event_loop() -> tuple[Any, Any]:
 
 
 def _before_fork() -> None:
-    """Look for threads of any client in Rust: Energon, or code of the user, may have made a request, too."""
+    """Look for threads of any client in Rust: Energon, or code of the user, may have sent a request, too."""
     global _has_threads
+    _has_threads = False
     try:
         tasks = os.listdir("/proc/self/task")
     except OSError:  # not Linux, which alone forks by default
         _has_threads = True
         return
-    _has_threads = False
     for task in tasks:
         with suppress(OSError):  # the thread has ended
             _has_threads |= Path(f"/proc/self/task/{task}/comm").read_text().strip() == _THREAD
 
 
 def _after_fork() -> None:
-    global _are_lost, _starting
-    _are_lost = _are_lost or _has_threads
+    global _starting
     _starting = threading.Lock()
     _event_loop.cache_clear()
+    if _has_threads:
+        for module, name in _PROVIDERS.items():
+            if module in sys.modules:  # or it has made no client
+                getattr(sys.modules[module], name)._create_rust_client = _no_client
+
+
+def _no_client(provider: Any, options: Any = None) -> None:
+    """Make no client in Rust: `_create_rust_client` of a provider in a fork."""
 
 
 os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
