@@ -122,7 +122,7 @@ class ShardReader:
     def members(
         self, pack: int, only: Container[str] | None = None, data: bytes | None = None
     ) -> Iterator[tuple[Member, bytes]]:
-        """Yield each member of a pack with its content; the arguments are those of `parts`.
+        """Yield each member of a pack with its content. The arguments have the same meaning as for `parts`.
 
         Raises:
             IndexError, FormatError: as `[i]`; also for a member that is not a regular file, or occurs twice.

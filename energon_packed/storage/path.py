@@ -120,7 +120,7 @@ class RemotePath(PosixPath):
         return self._read(None)
 
     def read_range(self, at: int, size: int, answer: bytes | Exception | None = None) -> bytes:
-        """Request bytes [at, at + size); fewer at the end of the object. `answer` is that of `send_in_loop`."""
+        """Request bytes [at, at + size); fewer at the end of the object. `answer` is a result of `send_in_loop`."""
         try:
             return self._read(range_of(at, size), answer) if size > 0 else b""
         except StorageError as error:

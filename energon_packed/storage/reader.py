@@ -31,7 +31,7 @@ _MOST_BLOCKS, _MOST_OBJECTS = 64, 256  # ranges of an object, and objects
 
 
 class ObjectPath(Protocol):
-    """What a stream needs of a RemotePath."""
+    """The methods of a RemotePath that a stream calls."""
 
     def stat(self) -> os.stat_result:
         """Request size and time of the object."""

@@ -1,6 +1,6 @@
 """Requests by the client of multi-storage-client that is written in Rust, of profiles with `rust_client`.
 
-    prepare_client   takes this client out of a client of multi-storage-client
+    prepare_client   keeps this client here, in place of in a client of multi-storage-client
     rust_key         client and key to the client in Rust and its key
     start_loop       lets all requests of the process use it
     send_in_loop     sends requests at the same time
@@ -40,7 +40,7 @@ _has_threads = False  # of this process, or of its parent before the fork
 
 
 def prepare_client(client: Any) -> None:
-    """Take the client in Rust out of a client, whose methods then use the client in Python.
+    """Remove the client in Rust from a client, whose methods then use the client in Python; keep it for `rust_key`.
 
     Raises:
         ConfigError: multi-storage-client has other private names.

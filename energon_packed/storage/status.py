@@ -1,4 +1,4 @@
-"""Statuses of files and objects. Of objects, those of the last minute are kept for checks before every read."""
+"""Statuses of files and objects. The status of an object is kept for a minute, for checks before every read."""
 
 import os
 import stat
