@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tests.internals import as_path, storage
+from tests.internals import as_path, rust_client, storage
 
 
 def _has_threads() -> bool:
@@ -34,5 +34,6 @@ if __name__ == "__main__":
     for one in given:  # as a process that opens datasets
         as_path(one).read_bytes()
         as_path(one).stat()
+    rust_client.start_loop()  # as a process whose objects are kept: it has sent no request to the client in Rust
     found = {"opened": _has_threads(), "forks": in_fork(given, 1), "parent": read(given, 1)}
     print(json.dumps(found))
