@@ -206,7 +206,11 @@ class ShardReader:
         return in_blocks(read, end) if isinstance(self.tars[shard], RemotePath) else read
 
     def _requested(self, packs: Sequence[int]) -> dict[int, bytes]:
-        """Request packs in object stores together; {} if one of them fails, as reading it alone names the cause."""
+        """Request packs in object stores together, and leave out those that are not complete.
+
+        Raises:
+            DataChangedError, OSError: of any of them; reading a pack alone names its cause.
+        """
         ranges: dict[int, tuple[str, int, int]] = {}
         for pack in dict.fromkeys(packs):
             shard, start, end = self.locate(pack)
@@ -215,11 +219,8 @@ class ShardReader:
                 ranges[pack] = str(tar), start, end - start
         if len(ranges) < 2:
             return {}
-        try:
-            contents = dict(zip(ranges, read_ranges(list(ranges.values())), strict=True))
-        except OSError:
-            return {}
-        return {pack: content for pack, content in contents.items() if len(content) == ranges[pack][2]}
+        contents = zip(ranges, read_ranges(list(ranges.values())), strict=True)
+        return {pack: content for pack, content in contents if len(content) == ranges[pack][2]}
 
     def _read(self, shard: int, start: int, size: int) -> bytes:
         tar = self.tars[shard]

@@ -194,6 +194,29 @@ def test_referenced_images_are_read_from_the_store(
         list(LOADERS["map"](remote, encoder, 0))
 
 
+@pytest.mark.parametrize("is_truncated", [False, True])
+def test_a_replaced_shard_is_noticed_by_packs_that_are_requested_together(
+    store: Store, packed: Places, encoder: ChatEncoder, monkeypatch: pytest.MonkeyPatch, is_truncated: bool
+) -> None:
+    dataset = PackedDataset(packed[1], encoder)
+    tar = dataset.reader.tars[0]
+    content = bytearray(tar.read_bytes())
+    if is_truncated:  # noticed by its size, while the status of the complete shard is kept
+        del content[dataset.reader.locate(1)[2] - 600 :]
+    else:  # packed again with the same size
+        at = content.index(b"captions") + 20
+        content[at : at + 1] = b"#"
+        manifest = tar.parent / ".nv-meta" / "packing.json"
+        listed = json.loads(manifest.read_bytes())
+        listed["shards"][0]["sha256"] = "0" * 64
+        manifest.write_bytes(json.dumps(listed).encode())
+        monkeypatch.setattr(storage_status, "_FRESH", 0)
+    store.put(str(tar).removeprefix(f"s3://{BUCKET}/"), bytes(content))
+    dataset.request([0, 1])
+    with pytest.raises(DataChangedError, match=f"{tar.name} was replaced or changed while it was in use"):
+        dataset.pack(1)
+
+
 @pytest.fixture
 def remote_images(
     store: Store, demo: DemoDataset, records: Path, encoder: ChatEncoder, referenced: Callable[..., Path]
