@@ -251,6 +251,41 @@ def test_images_of_several_packs_are_requested_at_the_same_time(
     assert not all_requested.broken
 
 
+def test_packs_of_a_blend_that_are_requested_together_keep_their_order(
+    store: Store, packed: Places, encoder: ChatEncoder, pack_demo: Packer, tmp_path: Path
+) -> None:
+    options = {"max_packs_per_shard": 4, "shard_prefix": "other"}
+    other = store.put_folder("other/webdataset", pack_demo(**options).shards)
+    mix = tmp_path / "mix.yaml"
+    write_metadataset(make_blend([(packed[1], None), (other, None)], epochized=True), mix)
+    dataset = PackedDataset(mix, encoder)
+    own = dataset.packs[0]
+    numbers = [own, 0, own + 1, 1, own + 2]  # of both datasets
+    expected = [[conversation.id for conversation in dataset.pack(number).conversations()] for number in numbers]
+    assert len({tuple(ids) for ids in expected}) == len(numbers)
+    dataset.request(numbers)
+    assert [
+        [conversation.id for conversation in dataset.pack(number).conversations()] for number in numbers
+    ] == expected
+
+
+def test_a_missing_or_refused_image_is_named_with_its_pack(
+    store: Store, encoder: ChatEncoder, remote_images: tuple[Path, list[list[str]]]
+) -> None:
+    folder, keys = remote_images
+    number = next(number for number, of_pack in enumerate(keys) if len(of_pack) > 1)
+    key = keys[number][1]
+    dataset = PackedDataset(folder, encoder)
+    refused = pytest.raises(
+        ResourceError, match=r"img\d+_?\d*\.\w+, an image of sample \d+ \(.*\), cannot be read: .*403"
+    )
+    with store.failing(403, key), refused:
+        dataset.pack(number)
+    store.client.delete_object(Bucket=BUCKET, Key=key)
+    with pytest.raises(DataChangedError, match=rf"is not the packed image: s3://bucket/{key} does not exist"):
+        dataset.pack(number)
+
+
 def test_a_changed_image_is_an_error_of_its_pack_alone(
     store: Store, encoder: ChatEncoder, remote_images: tuple[Path, list[list[str]]]
 ) -> None:

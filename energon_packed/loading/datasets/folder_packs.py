@@ -14,7 +14,6 @@ from energon_packed.encoding.vision.media import measure_media
 from energon_packed.errors import ConfigError
 from energon_packed.files import disk_array
 from energon_packed.flavors import PackSample, load_pack
-from energon_packed.flavors.base import fatal_media_errors
 from energon_packed.formats import Codec, codec_for, codec_of
 from energon_packed.formats.audios import is_audio_part
 from energon_packed.formats.references import MEDIA_PART, complete_packs, emptied, located_names
@@ -56,9 +55,7 @@ class FolderPacks:
 
     def samples(self, packs: Sequence[int]) -> list[PackSample]:
         """The samples of packs, not encoded; what is in object stores is requested together."""
-        raws = self.reader.packs(packs)
-        with fatal_media_errors():
-            raws = complete_packs(raws, with_paths=True)
+        raws = complete_packs(self.reader.packs(packs), with_paths=True)
         return [load_pack(self._codec, raw) for raw in raws]
 
     def describe(self, pack: int) -> str:
