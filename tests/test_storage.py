@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 from megatron.energon.epathlib import EPath
+from multistorageclient import resolve_storage_client
 from multistorageclient.types import (
     MetadataProvider,
     ProviderBundleV2,
@@ -531,6 +532,24 @@ def test_a_client_in_rust_with_other_arguments_is_a_fault_of_the_package(
     for read in (lambda: storage.read_ranges([(str(path), 0, 1) for path in paths]), paths[0].read_bytes):
         with pytest.raises(ConfigError, match="`multi-storage-client` must be a version that energon-packed knows"):
             read()
+
+
+def test_threads_that_use_a_profile_first_keep_its_client_in_rust(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _with_profile("rust-threads", monkeypatch, tmp_path)
+    client, key = resolve_storage_client("msc://rust-threads/k")
+    is_enabled = client._is_rust_client_enabled
+
+    def moved_by_another_thread() -> bool:
+        found = is_enabled()
+        monkeypatch.setattr(client, "_is_rust_client_enabled", is_enabled)
+        rust_client.prepare_client(client)
+        return found
+
+    monkeypatch.setattr(client, "_is_rust_client_enabled", moved_by_another_thread)
+    rust_client.prepare_client(client)
+    assert rust_client.rust_key(client, key) is not None
 
 
 def test_a_cache_of_a_profile_answers_in_place_of_the_client_in_rust(

@@ -12,7 +12,7 @@ from energon_packed.storage.path import RemotePath, is_remote
 from energon_packed.storage.reader import MOST_KEPT, READ_AHEAD, ObjectStream
 from energon_packed.storage.rust_client import rust_key, send_in_loop
 from energon_packed.storage.status import keep_recent, recent_status, stamp_of, status_of
-from energon_packed.storage.threads import pool
+from energon_packed.storage.threads import map_in_threads, pool
 
 T = TypeVar("T")
 MOST_TOGETHER = MOST_KEPT // READ_AHEAD
@@ -33,9 +33,9 @@ def map_paths(
         more: further arguments of the function, as of `map`.
         purpose: another name if the function waits for requests itself: threads that wait for their own pool hang.
     """
-    if len(paths) < 2 or not any(map(is_remote, paths)):
+    if not any(map(is_remote, paths)):
         return list(map(function, paths, *more))
-    return list(pool(purpose).map(function, paths, *more))
+    return map_in_threads(function, paths, *more, purpose=purpose)
 
 
 def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from energon_packed.storage.clients import start_rust
 from energon_packed.storage.status import is_fresh, known_status
-from energon_packed.storage.threads import pool
+from energon_packed.storage.threads import map_in_threads
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -71,7 +71,7 @@ class RemoteReader(io.BufferedReader):
         """Request ranges (at, size) of at most 1 MiB at the same time; reading them soon needs no further requests."""
         small = [(at, size) for at, size in dict.fromkeys(ranges) if size <= READ_AHEAD]
         start_rust([str(self._object.path)] * len(small))
-        list(pool("requests").map(lambda own: self._object.read_range(*own), small))
+        map_in_threads(lambda own: self._object.read_range(*own), small)
 
 
 class RangeStream(io.RawIOBase):

@@ -1,6 +1,6 @@
 """Requests by the client of multi-storage-client that is written in Rust, of profiles with `rust_client`.
 
-    prepare_client   keeps this client here, in place of in a client of multi-storage-client
+    prepare_client   moves this client out of a client of multi-storage-client
     rust_key         client and key to the client in Rust and its key
     start_loop       lets all requests of the process use it
     send_in_loop     sends requests at the same time
@@ -48,10 +48,12 @@ def prepare_client(client: Any) -> None:
     asks_others = client.replicas or any(
         private(client, name, MULTI_STORAGE) for name in ("_cache_manager", "_metadata_provider")
     )
-    if private(client, "_is_rust_client_enabled", MULTI_STORAGE)() and not asks_others:
-        provider = private(client, "_storage_provider", MULTI_STORAGE)
-        private(provider, "_create_rust_client", MULTI_STORAGE)  # forks need the name
-        _clients[provider] = private(provider, "_rust_client", MULTI_STORAGE)
+    if asks_others or not private(client, "_is_rust_client_enabled", MULTI_STORAGE)():
+        return
+    provider = private(client, "_storage_provider", MULTI_STORAGE)
+    private(provider, "_create_rust_client", MULTI_STORAGE)  # forks need the name
+    if (rust := private(provider, "_rust_client", MULTI_STORAGE)) is not None:  # else another thread has moved it
+        _clients[provider] = rust
         provider._rust_client = None
 
 

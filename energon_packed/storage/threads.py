@@ -4,7 +4,7 @@ import contextlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +23,13 @@ def pool(purpose: str) -> ThreadPoolExecutor:
     if key not in _pools:
         _pools[key] = ThreadPoolExecutor(REQUESTS, f"energon-packed-{purpose}")
     return _pools[key]
+
+
+def map_in_threads(
+    function: Callable[..., T], items: Sequence[Any], *more: Iterable[Any], purpose: str = "requests"
+) -> list[T]:
+    """Return the results of `map`, in order, from the threads of a purpose; a single item needs no thread."""
+    return list(map(function, items, *more) if len(items) < 2 else pool(purpose).map(function, items, *more))
 
 
 _locks: dict[tuple[int, Path], threading.Lock] = {}
