@@ -56,7 +56,7 @@ PLACES = {
     "OpenedSplits": "loading.datasets.manifests:OpenedSplits",
     "loaded_splits": "loading.datasets.manifests:loaded_splits",
     "check_trusted": "loading.datasets.trust:check_trusted",
-    "watched": "loading.dataflow.workers:watched",
+    "WatchedWorkers": "loading.dataflow.workers:WatchedWorkers",
     "Step": "loading.dataflow.worker_stream:Step",
     "LoaderParts": "loading.dataflow.worker_stream:LoaderParts",
     "LoaderLayout": "loading.distributors.base:LoaderLayout",

@@ -3,8 +3,10 @@
 Each test changes the installed package as a later release may: an argument or a private name that is gone.
 """
 
+import inspect
 import io
 import re
+import runpy
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,9 @@ from megatron.core import num_microbatches_calculator
 from megatron.energon.flavors.webdataset.base_webdataset import BaseWebdatasetFactory
 from megatron.energon.flavors.webdataset.sample_loader import WebdatasetSampleLoaderDataset
 from multistorageclient.providers.s3 import S3StorageProvider
+from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from energon_packed import (
     ChatEncoder,
@@ -39,7 +42,7 @@ from energon_packed import (
 )
 from tests.conftest import Packer
 from tests.integrations.launched import tiny_qwen2
-from tests.internals import as_path, isolation, load_image, ranks, read_video_info, watched
+from tests.internals import WatchedWorkers, as_path, isolation, load_image, ranks, read_video_info
 from tests.storage import Store
 from tests.video_demo import VideoDemo
 from tests.videos import make_video
@@ -168,16 +171,31 @@ def test_energon_that_describes_no_folder(pack_demo: Packer, encoder: ChatEncode
 
 @pytest.mark.parametrize("name", ["_workers", "_worker_pids_set", "_set_worker_pids", "_remove_worker_pids"])
 def test_torch_without_the_workers_of_a_loader(name: str, monkeypatch: Patch) -> None:
-    batches = iter(torch.utils.data.DataLoader([1, 2], num_workers=1))
+    batches = WatchedWorkers(torch.utils.data.DataLoader([1, 2], num_workers=1))
     if name in ("_workers", "_worker_pids_set"):
         monkeypatch.setattr(_MultiProcessingDataLoaderIter, name, absent(name), raising=False)
     else:
         monkeypatch.delattr(signal_handling, name)
-    owner = "_MultiProcessingDataLoaderIter" if name in ("_workers", "_worker_pids_set") else signal_handling.__name__
+    owner = "WatchedWorkers" if name in ("_workers", "_worker_pids_set") else signal_handling.__name__
     with pytest.raises(ConfigError, match=line("torch", f"in which {owner} has no `{name}`")):
-        next(watched(batches, "X", 0))
+        next(batches)
     monkeypatch.undo()  # before it is deleted
     del batches
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (dataloader, "_MultiProcessingDataLoaderIter"),
+        (_MultiProcessingDataLoaderIter, "_reset"),
+        (dataloader.DataLoader, "_get_iterator"),
+    ],
+)
+def test_torch_without_the_methods_that_are_overridden(owner: Any, name: str, monkeypatch: Patch) -> None:
+    monkeypatch.delattr(owner, name)
+    monkeypatch.delattr(_BaseDataLoaderIter, name, raising=False)
+    with pytest.raises(ConfigError, match=line("torch", f"in which {owner.__name__} has no `{name}`")):
+        runpy.run_path(inspect.getfile(WatchedWorkers))
 
 
 def test_a_storage_client_without_its_provider(store: Store, monkeypatch: Patch) -> None:

@@ -6,14 +6,15 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import connection
+from multiprocessing import connection, queues
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from energon_packed import DataflowLoader, MapDistributor, WorkerError
-from tests.internals import StoredTokens, watched
+from tests.internals import StoredTokens, WatchedWorkers
 from tests.loading.flows import feature
 
 DATA = [feature(number) for number in range(6)]
@@ -34,11 +35,15 @@ class Numbers(torch.utils.data.IterableDataset[Any]):
             yield number
 
 
+class X(torch.utils.data.DataLoader[Any]):
+    """Its name is in messages."""
+
+
 def batches(*numbers: Any, timeout: float = 0, **options: Any) -> tuple[Iterator[Any], set[Any]]:
     """An iterator over the numbers of two workers, and the workers."""
     before = set(multiprocessing.active_children())
-    loader = torch.utils.data.DataLoader(Numbers(*numbers), batch_size=None, num_workers=2, timeout=timeout, **options)
-    found = watched(iter(loader), "X", timeout)
+    loader = X(Numbers(*numbers), batch_size=None, num_workers=2, timeout=timeout, **options)
+    found = WatchedWorkers(loader)
     return found, set(multiprocessing.active_children()) - before
 
 
@@ -56,6 +61,20 @@ def test_a_worker_that_dies_is_named_with_signal_or_exit_code(code: str, message
     with pytest.raises(WorkerError, match=rf"^a worker process of X (\(pid \d+\) )?{message}.*new loader\.$"):
         list(found)
     assert not workers & set(multiprocessing.active_children())
+
+
+def test_a_worker_that_dies_while_the_main_process_starts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes in the constructor of torch's iterator, between the requests of the first batches."""
+    before, of_queue = set(multiprocessing.active_children()), queues.Queue.put
+
+    def put(*args: Any) -> None:
+        of_queue(*args)
+        time.sleep(1)
+
+    monkeypatch.setattr(queues.Queue, "put", put)
+    with pytest.raises(WorkerError, match=r"^a worker process of X \(pid \d+\) was killed by signal 9"):
+        batches("os.kill(os.getpid(), signal.SIGKILL)")
+    assert not set(multiprocessing.active_children()) - before
 
 
 def test_a_worker_that_dies_in_a_write_does_not_hang_the_reader() -> None:
@@ -121,26 +140,21 @@ def test_persistent_workers_are_watched_in_each_epoch() -> None:
     assert len(list(loader)) == len(DATA)  # in new workers
 
 
-def test_a_connection_to_a_dead_worker_is_its_death() -> None:
+def test_a_connection_to_a_dead_worker_is_its_death(monkeypatch: pytest.MonkeyPatch) -> None:
     """As torch notices it if a tensor comes in shared memory: ConnectionResetError, before the signal."""
 
-    class Batches:
-        """The names of torch's iterator that are used."""
+    found, workers = batches(1)
+    victim = next(iter(workers))
 
-        _worker_pids_set = False
+    def reset(self: Any) -> Any:
+        threading.Timer(0.5, victim.kill).start()
+        raise ConnectionResetError(104, "Connection reset by peer")
 
-        def __init__(self) -> None:
-            self._workers = [multiprocessing.get_context("fork").Process(target=time.sleep, args=(HANG,))]
-            self._workers[0].start()
-
-        def __next__(self) -> Any:
-            threading.Timer(0.5, self._workers[0].kill).start()
-            raise ConnectionResetError(104, "Connection reset by peer")
-
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_next_data", reset)
     of_torch = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         with pytest.raises(WorkerError, match=r"worker process of X \(pid \d+\) was killed by signal 9 ") as raised:
-            next(watched(Batches(), "X", 0))
+            next(found)
     finally:
         signal.signal(signal.SIGCHLD, of_torch)
     assert isinstance(raised.value.__cause__, ConnectionResetError)

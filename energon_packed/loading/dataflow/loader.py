@@ -27,7 +27,7 @@ from energon_packed.loading.collation.collator import Collator, PaddingFreeColla
 from energon_packed.loading.dataflow.steps import Steps
 from energon_packed.loading.dataflow.transport import Message, guarded, messages, round_robin
 from energon_packed.loading.dataflow.worker_stream import LoaderParts, Step
-from energon_packed.loading.dataflow.workers import watched, watching
+from energon_packed.loading.dataflow.workers import WatchedWorkers
 from energon_packed.loading.distributors.base import Distributor, LoaderLayout
 from energon_packed.loading.failures import FailureLog
 from energon_packed.loading.loaders import Loader
@@ -333,13 +333,14 @@ class DataflowLoader(torch.utils.data.DataLoader[Any], Loader):
             if self._schedule is not None:
                 self._schedule.start_epoch()
             dataset: WorkerSteps = self.dataset  # type: ignore[assignment]
-            watch = (type(self).__name__, self.timeout)
-            with dataset.starting_at(self._position), watching(self._iterator, *watch):  # persistent workers answer
+            with dataset.starting_at(self._position):
                 self._steps = super().__iter__()
             if self.num_workers:
-                received = watched(self._steps, *watch)
-                self._steps = round_robin(received, self._plan.first_worker(self._position), dataset.counts)
+                self._steps = round_robin(self._steps, self._plan.first_worker(self._position), dataset.counts)
         return self._steps
+
+    def _get_iterator(self) -> Any:
+        return WatchedWorkers(self) if self.num_workers else super()._get_iterator()
 
     def _next_step(self) -> Any:
         """Return the next step, or None; after an error, iterating starts again at the position."""

@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from queue import Empty
 from typing import Any
 
+from torch.utils.data import dataloader
 from torch.utils.data._utils import signal_handling
 
 from energon_packed.errors import WorkerError
@@ -31,30 +32,36 @@ _REMEDIES = {  # by exit code
 }
 _RESUME = "then resume from the last saved state in a new loader."
 _END_SECONDS = 5.0  # for a process to end: the kernel closes its connections before that
+_Workers = private(dataloader, "_MultiProcessingDataLoaderIter", "torch")
+private(_Workers, "_reset", "torch")  # WatchedWorkers overrides it, and DataflowLoader the next
+private(dataloader.DataLoader, "_get_iterator", "torch")
 
 
-def watched(batches: Any, loader: str, timeout: float) -> Iterator[Any]:
-    """Iterate over the batches of worker processes, `watching` them while the main process waits.
+class WatchedWorkers(_Workers):  # type: ignore[misc, valid-type]
+    """torch's iterator over the batches of worker processes, which are watched while the main process waits for them.
 
-    Args:
-        batches: iterator of torch's DataLoader, with worker processes.
-        loader, timeout: as for `watching`.
+    The method `_get_iterator` of a DataLoader creates it. Messages name the class of the loader.
+
+    Raises:
+        WorkerError: a worker ended with an error or before its last batch, or the `timeout` of the loader is over.
     """
-    end = object()
-    while True:
-        with watching(batches, loader, timeout):
-            batch = next(batches, end)
-        if batch is end:
-            return
-        yield batch
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:  # at the start of workers, and of each epoch
+        self._loader = type(loader).__name__
+        with _watching(self, self._loader, loader.timeout):
+            super()._reset(loader, first_iter)
+
+    def __next__(self) -> Any:
+        with _watching(self, self._loader, self._timeout):
+            return super().__next__()
 
 
 @contextmanager
-def watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
+def _watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
     """Context manager of a block that waits for workers; if one died, or no batch comes, the others are killed.
 
     Args:
-        batches: iterator of torch's DataLoader, with worker processes; None if they have not started.
+        batches: iterator of torch's DataLoader, with worker processes.
         loader: name of the loader in messages.
         timeout: of the DataLoader, in seconds; 0 waits as long as the workers run.
 
@@ -62,9 +69,6 @@ def watching(batches: Any, loader: str, timeout: float) -> Iterator[None]:
         WorkerError: a worker ended with an error or before its last batch, or the time is over.
         Exception: another error of the block.
     """
-    if batches is None:
-        yield
-        return
     workers: Sequence[Any] = private(batches, "_workers", "torch")
     lost, cause, start = None, None, time.monotonic()
     try:
