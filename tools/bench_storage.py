@@ -407,8 +407,10 @@ def bench_images(report: Report, store: Store, options: Any) -> None:
         if endpoint is not None:
             for client in ("", "rust"):
                 url = bucket if not client else "msc://rust" if bucket == "s3://bucket" else "msc://files-rust"
-                for media, (_, remote) in places.items():
-                    path, root = remote.replace("s3://bucket", url), {raw: raw.replace("s3://bucket", url)}
+                root = {raw: raw.replace("s3://bucket", url)}
+                paths = {media: remote.replace("s3://bucket", url) for media, (_, remote) in places.items()}
+                paths["reference, local packs"] = str(places["reference"][0])  # as LitData has the names of its files
+                for media, path in paths.items():
                     name = f"{media}, Rust client" if client else media
                     readers[name] = partial(packed_images, path, encoder, media_root=root)
         else:
