@@ -27,7 +27,7 @@ from typing import Any
 
 from energon_packed.errors import ResourceError
 
-_AGAIN = "then run the same command again: completed work is reused"
+_AGAIN = "then run the same command again"
 _REMEDIES = {
     errno.ENOSPC: f"free some space, or use a folder on another disk, {_AGAIN}",
     errno.EDQUOT: f"delete files of yours, or use a folder on another disk, {_AGAIN}",

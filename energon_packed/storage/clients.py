@@ -15,7 +15,7 @@ from energon_packed.libraries import MULTI_STORAGE, calls
 from energon_packed.storage.rust_client import prepare_client, rust_key, start_loop
 
 _STATUS = re.compile(r"status code: (\d{3})")  # errors of the client in Rust have it in their text only
-_CHECK = "check the endpoint and the network, then run the same command again: completed work is reused"
+_CHECK = "check the endpoint and the network, then run the same command again"
 _PACKAGES = {
     "boto3": "energon-packed[s3]", "botocore": "energon-packed[s3]", "awscrt": "energon-packed[s3]",
     "multistorageclient": "energon-packed[s3]",

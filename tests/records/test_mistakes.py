@@ -5,7 +5,9 @@ import csv
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from energon_packed import FieldMap, RecordError, normalize
 from tests.internals import open_sources
@@ -148,3 +150,11 @@ def outcome(record: Any) -> tuple[str, Any]:
 def test_a_mistake_that_would_change_training_is_rejected(record: Any, detail: str) -> None:
     with pytest.raises(RecordError, match=detail):
         normalize(record)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_an_array_of_one_number_is_a_value(kind: Any) -> None:
+    """From a sample_loader, or a dataset in the format of torch: `len` of it is an error."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a"}]
+    with pytest.raises(RecordError, match="^missing_image: an image is .*2.*; use a path or bytes"):
+        normalize({"messages": turns, "images": kind(2)})
