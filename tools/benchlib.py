@@ -198,12 +198,14 @@ class Usage(NamedTuple):
         cpu: CPU seconds, user and system.
         wall: wall seconds.
         memory: largest sum of the proportional set sizes, in bytes.
+        anonymous: the same without pages of files, which leave the memory if other data needs it.
         output: standard output.
     """
 
     cpu: float
     wall: float
     memory: int
+    anonymous: int
     output: str
 
 
@@ -211,14 +213,16 @@ def usage(command: Sequence[object]) -> Usage:
     """Run a command, and measure its resources."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start_time = time.perf_counter()
-    peak = 0
+    peak = peak_anonymous = 0
     done = threading.Event()
     with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True) as process:
 
         def watch() -> None:
-            nonlocal peak
+            nonlocal peak, peak_anonymous
             while not done.wait(0.5):  # reading the sizes of large processes takes milliseconds
-                peak = max(peak, sum(_proportional(pid) for pid in _family(process.pid)))
+                sizes = [_proportional(pid) for pid in _family(process.pid)]
+                peak = max(peak, sum(size for size, _ in sizes))
+                peak_anonymous = max(peak_anonymous, sum(size for _, size in sizes))
 
         watcher = threading.Thread(target=watch)
         watcher.start()
@@ -229,7 +233,8 @@ def usage(command: Sequence[object]) -> Usage:
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, process.args, output)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return Usage(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall, peak, output)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Usage(cpu, wall, peak, peak_anonymous, output)
 
 
 def _family(pid: int) -> list[int]:
@@ -242,10 +247,11 @@ def _family(pid: int) -> list[int]:
     return [pid, *(member for child in children for member in _family(int(child)))]
 
 
-def _proportional(pid: int) -> int:
-    """Return the proportional set size of a process in bytes, 0 if it ended."""
+def _proportional(pid: int) -> tuple[int, int]:
+    """Return the proportional set size of a process and its anonymous part, in bytes; (0, 0) if it ended."""
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     except OSError:
-        return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+        return 0, 0
+    sizes = {name: int(size.split()[0]) * 1024 for name, _, size in (line.partition(":") for line in lines)}
+    return sizes.get("Pss", 0), sizes.get("Pss_Anon", 0)

@@ -26,8 +26,6 @@ _BATCH = 64  # strings in a call of tokenizers; its results need 100 bytes per t
 _COMPARED_TOGETHER = 64  # strings in a call of both engines
 _PROOF_LIMIT = 60  # seconds; the comparison needs some tenths of a second
 _SPECIAL_STEP = 8  # every 8th string is also compared with the special tokens of the post-processor
-# Tokens after which fastokens is loaded again: it keeps each word that it has seen, 20 to 100 bytes.
-_RENEWED = 1 << 25
 _SHOWN = 200  # characters of a string in a message
 LONGEST = 1 << 18
 """Characters of the longest string on which the engines are compared; longer strings are tokenized by tokenizers."""
@@ -55,7 +53,9 @@ def encode_exactly(backend: Any, texts: Sequence[str], *, special: bool) -> tupl
 
 
 class FastokensEngine:
-    """A `fastokens.Tokenizer`.
+    """A `fastokens.Tokenizer`. Each of its threads keeps words that it has seen, up to about 130 MiB.
+
+    Words of the thread that calls `encode` stay after the engine is deleted: a new engine needs as much memory again.
 
     Args:
         serialized: tokenizer.json as text.
@@ -66,25 +66,15 @@ class FastokensEngine:
     """
 
     def __init__(self, serialized: str) -> None:
-        self._serialized = serialized
-        self._tokenizer: Any = None
-        self._load()
-
-    def _load(self) -> Any:
         from fastokens import Tokenizer
 
-        self._tokenizer, self._tokens = None, 0  # its memory is used for the next tokenizer
-        self._tokenizer = tokenizer = Tokenizer.from_json_str(self._serialized)
-        return tokenizer
+        self._tokenizer = Tokenizer.from_json_str(serialized)
 
     def encode(self, texts: Sequence[str], *, special: bool) -> tuple[Int64, Int64]:
         """Tokenize S strings, as `encode_exactly`."""
         global _used_in
         _used_in = os.getpid()
-        # Another thread may be loading it, or loading it again may have failed.
-        tokenizer = self._load() if self._tokens >= _RENEWED else self._tokenizer or self._load()
-        ids, bounds = tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
-        self._tokens += len(ids) // 4
+        ids, bounds = self._tokenizer.encode_batch_flat(list(texts), add_special_tokens=special)
         return np.frombuffer(ids, dtype="<u4").astype(np.int64), np.frombuffer(bounds, dtype="<u8").astype(np.int64)
 
 
