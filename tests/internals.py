@@ -20,6 +20,7 @@ PLACES = {
     "echo": "cli.terminal:echo",
     "echo_json": "cli.terminal:echo_json",
     "main": "cli.main:main",
+    "Interrupts": "cli.main:Interrupts",
     "result_table": "cli.display:result_table",
     # libraries: releases that are not installed
     "libraries": "libraries",
@@ -118,6 +119,8 @@ PLACES = {
     "av_file": "encoding.av_file",
     "read_audio_info": "encoding.audio.audio_file:read_audio_info",
     "check_audio": "encoding.audio.audio_file:check_audio",
+    "cut_audio": "encoding.audio.audio_file:cut_audio",
+    "cut_bytes": "encoding.audio.audio_file:cut_bytes",
     "audio_clip": "encoding.audio.media:clip_of",
     "decode_audio": "encoding.audio.audio_file:decode_audio",
     "audio_file": "encoding.audio.audio_file",

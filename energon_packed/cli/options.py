@@ -63,7 +63,10 @@ class GroupedCommand(click.Command):
         for name in sorted(groups, key=lambda name: order.get(name, len(_GROUPS) - 2)):
             records = [record for each in groups[name] if (record := each.get_help_record(context))]
             with formatter.section(name):
-                formatter.write_dl(_brief(groups[name], records, formatter.width) if is_brief else records)
+                if is_brief:
+                    formatter.write_dl(_brief(groups[name], records, formatter.width), col_max=formatter.width)
+                else:
+                    formatter.write_dl(records)
         if is_brief:
             formatter.write_paragraph()
             formatter.write_text(f"All {len(options)} options: {context.command_path} --help-all")

@@ -28,7 +28,7 @@ class SafeConsole(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        if not self.is_terminal and "COLUMNS" not in os.environ and "width" not in settings:
+        if not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = _NOT_WRAPPED
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:

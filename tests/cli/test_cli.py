@@ -318,6 +318,7 @@ def test_messages_contain_only_options_that_exist() -> None:
     wrong = {name: text for name, text in shown.items() if text.startswith("--") and text.split()[0] not in options}
     assert not wrong
     assert shown["`text`"] == "`text`"
+    assert as_options("`overlong='split'`") == "--overlong split"
 
 
 INTERRUPTED = """

@@ -4,11 +4,14 @@ import io
 import json
 import logging
 import re
+import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click import Context
 from click.testing import CliRunner
 from rich.console import Console
 
@@ -104,7 +107,58 @@ def test_without_a_terminal_a_line_shows_progress_rate_and_remaining_time(monkey
     assert lines[-1].startswith("measure            50 records")
     time.sleep(0.15)
     assert out.getvalue().splitlines() == lines
-    assert (duration(45), duration(720), duration(12_000)) == ("45 s", "12 min", "3 h 20 min")
+    assert [duration(seconds) for seconds in (45, 89, 90, 720, 5340, 5400, 12_000)] == [
+        "45 s", "89 s", "2 min", "12 min", "89 min", "1 h 30 min", "3 h 20 min",
+    ]  # fmt: skip
+
+
+def test_each_stage_counts_from_zero_and_a_rate_needs_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.StringIO()
+    progress = TerminalProgress(Console(file=out, width=200), interval=0.01)
+    for stage, done, seconds in (("measure", (2, 6), 2.0), ("index", (4,), 2.0), ("write", (), 2.0)):
+        progress.start(stage, 4, "items")
+        if done:
+            progress.advance(*done)
+        progress.finish(seconds)
+    lines = [" ".join(line.split()) for line in out.getvalue().splitlines() if "/s" in line or "write" in line]
+    assert lines == ["measure 6 items 2.0 s 3/s", "index 4 items 2.0 s 2/s", "write 0 items 2.0 s"]
+    # More than the total, which may be an estimate, has no remaining time.
+    seconds_since = iter([0.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(seconds_since, 0.4))
+    out.truncate(0)
+    progress.start("plan", 2, "packs")
+    progress.advance(3)
+    until = time.monotonic() + 60
+    while "150%" not in out.getvalue() and time.monotonic() < until:
+        time.sleep(0.001)
+    progress.stop()
+    assert "plan     150% 3 packs, 0 s\n" in out.getvalue()  # and no rate before half a second
+
+
+def test_a_line_shows_that_libraries_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[str]()
+
+    class Timer:
+        daemon = False
+
+        def __init__(self, *arguments: Any) -> None: ...
+
+        def start(self) -> None:
+            events.append("start")
+
+        def cancel(self) -> None:
+            events.append("cancel")
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    monkeypatch.setattr(stderr, "isatty", lambda: True)
+    found = {}
+    for case, flags, completes in (("", [], False), ("quiet", ["-q"], False), ("completion", [], True)):
+        monkeypatch.setattr("sys.argv", ["energon-packed", "pack", *flags])
+        events.clear()
+        cli.get_command(Context(cli, resilient_parsing=completes), "pack")
+        found[case] = [*events]
+    assert found == {"": ["start", "cancel"], "quiet": ["cancel"], "completion": ["cancel"]}
 
 
 @pytest.mark.parametrize(
@@ -145,13 +199,16 @@ def test_help_has_groups_and_marks_what_is_required() -> None:
         assert "--json" in text
 
 
-@pytest.mark.parametrize("command", ["pack", "lengths", "verify"])
+@pytest.mark.parametrize("command", ["pack", "lengths", "verify", "view"])
 def test_the_short_help_has_a_line_per_option_and_names_the_long_help(command: str) -> None:
     runner = CliRunner()
     flags = ("--help", "--help-all")
     short, long = (runner.invoke(cli, [command, flag], terminal_width=80).output for flag in flags)
     lines = short.splitlines()
     assert lines[-1].endswith(f" {command} --help-all")
+    assert re.findall(r"^(\w+):$", short, re.MULTILINE)[-1] == "Messages"
+    assert " [default: " in short
+    assert "[default: False]" not in long
     options = lines[next(i for i, line in enumerate(lines) if re.fullmatch(r"\w+:", line)) : -1]
     assert all(re.fullmatch(r"|\w+:|  -\S.*  \S.*", line) and len(line) < 80 for line in options), short
     shown, known = (set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)) for text in (short, long))
@@ -188,9 +245,24 @@ def test_long_steps_are_shown_on_a_terminal_only(
 ) -> None:
     monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
     monkeypatch.setattr(stderr, "isatty", lambda: is_terminal)
-    log = logging.getLogger("energon_packed.test")
+    log, level = logging.getLogger("energon_packed.test"), logging.getLogger("energon_packed").level
     with Output(**flags).logs():
         log.log(NOTICE, "loading the tokenizer ...")
-        log.warning("an option is ignored")
+        log.warning("`seq_len` is\nignored")
     shown = flags == {"verbose": True} or (is_terminal and not flags)
-    assert stderr.getvalue() == "loading the tokenizer ...\n" * shown + "warning: an option is ignored\n"
+    assert stderr.getvalue() == "loading the tokenizer ...\n" * shown + "warning: --seq-len is ignored\n"
+    assert logging.getLogger("energon_packed").level == level
+
+
+def test_a_quiet_run_on_a_terminal_prints_its_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bar would pass what is printed on both streams to its console."""
+    monkeypatch.setenv("TERM", "xterm")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream := io.StringIO())
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    out, err, progress = sys.stdout, sys.stderr, Output(quiet=True).progress()
+    progress.start("measure", 1, "records")
+    print("warning: x", file=sys.stderr)
+    progress.finish(1.0)
+    assert (out.getvalue(), err.getvalue()) == ("", "warning: x\n")  # type: ignore[attr-defined]
+    assert [Output(verbose=value).progress()._interval for value in (False, True)] == [60, 10]  # type: ignore[attr-defined]

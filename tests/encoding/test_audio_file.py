@@ -14,9 +14,9 @@ import av
 import numpy as np
 import pytest
 
-from energon_packed import AudioClip, ConfigError, RecordError
+from energon_packed import AudioClip, ConfigError, MediaReference, RecordError
 from tests.audio import KINDS, at, num_decoded, signal, write
-from tests.internals import audio_file, av_file, check_audio, decode_audio, read_audio_info
+from tests.internals import audio_file, av_file, check_audio, cut_audio, cut_bytes, decode_audio, read_audio_info
 
 RATES = (8000, 22_050, 48_000)
 OPUS_RATES = (16_000, 24_000, 48_000)
@@ -117,6 +117,7 @@ def test_a_resampled_tone_is_the_tone(rate: int, tmp_path: Path) -> None:
     actual = decode_audio(at(path), whole(path), 16_000)
     difference = actual - np.sin(2 * np.pi * 1000 * at_16k) / 2
     assert np.abs(difference[200:-200]).max() < 1e-4
+    assert np.abs(actual[-8:]).max() > 0.2  # up to the last sample
 
 
 @pytest.mark.parametrize("kind", ["wav16", "wav24", "flac", "mp3", "opus", "m4a"])
@@ -382,6 +383,8 @@ def test_tags_and_files_in_a_row(tmp_path: Path) -> None:
         assert read_audio_info(at(path)).samples == samples == num_decoded(path)
     path.write_bytes(data + data)
     assert read_audio_info(at(path)).samples == num_decoded(path)
+    path.write_bytes(data + write(tmp_path / "b", "aac", signal(30_000, 22_050), 22_050).read_bytes())
+    assert "changes its rate or its number of channels; convert it" in why(lambda: check_audio(at(path)))
 
 
 def test_random_damage_is_an_error_or_counted_right(tmp_path: Path) -> None:
@@ -419,15 +422,112 @@ def test_another_file_in_its_place_is_an_error_with_its_name(tmp_path: Path) -> 
         message = why(lambda: decode_audio(at(path), clip, 16_000))
         assert message.startswith(f"corrupt_audio: {path} ")
         assert message.endswith("as it had when it was measured; restore the file, or pack again")
+    write(tmp_path / "a", "flac", signal(9000, 16_000), 16_000)
+    part = AudioClip(rate=16_000, start=8000, samples=2000, total=16_000)
+    assert "decodes to 9,000 samples, not 10,000, as it had" in why(lambda: decode_audio(at(path), part, 16_000))
 
 
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a", "flac", signal(32_000, 16_000), 16_000)
+    monkeypatch.setattr(audio_file, "MAX_SECONDS", 2)
+    assert read_audio_info(at(path)).samples == check_audio(at(path)).samples == 32_000
     monkeypatch.setattr(audio_file, "MAX_SECONDS", 1)
     assert "hours of audio; split it" in why(lambda: read_audio_info(at(path)))
     assert "hours of audio; split it" in why(lambda: check_audio(at(path)))
     monkeypatch.setattr(av_file, "MAX_FILE_BYTES", 1000)
     assert "more than the limit of 1,000; split it" in why(lambda: read_audio_info(at(path)))
+
+
+@pytest.mark.parametrize(
+    ("rate", "channels", "is_read"),
+    [(1000, 1, True), (999, 1, False), (768_000, 1, True), (768_001, 1, False), (8000, 64, True), (8000, 65, False)],
+)
+def test_rates_and_channels_have_limits(rate: int, channels: int, is_read: bool, tmp_path: Path) -> None:
+    path, data = tmp_path / "a.wav", bytes(2 * channels * 100)
+    layout = struct.pack("<HHIIHH", 1, channels, rate, rate * 2 * channels, 2 * channels, 16)
+    path.write_bytes(b"RIFF" + struct.pack("<I", 36 + len(data)) + b"WAVEfmt " + struct.pack("<I", 16) + layout
+                     + b"data" + struct.pack("<I", len(data)) + data)  # fmt: skip
+    if is_read:
+        info = read_audio_info(at(path))
+        assert (info.samples, info.rate, info.channels) == (100, rate, channels)
+        return
+    found = f"has {rate:,} samples per second and {channels} channels"
+    assert f"{found}; 1,000 to 768,000 and 1 to 64 are supported" in why(lambda: read_audio_info(at(path)))
+
+
+def mpeg_frames(version: int, layer: int, kbits: int, bits: int, rate_bits: int, rate: int) -> bytes:
+    """40 silent frames of MPEG audio: headers, and zeros; every third frame is padded."""
+    frames = []
+    for number in range(40):
+        padding = int(number % 3 == 0)
+        if layer == 1:
+            size = 4 * (12_000 * kbits // rate + padding)
+        else:
+            size = (72_000 if layer == 3 and version < 3 else 144_000) * kbits // rate + padding
+        head = bytes([0xFF, 0xE1 | version << 3 | (4 - layer) << 1, bits << 4 | rate_bits << 2 | padding << 1, 0xC0])
+        frames.append(head + bytes(size - 4))
+    return b"".join(frames)
+
+
+@pytest.mark.parametrize(
+    ("layer", "version", "kbits", "bits", "rate_bits", "rate", "samples"),
+    [
+        (1, 3, 128, 4, 0, 44_100, 384), (1, 2, 96, 6, 0, 22_050, 384),
+        (2, 3, 64, 4, 1, 48_000, 1152), (2, 2, 48, 6, 2, 16_000, 1152),
+        (3, 3, 128, 9, 2, 32_000, 1152), (3, 2, 64, 8, 0, 22_050, 576), (3, 0, 64, 8, 0, 11_025, 576),
+    ],
+)  # fmt: skip
+def test_frames_of_every_layer_are_counted_by_their_headers(
+    layer: int, version: int, kbits: int, bits: int, rate_bits: int, rate: int, samples: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.mp3"
+    path.write_bytes(mpeg_frames(version, layer, kbits, bits, rate_bits, rate))
+    info = read_audio_info(at(path))
+    assert (info.samples, info.rate, info.decoded) == (40 * samples, rate, False)
+    assert num_decoded(path) == 40 * samples
+
+
+@pytest.mark.parametrize("kbits", [10, 24, 96])  # SILK, both, CELT
+@pytest.mark.parametrize("frame", ["2.5", "5", "10", "20", "40", "60", "120"])
+def test_packets_of_opus_show_their_samples(frame: str, kbits: int, tmp_path: Path) -> None:
+    path, rate = tmp_path / "a.opus", 24_000
+    with av.open(str(path), "w", format="ogg") as out:
+        options = {"frame_duration": frame, "application": "voip", "b": str(kbits * 1000)}
+        stream = out.add_stream("libopus", rate, options=options)
+        stream.layout = "mono"
+        stream.codec_context.open()
+        resampler = av.AudioResampler(stream.codec_context.format, "mono", rate, stream.codec_context.frame_size)
+        sound = av.AudioFrame.from_ndarray(signal(rate, rate)[None], format="fltp", layout="mono")
+        sound.sample_rate = rate
+        for part in [*resampler.resample(sound), *resampler.resample(None), None]:
+            out.mux([packet for packet in stream.encode(part) if packet.size])
+    info = read_audio_info(at(path))
+    assert (info.samples, info.decoded) == (num_decoded(path), False)
+
+
+@pytest.mark.parametrize(
+    ("values", "bits"),
+    [
+        ([0.5, -1.0, 32767 / 32768], 16),
+        ([0.5, -1.0, 1.0], 32),
+        ([0.5, -1.0 - 1 / 32768, 0.0], 32),
+        ([0.1, 0.0, 0.0], 32),
+    ],
+)
+def test_a_cut_clip_is_a_wav_file_of_16_bits_if_they_are_enough(
+    values: list[float], bits: int, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a", "float", np.array([9.0, *values, 9.0], dtype=np.float32), 16_000)
+    clip = AudioClip(rate=16_000, start=1, samples=3, total=5)
+    data = cut_audio(at(path), clip)
+    kind, channels, rate, per_second, block, width = struct.unpack_from("<HHIIHH", data, 20)
+    assert (kind, channels, rate, per_second, block, width) == (
+        1 if bits == 16 else 3, 1, 16_000, 16_000 * bits // 8, bits // 8, bits,
+    )  # fmt: skip
+    assert struct.unpack_from("<I", data, 4)[0] == len(data) - 8
+    assert len(data) == 44 + 3 * bits // 8 <= cut_bytes(clip) == 56
+    whole_of_cut = AudioClip(rate=16_000, start=0, samples=3, total=3)
+    assert decode_audio(MediaReference(data=data), whole_of_cut, 16_000).tolist() == np.float32(values).tolist()
 
 
 MEMORY = """

@@ -6,6 +6,8 @@ import re
 import shutil
 import signal
 import socket
+import sqlite3
+import struct
 import subprocess
 import sys
 import tarfile
@@ -13,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
@@ -45,6 +48,7 @@ from tests.internals import (
     view_command,
 )
 from tests.printed import invoke
+from tests.shards.test_repair import llava_pack, write_tar
 from tests.videos import make_video
 
 EVIL = "<script>document.title='run'</script><img src=x onerror=\"document.title='run'\"></p></article>\u202e"
@@ -123,6 +127,13 @@ def ask(server: ViewServer, path: str, method: str = "GET", **headers: str) -> t
     content = response.read()
     connection.close()
     return response, content
+
+
+def answer(server: ViewServer, request: str) -> bytes:
+    """All bytes that are sent until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
+        connection.sendall(request.replace("\n", "\r\n").encode())
+        return b"".join(iter(lambda: connection.recv(1 << 16), b""))
 
 
 def page(viewer: Pages, path: str) -> str:
@@ -262,10 +273,12 @@ def test_long_samples_have_pages_of_tokens(text_tokenizer_dir: Path, tmp_path: P
         ({"Cookie": ""}, "token"),
         ({"Cookie": "energon-packed-1=x"}, "token"),
         ({"Cookie": "energon-packed-PORT=x"}, "token"),
+        ({"Cookie": "energon-packed-1=TOKEN"}, "token"),  # of another port
     ],
 )
 def test_foreign_requests_are_refused(server: ViewServer, headers: dict[str, str], part: str) -> None:
-    headers = {name: value.replace("PORT", str(server.server_port)) for name, value in headers.items()}
+    values = {"PORT": str(server.server_port), "TOKEN": server.token}
+    headers = {name: re.sub("PORT|TOKEN", lambda key: values[key[0]], value) for name, value in headers.items()}
     for path in ("/", "/page.js", f"/media/image/{KEY}/0/0"):
         response, content = ask(server, path, **headers)
         assert response.status == 403
@@ -288,6 +301,23 @@ def test_only_get_and_head_are_answered(server: ViewServer, method: str) -> None
     response, content = ask(server, "/", method)
     assert response.status == 501
     assert content.count(b"\n") == (1 if content else 0)
+    inner = "GET / HTTP/1.1\nHost: localhost\nConnection: close\n\n"  # a body is not another request
+    assert answer(server, f"{method} / HTTP/1.1\nContent-Length: {len(inner)}\n\n{inner}").count(b"HTTP/1.1 ") == 1
+
+
+def test_head_has_no_content(server: ViewServer) -> None:
+    head, _, content = answer(server, "HEAD / HTTP/1.1\nHost: x\nConnection: close\n\n").partition(b"\r\n\r\n")
+    assert re.search(rb"Content-Length: [1-9]", head)
+    assert content == b""
+
+
+def test_a_browser_that_leaves_prints_nothing(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ViewServer(viewer_of(out)) as server:
+        client = socket.create_connection(("127.0.0.1", server.server_port))
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.close()  # with a reset
+        server.process_request_thread(*server.get_request())
+    assert capsys.readouterr().err == ""
 
 
 def test_answers_cannot_run_scripts(server: ViewServer) -> None:
@@ -300,16 +330,19 @@ def test_answers_cannot_run_scripts(server: ViewServer) -> None:
         assert ("sandbox" in policy) == path.startswith("/media")
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert response.headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert response.headers["Referrer-Policy"] == "no-referrer"
+        assert response.headers["Cache-Control"] == "no-store"
+        assert response.headers["Server"].strip() == "energon-packed"  # without the version of Python
         assert b" style=" not in content
         assert not ask(server, path, "HEAD")[1]
 
 
 @pytest.mark.parametrize(
     "path",
-    ["/none", "/pack/none", "/pack/" + quote("../" * 8 + "etc/passwd", safe=""), "/media/image/x/0/0", "/pack/%ff%00",
-     f"/media/image/{KEY}/999/0", f"/media/image/{KEY}/0/-1", f"/media/image/{KEY}/0/%C2%B2", f"/media/json/{KEY}/0/0",
-     f"/media/video/{KEY}/0/0", "/media", f"/media/image/{KEY}", f"/tokens/{KEY}/x", "/style.css/..",
-     "/view.html.j2", "/../style.css"],
+    ["/none", "/pack/none", "/pack/none_00000001", "/pack/" + quote("../" * 8 + "etc/passwd", safe=""), "/pack/%ff%00",
+     "/media/image/x/0/0", f"/media/image/{KEY}/999/0", f"/media/image/{KEY}/0/-1", f"/media/image/{KEY}/0/%C2%B2",
+     f"/media/json/{KEY}/0/0", f"/media/video/{KEY}/0/0", "/media", "/media/image", f"/media/image/{KEY}",
+     f"/tokens/{KEY}/x", "/style.css/..", "/view.html.j2", "/../style.css"],
 )  # fmt: skip
 def test_unknown_paths_are_one_line(server: ViewServer, path: str) -> None:
     response, content = ask(server, path)
@@ -329,6 +362,16 @@ def test_images_are_shown_as_they_are_or_converted(server: ViewServer, out: Path
         assert response.kind == kind
         assert (response.content == (out.parent / name).read_bytes()) is same
         assert server.viewer.respond(f"/media/image/{key}/{sample}/0/0").status == 404
+
+
+def test_images_without_text_between_them_have_no_number_of_tokens(out: Path) -> None:
+    viewer = viewer_of(out)
+    key, sample = key_with(viewer, "a.png")
+    pack = viewer._view(viewer._index(key))
+    own = pack.samples[sample]
+    for images, tokens in ((own.images, 6), (own.images * 2, None)):
+        shown = viewer.shown(replace(pack, samples=[*pack.samples[:sample], replace(own, images=images)]))
+        assert shown.files[own.images[0].name].tokens == tokens
 
 
 def test_the_report_is_a_page_with_links(server: ViewServer, out: Path, tmp_path: Path) -> None:
@@ -392,6 +435,15 @@ def test_packs_of_a_split_and_a_shard(text_tokenizer_dir: Path, tmp_path: Path) 
     assert page(viewer, "/?shard=none").count('class="row"') == 0
     assert page(viewer, "/?page=99") == page(viewer, "/?page=3")
     assert [f'href="/?page={n}' in page(viewer, "/pack/out_00000020") for n in (1, 2, 3)] == [False, True, False]
+    near = [
+        re.findall(r'href="/pack/out_0*(\d+)" rel="(\w+)"', page(viewer, f"/pack/out_{n:08d}")) for n in (0, 1, 58, 59)
+    ]
+    assert near == [
+        [("1", "next")],
+        [("0", "prev"), ("2", "next")],
+        [("57", "prev"), ("59", "next")],
+        [("58", "prev")],
+    ]
     assert 'viewBox="0 0 20 ' in page(viewer, "/")  # seq_len, which no pack fills
 
 
@@ -425,6 +477,8 @@ def test_videos_have_frames_and_a_clip_by_ranges(
         assert ask(server, f"/media/frame/{KEY}/0/0")[0].status == 404
         assert f'src="{clip}"' in page(server.viewer, f"/pack/{KEY}")
         with monkeypatch.context() as patch:
+            patch.setattr(pages, "_MOST_CLIP", len(content))
+            assert f'src="{clip}"' in page(viewer_of(tmp_path / "out"), f"/pack/{KEY}")
             patch.setattr(pages, "_MOST_CLIP", len(content) - 1)
             large = viewer_of(tmp_path / "out")
             assert f'src="{clip}"' not in page(large, f"/pack/{KEY}")
@@ -495,8 +549,11 @@ def test_groups_are_side_by_side(text_tokenizer_dir: Path, tmp_path: Path) -> No
     assert text.count("<article") == 4
     _, group = text.split('<div class="group">')
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, [plain, plain])))
-    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "b", tokenizer=text_tokenizer_dir, seq_len=256, workers=1)
-    assert 'class="group"' not in page(viewer_of(tmp_path / "b"), f"/pack/{KEY.replace('out', 'b')}")
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "b", tokenizer=text_tokenizer_dir, seq_len=256, workers=1,
+         pad_multiple=64)  # fmt: skip
+    viewer, key = viewer_of(tmp_path / "b"), KEY.replace("out", "b")
+    assert 'class="group"' not in page(viewer, f"/pack/{key}")
+    assert [sample.start for sample in viewer.samples(key)] == [0, 64]
     assert ", chosen" in group
     assert ", rejected" in group
 
@@ -533,6 +590,8 @@ def test_a_large_table_is_read_in_parts(tmp_path: Path) -> None:
 
 def test_pages_without_reports(out: Path, tmp_path: Path) -> None:
     """The list of packs needs no report of the run; the other pages say which file is missing or damaged."""
+    tmp_path = tmp_path / "two\nlines"
+    tmp_path.mkdir()
     (tmp_path / "webdataset").symlink_to(out / "webdataset")
     viewer = viewer_of(tmp_path)
     assert KEY in page(viewer, "/")
@@ -542,6 +601,37 @@ def test_pages_without_reports(out: Path, tmp_path: Path) -> None:
     assert response.status == 500
     assert response.content.count(b"\n") == 1
     assert KEY in page(viewer, "/")
+
+
+@pytest.mark.parametrize("place", ["1 - sample_index", "7"])
+def test_third_party_packs_are_found_by_their_index(place: str, tmp_path: Path) -> None:
+    folder = tmp_path / "packs"
+    folder.mkdir()
+    write_tar(folder / "a.tar", [*llava_pack("ps_a", ["red"]), *llava_pack("ps_b", ["green"])])
+    make_nv_meta(folder)
+    assert "It is green." in page(viewer_of(folder), "/pack/ps_b")
+    assert f"{tmp_path / 'rejects.jsonl'} does not exist." in page(viewer_of(folder), "/rejects")
+    with sqlite3.connect(folder / ".nv-meta" / "index.sqlite") as index:
+        index.execute(f"UPDATE samples SET sample_index = {place}")
+    index.close()
+    response = viewer_of(folder).respond("/pack/ps_b")
+    assert (response.status, response.content) == (
+        500, b"error: index.sqlite does not match the tars at ps_b; run energon-packed nv-meta\n",
+    )  # fmt: skip
+
+
+def test_a_found_text_is_shown_once_with_the_text_around(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": f"Find me{'!' * 81}?"}, {"role": "assistant", "content": "Find me"}]
+    records = [{"id": "a", "messages": turns}, {"id": "long", "text": "so " * 200}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pack(tmp_path / "data.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=128, workers=1,
+         overlong="split")  # fmt: skip
+    viewer = viewer_of(tmp_path / "out")
+    assert re.findall(r"Find me!*\??", page(viewer, "/text?text=Find+me").split("<tbody>")[1]) == [
+        f"Find me{'!' * 80}"
+    ]
+    text = page(viewer, "/records?status=split")  # it has fragments, and is not rejected
+    assert (text.count("<tr><td"), ">none<" in text, "/rejects?reason" in text) == (1, True, False)
 
 
 def test_the_packs_around_a_damaged_pack_are_shown(out: Path, tmp_path: Path) -> None:
@@ -570,9 +660,9 @@ def test_the_command_prints_its_address_and_ends_with_ctrl_c(out: Path) -> None:
         connection = HTTPConnection("127.0.0.1", address.port or 0, timeout=60)
         connection.request("GET", f"/?{address.query}")
         assert connection.getresponse().status == 303
+        process.send_signal(signal.SIGINT)  # while the connection is open
+        assert process.communicate(timeout=30)[1] == ""
         connection.close()
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60)[1] == ""
     assert process.returncode == 0
 
 
@@ -651,6 +741,7 @@ def test_ranges_outside_the_content(tokenizer_dir: Path, server: ViewServer, out
         response, got = ask(server, path, Range=header)
         assert (response.status, got) == (206, content[first : last + 1])
         assert response.headers["Content-Range"] == f"bytes {first}-{last}/{size}"
+        assert response.headers["Accept-Ranges"] == "bytes"  # players seek only then
     for header in ("bytes=9-5", "bytes=-0", "bytes=-", f"bytes={size}-{size}"):
         response, got = ask(server, path, Range=header)
         assert (response.status, response.headers["Content-Range"], got) == (416, f"bytes */{size}", b"")
@@ -706,6 +797,7 @@ def test_rejected_records_continue_after_the_last(server: ViewServer) -> None:
     rest = page(server.viewer, "/rejects?from=50")
     assert rest.count("<tr><td") == 10
     assert 'rel="next"' not in rest
+    assert page(server.viewer, "/rejects?reason=missing_image").count("<tr><td") == 0
 
 
 def test_searches_have_a_time_bound(server: ViewServer, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

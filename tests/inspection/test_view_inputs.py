@@ -155,6 +155,7 @@ def test_records_have_the_rejects_and_lengths_of_pack(data: Path, tokenizer_dir:
     assert {row: lengths[row][0] for row in plain} == plain
     longest = max(plain.values())
     assert len(articles(page(viewer, f"/?min={longest}&max={longest}"))) == list(plain.values()).count(longest)
+    assert "<li>rejected, " not in page(viewer, "/?max=99999")  # their lengths are unknown
     assert 'class="turn supervised"' in shown[0]
     assert "Text of the chat template" in shown[0]
 
@@ -168,6 +169,7 @@ def test_records_are_found(data: Path, tmp_path: Path, query: str, count: int) -
     viewer = records_viewer(data, tmp_path)
     assert len(articles(page(viewer, f"/?{query}"))) == count
     assert viewer.respond("/?source=1").status == 404
+    assert page(viewer, "/?percent=999") == page(viewer, "/?percent=100")
 
 
 def test_a_search_continues_after_its_time(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,6 +182,35 @@ def test_a_search_continues_after_its_time(data: Path, tmp_path: Path, monkeypat
         more = re.search(r'href="(/\?[^"]*)" rel="next"', text)
         url = more[1].replace("&amp;", "&") if more else ""
     assert found == [0, 0, 0, 1]
+
+
+def test_records_of_the_next_file_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name}{n}"}) + "\n" for n in range(3)))
+    inputs = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    viewer = RecordsViewer(InputOptions(inputs=inputs, encoder=HeaderReader()), tmp_path / "work")
+    first = page(viewer, "/?text=1")
+    [more] = re.findall(r'href="(/\?[^"]*)" rel="next"', first)
+    second = page(viewer, html.unescape(more))
+    assert [len(articles(text)) for text in (first, second)] == [1, 1]
+    assert ("a1" in first, "b1" in second, 'rel="next"' in second) == (True, True, False)
+    monkeypatch.setattr(records_pages, "_COUNTED", 20)
+    assert f"{inputs[0]} line 2</a>" in page(viewer, "/?text=1")
+    assert f"{inputs[0]} at byte 30</a>" in page(viewer, "/?text=a2")
+
+
+def test_a_record_is_shown_whatever_it_contains(tmp_path: Path) -> None:
+    deep: Any = 1
+    for _ in range(300):  # more than orjson writes
+        deep = [deep]
+    rows = [{"text": "x" * 30_000}, {"text": "hi", "deep": deep}]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    long, nested = articles(page(records_viewer(tmp_path / "data.jsonl", tmp_path), "/"))
+    assert " ... 10,016 more characters</pre>" in long
+    assert f"&#39;deep&#39;: {'[' * 300}1]" in nested
+    turns_of_image = turns("<image>What?")
+    pq.write_table(pa.table({"images": [[{"bytes": b"x"}]], "messages": [turns_of_image]}), tmp_path / "data.parquet")
+    assert "&#34;bytes&#34;: &#34;1 bytes&#34;" in page(records_viewer(tmp_path / "data.parquet", tmp_path), "/")
 
 
 def test_records_of_tables(tmp_path: Path) -> None:
@@ -322,7 +353,8 @@ def test_a_blend_lists_and_opens_its_datasets(outputs: Path) -> None:
         links = set(re.findall(r'href="(/[^"]*)"', page(viewer, path))) - {"/", "/style.css"}
         assert links
         assert all(link.startswith("/1/") for link in links)
-    assert "b11" in page(viewer, "/1/records?id=b11")
+    assert page(viewer, "/1/records?id=b11").count("<tr><td") == 1
+    assert viewer.respond("/1/pack/b%3F%2F").content == b"error: no pack has the key 'b?/'\n"
     for path in ("/2/", "/x", "/0/none", "/media/image/x/0/0", "/1/pack/a_00000000"):
         assert viewer.respond(path).status == 404
 

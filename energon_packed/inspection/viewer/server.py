@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         # `//host` or `http://host` in a redirect would be another site.
         path, _, query = self.path.partition("?")
-        path, fields = "/" + path.lstrip("/"), parse_qsl(query, keep_blank_values=True)
+        path, fields = "/" + path.lstrip("/"), parse_qsl(query)
         if not self._is_local():
             return self._send(_refused("Host and Origin must be of this machine; open the printed address"))
         if self.server.token and _equal(dict(fields).get("token", ""), self.server.token):
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer a request that is not HTTP, or another method than GET and HEAD, in one line."""
-        self.close_connection = True  # its body is not read
+        # The connection is closed, as the body of the request is not read.
         self._send(Response(code, f"error: {message or self.responses[code][0]}\n".encode()), {"Connection": "close"})
 
     def log_message(self, format: str, *values: Any) -> None:
@@ -141,7 +141,7 @@ def _refused(message: str) -> Response:
 
 
 def _equal(given: str, token: str) -> bool:
-    return hmac.compare_digest(given.encode(errors="replace"), token.encode())
+    return hmac.compare_digest(given.encode(), token.encode())
 
 
 def _bounds(first: str, last: str, size: int) -> tuple[int, int]:
