@@ -16,7 +16,16 @@ import pytest
 
 from energon_packed import AudioClip, ConfigError, MediaReference, RecordError
 from tests.audio import KINDS, at, num_decoded, signal, write
-from tests.internals import audio_file, av_file, check_audio, cut_audio, cut_bytes, decode_audio, read_audio_info
+from tests.internals import (
+    audio_file,
+    av_file,
+    check_audio,
+    cut_audio,
+    cut_bytes,
+    decode_audio,
+    read_audio_info,
+    write_audio,
+)
 
 RATES = (8000, 22_050, 48_000)
 OPUS_RATES = (16_000, 24_000, 48_000)
@@ -129,6 +138,31 @@ def test_a_clip_is_a_part_of_the_whole(kind: str, tmp_path: Path) -> None:
     for start, size in ((0, 1), (1, 4095), (4096, 4096), (4097, 100_000), (clip.total - 5, 5), (96_001, 48_000)):
         part = AudioClip(rate=rate, start=start, samples=size, total=clip.total)
         assert np.array_equal(decode_audio(at(path), part, rate), samples[start : start + size]), (start, size)
+
+
+@pytest.mark.parametrize(
+    ("codec", "container"), [("pcm_s16le", "matroska"), ("flac", "matroska"), ("pcm_s16le", "asf")]
+)
+@pytest.mark.parametrize("rate", [16_000, 44_100])
+def test_times_in_milliseconds_are_not_counted(codec: str, container: str, rate: int, tmp_path: Path) -> None:
+    path = tmp_path / "a.mka"
+    if codec == "flac":
+        with (
+            av.open(str(write(tmp_path / "a", "flac", signal(30_001, rate), rate))) as file,
+            av.open(str(path), "w", format=container) as out,
+        ):
+            stream = out.add_stream_from_template(file.streams.audio[0])
+            for packet in file.demux(audio=0):
+                if packet.size:
+                    packet.stream = stream
+                    out.mux(packet)
+    else:
+        write_audio(path, signal(30_001, rate), rate, codec=codec, container=container, channels=1)
+    clip = whole(path)
+    assert clip.samples == check_audio(at(path)).samples == num_decoded(path) == 30_001
+    samples = decode_audio(at(path), clip, rate)
+    part = AudioClip(rate=rate, start=20_011, samples=5000, total=30_001)
+    assert np.array_equal(decode_audio(at(path), part, rate), samples[20_011:25_011])
 
 
 @pytest.mark.parametrize("kind", ["wav16", "flac"])

@@ -8,7 +8,8 @@
 A decoder returns as many samples as `read_audio_info` counts. PCM and FLAC packets have their number of samples. The
 packets of MP3, AAC and Opus have the same number each (MP3, AAC), or show it in their first bytes (Opus); FFmpeg
 reports the samples of the encoder's delay and padding, which decoders remove, as side data of packets. Vorbis, other
-codecs and packets that look damaged are counted by decoding.
+codecs, PCM and FLAC in containers with times in milliseconds (Matroska, ASF), and packets that look damaged are
+counted by decoding.
 
 Samples are float32 from -1 to 1, the mean of the channels, as `librosa.load` and `transformers.audio_utils.load_audio`
 with the backend `soundfile` return them: integers are divided by half of their range. At the rate of the file they are
@@ -231,8 +232,9 @@ class _Audio:
 
     @property
     def is_exact(self) -> bool:
-        """Whether decoding can start at any packet."""
-        return self.codec == "flac" or self.codec.startswith("pcm_")
+        """Whether packets have exact times and durations, and decoding can start at any of them."""
+        is_plain = self.codec == "flac" or self.codec.startswith("pcm_")
+        return is_plain and self.stream.time_base * self.rate == 1  # Matroska and ASF have milliseconds
 
     def packets(self) -> Iterator[Any]:
         """Yield the packets of the audio track, without empty packets and without the end."""
@@ -268,16 +270,15 @@ class _Audio:
 
     def seek(self, sample: int) -> int:
         """Go to a packet at or before a sample; return its first sample."""
-        container, base = self._file.container, self.stream.time_base
+        container, place = self._file.container, None
         try:
-            container.seek(int(sample / self.rate / base), stream=self.stream)
-            time = next((packet.pts for packet in self.packets()), None)
+            container.seek(sample, stream=self.stream)
+            place = next((packet.pts for packet in self.packets()), None)
         except PermissionError:  # AVERROR(1): FFmpeg finds no packet in some FLAC files of a few packets
-            time = None
-        place = sample + 1 if time is None else round(time * base * self.rate)
-        is_before = place <= sample
-        container.seek(time if is_before else 0, stream=self.stream)
-        return int(place) if is_before else 0
+            pass
+        start = 0 if place is None or place > sample else int(place)
+        container.seek(start, stream=self.stream)
+        return start
 
 
 @contextmanager
@@ -298,16 +299,12 @@ def _count_packets(audio: _Audio) -> int | None:
 
 
 def _count_durations(audio: _Audio) -> int | None:
-    """Count PCM and FLAC, whose packets have exact durations."""
-    ticks = audio.stream.time_base * audio.rate
+    """Count PCM and FLAC by the durations of packets."""
     samples, last = 0, None
     for packet in audio.packets():
         if not packet.duration:
             return None
         samples, last = samples + int(packet.duration), packet
-    if ticks.denominator != 1:
-        return None
-    samples *= int(ticks.numerator)
     if audio.codec == "flac":
         audio.check_packet(last)
     audio.check_header(samples)
