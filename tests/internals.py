@@ -22,6 +22,9 @@ PLACES = {
     "main": "cli.main:main",
     "Interrupts": "cli.main:Interrupts",
     "result_table": "cli.display:result_table",
+    "dry_run_table": "cli.display:dry_run_table",
+    "turn_text": "cli.display:turn_text",
+    "unused_lines": "cli.display:unused_lines",
     # libraries: releases that are not installed
     "libraries": "libraries",
     # integrations: what a framework's configuration names, which the package itself does not export
@@ -98,6 +101,10 @@ PLACES = {
     "Renderer": "encoding.rendering:Renderer",
     "IGNORE_INDEX": "encoding.sample:IGNORE_INDEX",
     "view_samples": "inspection.view:view_samples",
+    "ImageView": "inspection.view:ImageView",
+    "VideoView": "inspection.view:VideoView",
+    "SampleView": "inspection.view:SampleView",
+    "Turn": "inspection.view:Turn",
     "TextTokenizer": "encoding.tokenizer:TextTokenizer",
     "FastokensEngine": "encoding.engines:FastokensEngine",
     "encode_exactly": "encoding.engines:encode_exactly",

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,17 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tests.cli.test_cli import run, run_installed
-from tests.internals import NOTICE, DemoDataset, Output, TerminalProgress, cli, duration
+from tests.internals import (
+    NOTICE,
+    DemoDataset,
+    Output,
+    TerminalProgress,
+    cli,
+    dry_run_table,
+    duration,
+    turn_text,
+    unused_lines,
+)
 
 
 @pytest.fixture(scope="module")
@@ -284,3 +295,23 @@ def test_a_quiet_run_on_a_terminal_prints_its_warnings(monkeypatch: pytest.Monke
     progress.finish(1.0)
     assert (out.getvalue(), err.getvalue()) == ("", "warning: x\n")  # type: ignore[attr-defined]
     assert [Output(verbose=value).progress()._interval for value in (False, True)] == [60, 10]  # type: ignore[attr-defined]
+
+
+def test_long_lists_names_and_texts_are_cut() -> None:
+    counts = {"x" * 61: 2000, "a\nb": 12} | {f"f{number}": 1 for number in range(11)}
+    [line] = unused_lines(SimpleNamespace(ignored_entries=(), unused_fields=counts, notes={}))
+    shown = [f"2,000 x {'x' * 59}…", r"12 x a\nb", *(f"1 x f{number}" for number in range(8)), "and 3 more"]
+    assert line == f"fields not used: {'; '.join(shown)}"
+    assert turn_text("user", "y" * 2000) == f"  user      {'y' * 2000}"
+    assert turn_text("user", "y" * 2001) == f"  user      {'y' * 2000} … (2,001 characters)"
+
+
+def test_counts_of_a_sampled_dry_run_are_estimates() -> None:
+    values = {"files": ("a",), "input_bytes": 1000, "to_measure": 0.25, "sampled": 5, "records": 10, "rejects": {}}
+    values |= {"packs": 4, "tokens": 3, "shards": 2, "num_bytes": 1000, "free_bytes": 1000}
+    console = Console(width=100, file=(out := io.StringIO()))
+    console.print(dry_run_table(SimpleNamespace(**values)))
+    cells = [[cell.strip() for cell in line.split("│") if cell.strip()] for line in out.getvalue().splitlines()]
+    rows = {row[0]: row[1] for row in cells if len(row) == 2}
+    assert (rows["measured before, reused"], rows["records"], rows["packs"]) == ("75%", "about 10", "about 4")
+    assert rows["rejected"] == "0"

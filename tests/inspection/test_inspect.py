@@ -67,6 +67,15 @@ def test_third_party_tars_are_shown_without_a_manifest(tmp_path: Path, tokenizer
     assert "lengths not recorded" in shown.output
     assert "no packing.json with a tokenizer. Pass `tokenizer`" in str(run(tar, "--tokens").exception)
     assert "What" in run(tar, "--tokens", "--tokenizer", tokenizer_dir).output
+    assert len([json.loads(line) for line in run(tar, "--json").output.splitlines()]) == 2  # no line is a note
+
+
+def test_the_first_tars_of_a_folder_are_listed(tmp_path: Path) -> None:
+    for number in range(22):
+        write_tar(tmp_path / f"{number:02}.tar", llava_pack(f"ps_{number}", ["red"]))
+    shown = run(tmp_path, "--limit", 0).output
+    assert shown.count(".tar: 1 packs") == 20
+    assert "and 2 more tars\n" in shown
 
 
 def test_damaged_and_unknown_tars_are_shown_with_the_problem(tmp_path: Path, pack_demo: Packer) -> None:
@@ -174,6 +183,8 @@ def test_a_metadataset_is_shown_with_unreadable_datasets(pack_demo: Packer, tmp_
     assert shown.output.count("│ train │") == 2
     assert "gone, which does not exist" in str(shown.exception)
     mix.write_text(f"{METADATASET_V2}splits:\n  train:\n    blend:\n      - {{path: {shards}, weight: 3}}\n")
+    assert "Use --pack with one of its datasets" in run(mix, "--pack", "x").output
+    assert "Use --tokens and --extract with one of its datasets" in run(mix, "--tokens").output
     entry = json.loads(run(mix, "--json").output)
     assert (entry["share"], entry["times"], entry["mode"]) == (1.0, 1.0, "weight")
     mix.write_text("- 1\n")

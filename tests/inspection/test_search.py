@@ -102,6 +102,14 @@ def test_fragments_of_all_split_records_with_an_id(text_tokenizer_dir: Path, tmp
     assert len({record.id for record in found}) == len(found) // 2 > 1
 
 
+def test_the_first_samples_of_an_id_are_shown(text_tokenizer_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"id": "same", "text": "Hi."}\n' * 23)
+    pack(tmp_path / "a.jsonl", output_dir=tmp_path / "out", tokenizer=text_tokenizer_dir, seq_len=64, workers=1)
+    shown = run(tmp_path / "out", "--id", "same").output
+    assert shown.count("supervised tokens of the sample") == 20
+    assert shown.endswith("and 3 more samples\n")
+
+
 def test_a_search_without_time_gets_further(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_reports, "_BATCH_ROWS", 2)
     start, places = 0, list[int | None]()

@@ -119,6 +119,8 @@ def test_records_show_format_place_media_and_rejects(data: Path, tmp_path: Path)
     assert not any("rejected, " in first[index] for index in (0, 1, 4, 5, 6))
     assert 'class="group"' in first[4]
     assert "Fields not used: source" in first[4]
+    pair = re.findall(r'href="/record/([^"#]*)"', first[4])[0]
+    assert [(sample.id, sample.length) for sample in viewer.samples(pair)] == [("pair", None)] * 2
     for kind, article in (("image", first[1]), ("video", first[5]), ("frame", first[5]), ("audio", first[6])):
         urls = re.findall(rf'src="(/media/{kind}/[^"]*)"', article)
         assert len(urls) == (8 if kind == "frame" else 1)
