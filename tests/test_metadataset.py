@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from energon_packed import ChatEncoder, ConfigError, EnergonPackedError, PackOptions, get_packed_loader, pack
 from tests.internals import cli, make_blend, render, write_metadataset
+from tests.printed import printed_json
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +261,18 @@ def test_the_command_prints_shares(outputs: Path, tmp_path: Path, monkeypatch: p
 def test_an_input_without_a_weight_has_weight_one_if_another_has_a_weight(outputs: Path) -> None:
     blend = make_blend([(outputs / "a", None), (outputs / "b", 2)])
     assert [(dataset.weight, dataset.weighed_by) for dataset in blend.train] == [(1, "given"), (2, "given")]
+
+
+def test_names_with_an_equals_sign_and_types_of_subflavors(outputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "a=2").symlink_to(outputs / "a")
+    pairs = {"long": "9" * 300, "quote": '"', "quoted": "'7'", "flag": "TRUE", "zeros": "007", "share": "1e-1"}
+    options = [option for name, value in pairs.items() for option in ("--subflavor", f"{name}={value}")]
+    printed = printed_json(cli, ["metadataset", str(tmp_path / "mix.yaml"), str(tmp_path / "a=2"), "--json", *options])
+    assert [entry["weighed_by"] for entry in printed["train"]] == ["samples"]
+    [entry] = yaml.safe_load((tmp_path / "mix.yaml").read_text())["splits"]["train"]["blend"]
+    assert entry["subflavors"] == {
+        "long": int("9" * 300), "quote": '"', "quoted": "7", "flag": True, "zeros": "007", "share": 0.1,
+    }  # fmt: skip
 
 
 def test_a_blend_needs_an_input_with_a_weight(outputs: Path) -> None:

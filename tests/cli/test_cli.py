@@ -265,6 +265,7 @@ def test_output_may_be_closed(text_tokenizer_dir: Path, tmp_path: Path, argument
         (["metadataset", "x.yaml", "a=-1"], "the weight of a must be a finite number >= 0, got '-1'"),
         (["metadataset", "x.yaml", "a=much"], "the weight of a must be a finite number >= 0, got 'much'"),
         (["metadataset", "x.yaml", "a", "--subflavor", "k"], "a subflavor must have the form key=value, got 'k'"),
+        (["metadataset", "x.yaml", "a", "--subflavor", "=v"], "a subflavor must have the form key=value, got '=v'"),
         (["metadataset", "x.yaml", "a", "--subflavor", f"k={'9' * 5000}"], "at most 300 digits, got 5000: 9999999999"),
         (["order", "replay", ".", "--step", "1", "--content"], "--content and --data must be set together"),
         (

@@ -165,6 +165,12 @@ def test_times_in_milliseconds_are_not_counted(codec: str, container: str, rate:
     assert np.array_equal(decode_audio(at(path), part, rate), samples[20_011:25_011])
 
 
+def test_a_part_of_a_flac_file_of_one_packet(tmp_path: Path) -> None:
+    path = write(tmp_path / "a", "flac", signal(600, 16_000), 16_000)
+    part = AudioClip(rate=16_000, start=300, samples=200, total=600)
+    assert np.array_equal(decode_audio(at(path), part, 16_000), decode_audio(at(path), whole(path), 16_000)[300:500])
+
+
 @pytest.mark.parametrize("kind", ["wav16", "flac"])
 def test_a_clip_is_read_alone(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "a", kind, signal(120 * 16_000, 16_000), 16_000)
@@ -489,6 +495,14 @@ def test_rates_and_channels_have_limits(rate: int, channels: int, is_read: bool,
     assert f"{found}; 1,000 to 768,000 and 1 to 64 are supported" in why(lambda: read_audio_info(at(path)))
 
 
+def test_the_bytes_of_one_packet_have_a_limit_and_those_of_all_have_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a", "wav16", np.zeros(6_000_000, dtype=np.float32), 48_000)
+    monkeypatch.setattr(av_file, "_MOST_BETWEEN_PACKETS", 8 << 20)  # more than FFmpeg reads to open a file
+    assert read_audio_info(at(path)).samples == 6_000_000
+
+
 def mpeg_frames(version: int, layer: int, kbits: int, bits: int, rate_bits: int, rate: int) -> bytes:
     """40 silent frames of MPEG audio: headers, and zeros; every third frame is padded."""
     frames = []
@@ -519,6 +533,12 @@ def test_frames_of_every_layer_are_counted_by_their_headers(
     info = read_audio_info(at(path))
     assert (info.samples, info.rate, info.decoded) == (40 * samples, rate, False)
     assert num_decoded(path) == 40 * samples
+
+
+def test_frames_of_another_rate_are_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "a.mp3"
+    path.write_bytes(mpeg_frames(3, 3, 128, 9, 0, 44_100) + mpeg_frames(3, 3, 128, 9, 1, 48_000))
+    assert "changes its rate or its number of channels; convert it" in why(lambda: read_audio_info(at(path)))
 
 
 @pytest.mark.parametrize("kbits", [10, 24, 96])  # SILK, both, CELT

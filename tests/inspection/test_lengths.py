@@ -62,6 +62,19 @@ def test_the_table_recommends_a_candidate(demo: Any, tokenizer_dir: Path) -> Non
     assert "█" in shown.output
 
 
+def test_an_input_may_be_a_number_and_few_records_have_a_thin_bar(
+    text_tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("4096").mkdir()
+    Path("4096/d.jsonl").write_text('{"text": "Hi."}\n' * 99 + json.dumps({"text": "Hi. " * 99}) + "\n")
+    shown = run("--seq-len", 512, 1024, "4096", "--tokenizer", text_tokenizer_dir, "--workers", 1)
+    assert shown.exit_code == 0, shown.output
+    assert "│ 1,024   │" in shown.output
+    assert "4,096" not in shown.output
+    assert shown.output.count("▏\n") == 1
+
+
 def test_a_sample_of_the_records_is_close_to_all_records(tokenizer_dir: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [json.dumps({"text": "red square " * int(n)}) for n in rng.integers(1, 100, 4_000)]

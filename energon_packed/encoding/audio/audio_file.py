@@ -270,14 +270,15 @@ class _Audio:
 
     def seek(self, sample: int) -> int:
         """Go to a packet at or before a sample; return its first sample."""
-        container, place = self._file.container, None
+        container = self._file.container
         try:
             container.seek(sample, stream=self.stream)
             place = next((packet.pts for packet in self.packets()), None)
-        except PermissionError:  # AVERROR(1): FFmpeg finds no packet in some FLAC files of a few packets
-            pass
-        start = 0 if place is None or place > sample else int(place)
-        container.seek(start, stream=self.stream)
+            start = 0 if place is None or place > sample else int(place)
+            container.seek(start, stream=self.stream)
+        except PermissionError:  # AVERROR(1): FFmpeg finds no time in some FLAC files of a few packets
+            container.seek(0, unsupported_byte_offset=True)
+            return 0
         return start
 
 
