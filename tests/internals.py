@@ -101,6 +101,7 @@ PLACES = {
     "Renderer": "encoding.rendering:Renderer",
     "IGNORE_INDEX": "encoding.sample:IGNORE_INDEX",
     "view_samples": "inspection.view:view_samples",
+    "AudioView": "inspection.view:AudioView",
     "ImageView": "inspection.view:ImageView",
     "VideoView": "inspection.view:VideoView",
     "SampleView": "inspection.view:SampleView",

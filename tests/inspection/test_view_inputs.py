@@ -371,6 +371,8 @@ def test_two_datasets_are_compared(outputs: Path) -> None:
 def test_wrong_inputs_are_one_line(outputs: Path, tmp_path: Path) -> None:
     three = invoke("view", outputs / "a", outputs / "b", outputs / "a", "--no-browser")
     assert "Pass one dataset" in three.output
+    for other in (outputs / "mix.yaml", outputs / "a.jsonl"):
+        assert "Pass one dataset" in invoke("view", outputs / "a", other, "--no-browser", "--port", 1).output
     option = invoke("view", outputs / "a", "--image-root", tmp_path, "--no-browser")
     assert "--image-root is an option for records" in option.output
     assert "Missing argument" in invoke("view", "--no-browser").output

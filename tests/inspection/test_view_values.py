@@ -7,8 +7,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from energon_packed import Conversation, FrameSelection, MediaReference, Message, StoredSample, VideoReference
-from tests.internals import ImageView, SampleView, Turn, VideoView, view_samples
+from energon_packed import (
+    AudioClip,
+    Conversation,
+    FrameSelection,
+    MediaReference,
+    Message,
+    StoredSample,
+    VideoReference,
+)
+from tests.internals import AudioView, ImageView, SampleView, Turn, VideoView, view_samples
 from tests.videos import make_video
 
 TURNS = (Message("user", "Hi"), Message("assistant", "Hello."))
@@ -30,6 +38,15 @@ def test_a_video_has_its_times_and_its_sizes_as_width_and_height() -> None:
     assert resized.text == "5 of 10 frames at 0, 1, 2, ... 4 s, 1 fps, 64 x 48 resized to 56 x 28"
     sample = SampleView(id=None, start=0, length=1, videos=(resized,))
     assert sample.as_dict()["videos"][0]["resized"] == (56, 28)
+
+
+def test_a_part_of_an_audio_file_has_its_seconds() -> None:
+    whole = AudioClip(rate=8000, start=0, samples=16_000, total=16_000)
+    assert AudioView(name="aud0_0.wav", bytes=1, clip=whole).text == "2.00 s, 8,000 Hz"
+    part = AudioView(name="a", bytes=1, clip=AudioClip(rate=8000, start=4000, samples=8000, total=16_000), tokens=9)
+    assert part.text == "1.00 s from 0.50 s of 2.00 s, 8,000 Hz, 9 tokens"
+    [value] = SampleView(id=None, start=0, length=1, audios=(part,)).as_dict()["audios"]
+    assert [value[name] for name in ("rate", "start", "seconds", "total_seconds")] == [8000, 0.5, 1, 2]
 
 
 def test_values_that_a_sample_does_not_have_are_none_or_left_out() -> None:
