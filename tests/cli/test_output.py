@@ -146,24 +146,6 @@ def test_each_stage_counts_from_zero_and_a_rate_needs_a_count(monkeypatch: pytes
     assert "plan     150% 3 packs, 0 s\n" in out.getvalue()  # and no rate before half a second
 
 
-def test_the_line_of_a_completed_stage_is_the_last() -> None:
-    """Also if a line of progress is being printed when the stage ends."""
-    is_printing = threading.Event()
-
-    class Slow(io.StringIO):
-        def write(self, text: str) -> int:
-            if threading.current_thread() is not threading.main_thread():
-                is_printing.set()
-                time.sleep(0.05)
-            return super().write(text)
-
-    progress = TerminalProgress(Console(file=(out := Slow()), width=200), interval=0.001)
-    progress.start("measure", 1, "records")
-    is_printing.wait(60)
-    progress.finish(1.0)
-    assert out.getvalue().endswith(" 1.0 s \n")
-
-
 def test_a_line_shows_that_libraries_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     events = list[str]()
 
