@@ -126,6 +126,15 @@ def test_settings_that_a_family_cannot_use_are_named(text_tokenizer_dir: Path) -
                 use(conversation)
 
 
+def test_a_size_that_a_family_rejects_names_the_image(family: tuple[str, ChatEncoder], tmp_path: Path) -> None:
+    for name, size in (("good.png", (28, 28)), ("thin.png", (1990, 5))):
+        (tmp_path / name).write_bytes(png(*size))
+    conversation = normalize(record("good.png", "thin.png"), image_root=tmp_path)
+    for use in (family[1].length, family[1].encode):
+        with pytest.raises(RecordError, match=r"^corrupt_image: thin\.png: 1990x5 pixels: .*; replace the image$"):
+            use(conversation)
+
+
 def test_a_placeholder_part_cannot_have_settings() -> None:
     part = {"type": "image", "max_pixels": 9000}
     turns = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "A."}]

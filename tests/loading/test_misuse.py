@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
@@ -356,3 +357,13 @@ def test_packs_have_numbers(folder: Path, number: int) -> None:
         with pytest.raises(IndexError, match=f"Pack index {number} is out of range for a dataset of 24 packs"):
             read(number)
     assert dataset.sample(-1).__key__ == dataset.sample(PACKS - 1).__key__
+
+
+@pytest.mark.parametrize("index", [1.5, slice(0, 2), "1"])
+def test_a_pack_index_is_an_integer(folder: Path, index: Any) -> None:
+    dataset = PackedDataset(folder)
+    for read in (dataset.sample, dataset.__getitem__, lambda index: dataset.__getitems__([0, index])):
+        with pytest.raises(TypeError) as error:
+            read(index)
+        assert str(error.value) == f"A pack index must be an integer, got {index!r}. Read several packs one by one."
+    assert dataset.sample(np.int64(3)).__key__ == dataset.sample(3).__key__

@@ -178,7 +178,9 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         _fitted(vision, image, header.height, header.width)
         for image, header in zip(conversation.images, headers, strict=True)
     ]
-    image_runs = [family.image_token_run(*size) for family, size in fitted]
+    image_runs = [
+        _token_run(image, family, *size) for image, (family, size) in zip(conversation.images, fitted, strict=True)
+    ]
     num_bytes = sum(header.num_bytes for header in headers)
     selected = [_selected(vision, video) for video in conversation.videos]
     frames = [selection for selection, _, _ in selected]
@@ -203,6 +205,14 @@ def measure_media(vision: VisionFamily, conversation: Conversation) -> MediaSize
         _in_text_order(conversation, image_runs, [video_runs(vision, selection) for selection in frames])
     )
     return MediaSize(runs=runs, num_bytes=num_bytes, decoded=decoded, frames=frames, notes=notes, spelled=boxed)
+
+
+def _token_run(image: MediaReference, family: VisionFamily, height: int, width: int) -> ImageRun:
+    """Return `image_token_run` of a size, whose errors name the image: a record may have several."""
+    try:
+        return family.image_token_run(height, width)
+    except RecordError as error:
+        raise error.at(image.label, "replace the image") from error
 
 
 def _with_boxes(
@@ -437,7 +447,7 @@ def _decoded(vision: VisionFamily, media: Sequence[_Medium]) -> Iterator[Image.I
         family, (height, width) = _fitted(vision, item, image.height, image.width)
         if (height, width) != (image.height, image.width):
             image = image.resize((width, height), Image.Resampling.BICUBIC)
-        family.image_token_run(height, width)  # rejects sizes that would crash the processor
+        _token_run(item, family, height, width)  # rejects sizes that would crash the processor
         yield image
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -224,6 +224,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
 
         Raises:
             IndexError: the index is out of range.
+            TypeError: the index is not an integer.
             FormatError: the shard is damaged, or a length differs from the recorded length.
         """
         return ShownSamples(self.item(self._numbers([index])[0]))
@@ -293,8 +294,11 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
 
         Raises:
             IndexError: an index is out of range.
+            TypeError: an index is not an integer.
         """
         for index in indices:
+            if not isinstance(index, SupportsIndex):  # numpy would round a float down
+                raise TypeError(f"A pack index must be an integer, got {index!r}. Read several packs one by one.")
             if not -len(self) <= index < len(self):
                 raise IndexError(f"Pack index {index} is out of range for a dataset of {len(self)} packs.")
         numbers: list[int] = self._items(np.array(indices, dtype=np.int64) % max(len(self), 1)).tolist()
