@@ -228,7 +228,7 @@ def _without_root(file: MediaReference) -> MediaReference:
 def raw_id(record: Any) -> str | None:
     """Id in the report of a record that is not a valid conversation; None if the record has no id."""
     ident = record.get("id") if isinstance(record, dict) else None
-    return str(ident)[:200] if isinstance(ident, str | int | float) else None
+    return str(ident)[:200] or None if isinstance(ident, str | int | float) else None
 
 
 @announced("opening the input")

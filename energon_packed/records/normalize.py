@@ -136,7 +136,6 @@ def normalize(
     for message in draft.messages:
         if message.extra:
             check_writable(message.extra, f"the {message.role} turn")
-    ident = record.get("id")
     fps = read_number(record.get("fps"), "fps", float)
     images, videos = tuple(media.images), tuple(media.files)
     if not images and has_empty_image_field(record):
@@ -146,7 +145,7 @@ def normalize(
     if fps and (images or videos):
         media.notes.append(FPS_STORED if media.is_video or not videos else FPS_OF_FILE)
     return Conversation(
-        id=None if ident is None else str(ident),
+        id=_ident(record),
         messages=tuple(draft.messages),
         text=draft.text,
         input_ids=draft.input_ids,
@@ -203,13 +202,18 @@ def _group(
         media.notes += [note for note in found.notes if note not in media.notes]
     used = [file for member in members for file in member.media_files]
     media.notes += check_unlisted(media.unlisted, used, media.root) if media.unlisted else []
-    ident = record.get("id")
     return Conversation(
-        id=None if ident is None else str(ident),
+        id=_ident(record),
         members=tuple(members),
         unused_fields=tuple(sorted(media.unused_fields)),
         notes=tuple(media.notes),
     )
+
+
+def _ident(record: Record) -> str | None:
+    """The id of a record; None without one, or for "", which would name all samples alike."""
+    ident = record.get("id")
+    return None if ident is None else str(ident) or None
 
 
 def _label(
@@ -321,10 +325,9 @@ def plain_conversation(record: Record, record_format: RecordFormat) -> Conversat
     # Two keys per turn in sum, and KeyError for a turn without one of them: so all turns have exactly the same keys.
     if has_media or not roles or sum(map(len, turns)) != 2 * len(turns):
         return None
-    ident = record.get("id")
     for index in speakers:
         if contents[index] and not contents[index].isspace():
-            return Conversation.of_checked(None if ident is None else str(ident), plain_messages(roles, contents))
+            return Conversation.of_checked(_ident(record), plain_messages(roles, contents))
     return None
 
 

@@ -230,6 +230,17 @@ def test_default_ids_of_files_with_one_name_differ(build: Any, tmp_path: Path) -
     assert len(set(pq.read_table(result.lengths)["id"].to_pylist())) == 2
 
 
+def test_an_empty_id_is_the_default_id(build: Any) -> None:
+    """Else all records of an id column without values have one name, in batches and in the order log."""
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "id": ""}
+    records = [{"messages": TURNS, "id": ""}, {"prompt": "a", "completion": "b", "id": ""}, {"id": ""}]
+    result = build(records)
+    assert pq.read_table(result.lengths)["id"].to_pylist() == ["data:0", "data:1", "data:2"]
+    assert packed_ids(result.shards) == ["data:0", "data:1"]
+    assert [json.loads(line)["id"] for line in result.rejects.read_text().splitlines()] == ["data:2"]
+    assert packed_ids(build([pair], overwrite=True).shards) == ["data:0#0", "data:0#1"]
+
+
 def test_a_changed_tokenizer_folder_is_loaded_anew(build: Any, tokenizer_dir: Path, tmp_path: Path) -> None:
     fingerprints = set()
     for template in (CHATML_TEMPLATE, "Once. " + CHATML_TEMPLATE):
