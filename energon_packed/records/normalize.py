@@ -157,7 +157,9 @@ def normalize(
         images=images,
         videos=videos,
         audios=tuple(media.audios),
-        patch_positions=tuple(references(record, _POSITION_FIELDS, image_root)) if "patch_positions" in record else (),
+        patch_positions=tuple(references(record, _POSITION_FIELDS, image_root, media.unused_fields))
+        if "patch_positions" in record
+        else (),
         tools=tools,
         chat_template_kwargs=kwargs or None,
         objects=_objects(record, draft, media) if "objects" in record else None,

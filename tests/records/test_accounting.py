@@ -98,6 +98,14 @@ def test_other_fields_are_counted_by_name() -> None:
     assert normalize(record).unused_fields == ("license", "objects", "source", "url", "video_id")
 
 
+@pytest.mark.parametrize("field", ["image", "images", "part"])
+def test_fields_of_an_image_object_are_counted(field: str) -> None:
+    """`rotate` is not applied, so the model sees another image than the record describes."""
+    image = {"path": "a.png", "rotate": 90}
+    record = part(image=image) if field == "part" else {**CHAT, field: image if field == "image" else ["b.png", image]}
+    assert normalize(record).unused_fields == ("rotate",)
+
+
 def test_every_record_format_declares_the_fields_that_it_reads() -> None:
     assert all(shape.fields is not None for shape in RECORD_FORMATS)
 

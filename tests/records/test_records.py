@@ -320,6 +320,11 @@ def test_tools_calls_and_metadata_are_kept() -> None:
         ({"captions": ["c"], "images": ["https://x.org/a.png"]}, "unsupported_media", "is remote"),
         ({"captions": ["c"], "images": [None]}, "missing_image", "an image is None"),
         (
+            {"captions": ["c"], "images": [{"src": "a.jpg"}]},
+            "missing_image",
+            "an image is {'src': 'a.jpg'}, which has no",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]},
             "missing_video",
             "a content part of type video has no video",

@@ -99,7 +99,7 @@ def read_audio(value: Any, root: str | ImageRoot | None) -> AudioReference:
         raise RecordError(
             Reason.UNSUPPORTED_MEDIA, "an audio file is decoded; read the dataset with `Audio(decode=False)`"
         )
-    unused_fields(value, FILE_FIELDS | _FORMAT, "an audio file")  # only for its rejections, as for image objects
+    unused_fields(value, FILE_FIELDS | _FORMAT, "an audio file")  # only for its rejections
     inner: Any = next((value[key] for key in given(value, (*_INLINE, *KEYS))), None)
     if isinstance(inner, Mapping) and isinstance(inner.get("data"), str):
         inner = _inline(inner)

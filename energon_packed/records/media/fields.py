@@ -69,7 +69,7 @@ class Media:
         per_turn: number of images in each inner list, if the images field is a list of several lists.
         is_video: the images are frames of a video.
         has_objects: the record has objects, which may replace the placeholders of names and boxes.
-        unused_fields: fields of turns and content parts that are not read.
+        unused_fields: fields of turns, content parts and objects of media that are not read.
         unlisted: fields that refer to media and are not read.
         notes: decisions made while reading, such as the choice of a caption.
     """
@@ -241,7 +241,9 @@ def read_media(
         RecordError: `unsupported_media` for media in a field of another name, `missing_image`, `missing_audio`,
             `image_count_mismatch` if the record lists its images twice, and the errors of `read_videos`.
     """
-    media = Media(root, images=references(record, IMAGE.fields, root) if with_images else [])
+    media = Media(root)
+    if with_images:
+        media.images = references(record, IMAGE.fields, root, media.unused_fields)
     media.has_objects = is_given(record.get("objects"))
     if is_given(record.get(_BASE64)):
         # M3IT has a single image field; with a second field, the order of the images would be undefined.
@@ -259,8 +261,10 @@ def read_media(
     return media
 
 
-def references(record: Record, keys: Sequence[str], root: str | ImageRoot | None) -> list[MediaReference]:
-    """Read the media of the first field that has any.
+def references(
+    record: Record, keys: Sequence[str], root: str | ImageRoot | None, unused: set[str]
+) -> list[MediaReference]:
+    """Read the media of the first field that has any; `unused` gets the fields of their objects that are not read.
 
     Raises:
         RecordError: two of the fields have media, or a value does not name media.
@@ -274,7 +278,7 @@ def references(record: Record, keys: Sequence[str], root: str | ImageRoot | None
         raise RecordError(Reason.IMAGE_COUNT_MISMATCH, f"both {' and '.join(filled)} are in the record; use one")
     items = next(iter(filled.values()), [])
     for item in items:
-        _unused(item)  # only for its rejections: harmless fields of image objects are not counted
+        unused.update(_unused(item))
     return [MediaReference.from_value(item, root) for item in items]
 
 

@@ -226,6 +226,9 @@ class MediaReference:
             )
             if isinstance(inner, dict):
                 raise RecordError(expected.missing, f"{expected.a} is nested in two objects; use a path, url or bytes")
+            if inner is None:
+                detail = f"{expected.a} is {shown(value)}, which has no path, url, bytes or image; use one of them"
+                raise RecordError(expected.missing, detail)
             reference = cls.from_value(inner, root, kind=kind)
             return reference.with_settings(read_image_settings(value)) if kind == "image" else reference
         if isinstance(value, bytes | bytearray | memoryview):
