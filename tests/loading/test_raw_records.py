@@ -127,6 +127,14 @@ def test_streams_of_the_demo_have_the_samples_of_pack(demo: DemoDataset, tokeniz
     assert len(planned) == manifest["packs"]
 
 
+@pytest.mark.parametrize("index", [1.5, slice(0, 2), "1"])
+def test_a_row_index_is_an_integer(tokens: Path, index: Any) -> None:
+    dataset = plan_in_memory(config_of(tokens, workers=1))
+    with pytest.raises(TypeError) as error:
+        dataset[index]
+    assert str(error.value) == f"A row index must be an integer, got {index!r}. Read several rows one by one."
+
+
 def test_rows_of_a_plan_are_encoded_in_worker_processes(tokens: Path) -> None:
     dataset = plan_in_memory(config_of(tokens, workers=1))
     assert dataset.utilization > 0.9

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Unpack
+from typing import Any, SupportsIndex, Unpack
 
 import numpy as np
 import torch
@@ -156,6 +156,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
         Raises:
             IndexError: the index is out of range.
+            TypeError: the index is not an integer.
             RecordError: a record cannot be encoded, because it changed since it was measured.
             ConfigError: the length of a sample changed since it was measured.
         """
@@ -190,6 +191,8 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
 
     def _records(self, index: int) -> list[int]:
         """Indices in `refs` of the samples of one row."""
+        if not isinstance(index, SupportsIndex):
+            raise TypeError(f"A row index must be an integer, got {index!r}. Read several rows one by one.")
         if not -len(self) <= index < len(self):
             raise IndexError(f"Row index {index} is out of range for a plan of {len(self)} rows.")
         index %= len(self)
