@@ -365,5 +365,5 @@ def test_a_pack_index_is_an_integer(folder: Path, index: Any) -> None:
     for read in (dataset.sample, dataset.__getitem__, lambda index: dataset.__getitems__([0, index])):
         with pytest.raises(TypeError) as error:
             read(index)
-        assert str(error.value) == f"A pack index must be an integer, got {index!r}. Read several packs one by one."
+        assert str(error.value) == f"A pack index must be an integer, got {index!r}. Pass the index of a single pack."
     assert dataset.sample(np.int64(3)).__key__ == dataset.sample(3).__key__

@@ -132,7 +132,7 @@ def test_a_row_index_is_an_integer(tokens: Path, index: Any) -> None:
     dataset = plan_in_memory(config_of(tokens, workers=1))
     with pytest.raises(TypeError) as error:
         dataset[index]
-    assert str(error.value) == f"A row index must be an integer, got {index!r}. Read several rows one by one."
+    assert str(error.value) == f"A row index must be an integer, got {index!r}. Pass the index of a single row."
 
 
 def test_rows_of_a_plan_are_encoded_in_worker_processes(tokens: Path) -> None:

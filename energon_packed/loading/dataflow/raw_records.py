@@ -192,7 +192,7 @@ class PlannedDataset(torch.utils.data.Dataset[list[EncodedSample]]):
     def _records(self, index: int) -> list[int]:
         """Indices in `refs` of the samples of one row."""
         if not isinstance(index, SupportsIndex):
-            raise TypeError(f"A row index must be an integer, got {index!r}. Read several rows one by one.")
+            raise TypeError(f"A row index must be an integer, got {index!r}. Pass the index of a single row.")
         if not -len(self) <= index < len(self):
             raise IndexError(f"Row index {index} is out of range for a plan of {len(self)} rows.")
         index %= len(self)

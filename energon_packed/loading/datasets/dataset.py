@@ -298,7 +298,7 @@ class PackedDataset(torch.utils.data.Dataset[Sequence[EncodedSample]], MapData):
         """
         for index in indices:
             if not isinstance(index, SupportsIndex):  # numpy would round a float down
-                raise TypeError(f"A pack index must be an integer, got {index!r}. Read several packs one by one.")
+                raise TypeError(f"A pack index must be an integer, got {index!r}. Pass the index of a single pack.")
             if not -len(self) <= index < len(self):
                 raise IndexError(f"Pack index {index} is out of range for a dataset of {len(self)} packs.")
         numbers: list[int] = self._items(np.array(indices, dtype=np.int64) % max(len(self), 1)).tolist()
