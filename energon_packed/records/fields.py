@@ -43,7 +43,7 @@ def is_given(value: Any) -> bool:
         return bool(value)
     if isinstance(value, Mapping):
         return any(is_given(inner) for inner in value.values())
-    if getattr(value, "shape", None) == ():  # an array or tensor of one number, whose `len` is an error
+    if getattr(value, "shape", None) == ():  # `len` of an array or tensor of one number is an error
         return True
     return not hasattr(value, "__len__") or len(value) > 0
 
