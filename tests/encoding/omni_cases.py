@@ -388,9 +388,9 @@ def test_audio_tracks_of_a_pack_are_read_from_the_stored_videos(omni: Omni, tmp_
 def test_full_checks_decode_the_tracks_that_are_used(omni: Omni, tmp_path: Path) -> None:
     samples = signal(2 * RATE, RATE, 1)
     samples[RATE] = np.nan  # found by decoding alone
-    add_track(clip(tmp_path, 24, 8, 112, 160), tmp_path / "track.mkv", samples, is_float=True)
+    add_track(clip(tmp_path, 24, 8, 112, 160), tmp_path / "track.mov", samples, is_float=True)
     turns = [{"role": "user", "content": "<video>hello"}, {"role": "assistant", "content": "It is."}]
-    records: list[Any] = [{"messages": turns, "videos": [str(tmp_path / "track.mkv")]}, {"text": "hello world"}]
+    records: list[Any] = [{"messages": turns, "videos": [str(tmp_path / "track.mov")]}, {"text": "hello world"}]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
     for number, (uses_tracks, check, rejects) in enumerate(
         ((True, "full", {"corrupt_audio": 1}), (True, "header", {}), (False, "full", {}))
